@@ -24,7 +24,7 @@ class Plan:
     elements: list
     shapes: list
     # For each rank the words that make a command run on the rank's host; empty if all ranks are on this machine.
-    entrances: list = field(default_factory=list)
+    enter_commands: list = field(default_factory=list)
 
 
 # Rows are compared by identity, because two may have equal fields.
@@ -86,7 +86,7 @@ class Peer:
             "optimizer": self.team.optimizer,
         }
         folder = Path(tempfile.mkdtemp(prefix=self.team.name + "-", dir=self.scratch))
-        self.team_processes = TeamProcesses(self.team, self.binaries, task, folder, self.plan.entrances)
+        self.team_processes = TeamProcesses(self.team, self.binaries, task, folder, self.plan.enter_commands)
 
     def stop(self) -> None:
         if self.team_processes:

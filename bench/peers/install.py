@@ -42,7 +42,7 @@ def install(environment: Environment, python: str) -> Path:
 
 def command(words: list) -> None:
     try:
-        # Not in the terminal's process group: only the driver handles Ctrl-C.
+        # The process is not in the terminal's process group: only the driver handles Ctrl-C.
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
     except OSError as error:
         raise NotInstalled(f"{words[0]}: {error}") from None

@@ -16,10 +16,10 @@ from json_connection import JsonConnection
 
 HERE = Path(__file__).resolve().parent
 # Seconds for four processes to import PyTorch on two busy processors.
-START_PATIENCE = 120.0
+START_TIMEOUT = 120.0
 # Seconds for a very large exchange, or for the check of its numbers.
-ANSWER_PATIENCE = 600.0
-PART_PATIENCE = 5.0
+ANSWER_TIMEOUT = 600.0
+PART_TIMEOUT = 5.0
 # Seconds from the first order to the start, in which all ranks receive their orders.
 LEAD = 0.005
 
@@ -46,8 +46,8 @@ class Timed:
 class TeamProcesses:
     """A started team."""
 
-    def __init__(self, team: rows.Team, binaries: Path, task: dict, scratch: Path, entrances: list):
-        self.team, self.entrances = team, entrances
+    def __init__(self, team: rows.Team, binaries: Path, task: dict, scratch: Path, enter_commands: list):
+        self.team, self.enter_commands = team, enter_commands
         self.lines, self.ranks, self.started = [], [], []
         # The paths of shared memory segments.
         self.segments = set()
@@ -73,18 +73,18 @@ class TeamProcesses:
         for role in self.team.helpers:
             # MXNet's documentation says that importing the module runs the server.
             self._spawn([str(binaries / "python"), "-c", "import mxnet"], {**variables, "DMLC_ROLE": role})
-        if self.team.launcher and self.entrances:
+        if self.team.launcher and self.enter_commands:
             raise Failed("its launcher starts ranks on this machine only")
         if self.team.launcher:
             launcher = [word.format(bin=binaries, workers=workers) for word in self.team.launcher]
             self._spawn(launcher + rank, variables)
         else:
-            for entrance in self.entrances or [[]] * workers:
-                self._spawn([*entrance, *rank], variables)
+            for enter_command in self.enter_commands or [[]] * workers:
+                self._spawn([*enter_command, *rank], variables)
         self._accept(listener, workers)
         for number, line in enumerate(self.lines):
             line.send({**task, "rank": number, "scratch": str(self.scratch)})
-        self.version = self._hear_all()[0]["version"]
+        self.version = self._receive_all()[0]["version"]
         self.sleep()
 
     def _spawn(self, command: list, variables: dict) -> None:
@@ -102,7 +102,7 @@ class TeamProcesses:
         )
 
     def _accept(self, listener: socket.socket, workers: int) -> None:
-        deadline = time.monotonic() + START_PATIENCE
+        deadline = time.monotonic() + START_TIMEOUT
         listener.settimeout(0.2)
         while len(self.lines) < workers:
             try:
@@ -112,7 +112,7 @@ class TeamProcesses:
                 if ended or time.monotonic() > deadline:
                     raise Failed(self._complaint("did not start")) from None
                 continue
-            connected.settimeout(ANSWER_PATIENCE)
+            connected.settimeout(ANSWER_TIMEOUT)
             line = JsonConnection(connected)
             self.lines.append(line)
             self.ranks.append(line.receive()["pid"])
@@ -158,7 +158,7 @@ class TeamProcesses:
     def stop(self) -> None:
         for line in self.lines:
             line.hang_up()
-        deadline = time.monotonic() + PART_PATIENCE
+        deadline = time.monotonic() + PART_TIMEOUT
         # A rank without a task may wait for other ranks that never start, so only a started team is waited for.
         if self.version:
             for process in self.started:
@@ -186,11 +186,11 @@ class TeamProcesses:
                 line.send(order)
         except OSError:
             raise Failed(self._complaint("ended too early")) from None
-        return self._hear_all()
+        return self._receive_all()
 
-    def _hear_all(self) -> list:
+    def _receive_all(self) -> list:
         reports = []
-        deadline = time.monotonic() + ANSWER_PATIENCE
+        deadline = time.monotonic() + ANSWER_TIMEOUT
         for number, line in enumerate(self.lines):
             self._await(line, f"rank {number}", deadline)
             try:

@@ -65,7 +65,7 @@ class Row:
     death: str
     rank: int
     code: int
-    told_s: float | None
+    error_s: float | None
     """Seconds from the death to the exception."""
     left_s: float | None
     """Seconds from the exception to the end of the functions registered at ``atexit``."""
@@ -192,7 +192,7 @@ def main() -> Part | None:
     rows: list[Row] = []
     if not arguments.json:
         print(
-            f"{'way':<14} {'death':<8} {'rank':>4} {'code':>5} {'told s':>7} {'left s':>7} {'end s':>7}  message"
+            f"{'way':<14} {'death':<8} {'rank':>4} {'code':>5} {'error s':>7} {'left s':>7} {'end s':>7}  message"
         )
     for case in cases:
         folder = Path(tempfile.mkdtemp(prefix="paramhub-ends-"))
@@ -281,7 +281,7 @@ def noted(folder: Path, what: str, rank: int) -> tuple[float, str] | None:
 
 
 def line(row: Row) -> str:
-    seconds = (row.told_s, row.left_s, row.end_s)
+    seconds = (row.error_s, row.left_s, row.end_s)
     times = " ".join(f"{'-' if each is None else format(each, '.2f'):>7}" for each in seconds)
     message = row.message.splitlines()[0] if row.message else "none"
     return f"{row.way:<14} {row.death:<8} {row.rank:>4} {row.code:>5} {times}  {message}"

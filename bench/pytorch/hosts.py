@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TESTBED = ["cargo", "xtask", "testbed"]
 NAME = "torchrun"
 PORT = "29555"
-END_PATIENCE_S = 60
+END_TIMEOUT_S = 60
 
 
 def main() -> int:
@@ -47,9 +47,9 @@ def main() -> int:
         for rank in ranks:
             rank.terminate()
         for rank in ranks:
-            rank.wait(END_PATIENCE_S)
+            rank.wait(END_TIMEOUT_S)
         testbed.stdin.close()
-        testbed.wait(END_PATIENCE_S)
+        testbed.wait(END_TIMEOUT_S)
 
 
 def start(rank: int, hosts: int, first: str, rest: list[str]) -> subprocess.Popen[str]:

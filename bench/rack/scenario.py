@@ -26,7 +26,7 @@ class Row:
     interfaces: int = 0
     cores: int = 0
     transport: str = "auto"
-    # Whether hosts and hubs belong to the racks with which their names begin, as in r0w3 and r1hub.
+    # True if hosts and hubs belong to the racks with which their names begin, as in r0w3 and r1hub.
     racks: bool = False
     flags: list = field(default_factory=list)
     # The least that the busiest link must carry, in units of a model over a worker's link.
@@ -38,7 +38,7 @@ class Row:
         if self.hub_hosts:
             hubs = [testbed.with_addresses(host, self.interfaces, self.racks) for host in self.hub_hosts]
             flags += ["--hub-hosts", ",".join(hubs)]
-        flags += ["--enter", " ".join(testbed.entrance("{host}")), "--deployment", self.deployment]
+        flags += ["--enter", " ".join(testbed.enter_command("{host}")), "--deployment", self.deployment]
         flags += ["--transport", self.transport, *self.flags]
         return rows.Ours(self.name, self.label, tuple(flags), workers=len(hosts), cores=self.cores)
 
@@ -65,8 +65,8 @@ class Scenario:
     def read(path: Path) -> "Scenario":
         try:
             with open(path, "rb") as file:
-                said = tomllib.load(file)
-            return Scenario(**{**said, "ours": [build(Row, row) for row in said.get("ours", [])]})
+                scenario = tomllib.load(file)
+            return Scenario(**{**scenario, "ours": [build(Row, row) for row in scenario.get("ours", [])]})
         except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
             raise SystemExit(f"{path}: {error}") from None
 
@@ -86,12 +86,12 @@ class Scenario:
             if forms:
                 found.append(dataclasses.replace(team, forms=forms))
         known = {f"{team.name}-{form.name}" for team in rows.TEAMS for form in team.forms}
-        if strangers := set(self.peers) - known:
+        if unknown := set(self.peers) - known:
             raise SystemExit(
-                f"peers: there is no {', '.join(sorted(strangers))}; there are {', '.join(sorted(known))}"
+                f"peers: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}"
             )
         return found
 
 
-def build(kind, said: dict):
-    return kind(**{name.replace("-", "_"): value for name, value in said.items()})
+def build(kind, table: dict):
+    return kind(**{name.replace("-", "_"): value for name, value in table.items()})

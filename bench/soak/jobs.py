@@ -29,10 +29,10 @@ STEPS = 22
 """The steps of each job: for `train` two epochs of the 1,437 digits in batches of 2 x 64."""
 TRAIN = ["--epochs", "2", "--batch", "64", "--net", "mlp"]
 EVERY = ["--checkpoint-every", "5"]
-PATIENCE_S = 120
+WAIT_TIMEOUT_S = 120
 
 
-class Room:
+class ManagerAndHubs:
     """A manager and hubs that share a folder of checkpoints."""
 
     def __init__(self, paramhub: str, hubs: int, folder: Path) -> None:
@@ -63,9 +63,9 @@ class Room:
         self.log.close()
 
 
-def command(arguments: argparse.Namespace, way: str, room: Room, name: str) -> list[str]:
+def command(arguments: argparse.Namespace, way: str, cluster: ManagerAndHubs, name: str) -> list[str]:
     """The command that starts one job of two workers."""
-    job = ["--hub", room.url, "--hubs", str(room.hubs), "--name", name, *EVERY]
+    job = ["--hub", cluster.url, "--hubs", str(cluster.hubs), "--name", name, *EVERY]
     if way == "train":
         return [arguments.paramhub, "train", "--workers", "2", *job, *TRAIN]
     if way == "run":
@@ -74,7 +74,7 @@ def command(arguments: argparse.Namespace, way: str, room: Room, name: str) -> l
     return [arguments.python, "-m", "paramhub", "run", "-n", "2", *job, "--", *work]
 
 
-def play(arguments: argparse.Namespace, room: Room, jobs: list[tuple[str, str]]) -> list[str]:
+def play(arguments: argparse.Namespace, cluster: ManagerAndHubs, jobs: list[tuple[str, str]]) -> list[str]:
     """Runs these jobs, several at once. Returns a line for each job with a problem."""
     waiting, wrong, lock = iter(jobs), [], threading.Lock()
 
@@ -84,7 +84,7 @@ def play(arguments: argparse.Namespace, room: Room, jobs: list[tuple[str, str]])
                 way, name = next(waiting, (None, None))
             if way is None or name is None:
                 return
-            problem = one(arguments, room, way, name)
+            problem = one(arguments, cluster, way, name)
             if problem is not None:
                 with lock:
                     wrong.append(f"{name}: {problem}")
@@ -98,34 +98,34 @@ def play(arguments: argparse.Namespace, room: Room, jobs: list[tuple[str, str]])
     return wrong
 
 
-def one(arguments: argparse.Namespace, room: Room, way: str, name: str) -> str | None:
+def one(arguments: argparse.Namespace, cluster: ManagerAndHubs, way: str, name: str) -> str | None:
     try:
         ended = subprocess.run(
-            command(arguments, way, room, name),
+            command(arguments, way, cluster, name),
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=WAIT_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"has not ended within {PATIENCE_S} s"
+        return f"has not ended within {WAIT_TIMEOUT_S} s"
     if ended.returncode != 0:
         return f"the launcher ended with {ended.returncode}: {ended.stderr.strip().splitlines()[-3:]}"
-    job = room.job(name)
+    job = cluster.job(name)
     if job["state"] != "finished":
         return f"is recorded as {job['state']}: {job['message']}"
     return None
 
 
-def without_last_checkpoint(room: Room, names: list[str]) -> list[str]:
+def without_last_checkpoint(cluster: ManagerAndHubs, names: list[str]) -> list[str]:
     """Jobs without a complete checkpoint of their last step. Every hub writes its part."""
 
     def is_there(name: str) -> bool:
-        folders = (room.checkpoints / name).glob(f"step-{STEPS:010}.*")
-        parts = [f"hub-{hub}.json" for hub in range(room.hubs)]
+        folders = (cluster.checkpoints / name).glob(f"step-{STEPS:010}.*")
+        parts = [f"hub-{hub}.json" for hub in range(cluster.hubs)]
         return any(all((folder / part).exists() for part in parts) for folder in folders)
 
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + WAIT_TIMEOUT_S
     missing = list(names)
     while missing and time.monotonic() < deadline:
         missing = [name for name in missing if not is_there(name)]
@@ -148,20 +148,22 @@ def main() -> int:
     began = time.monotonic()
     for hubs in (1, 2):
         with tempfile.TemporaryDirectory(prefix="paramhub-soak-") as folder:
-            room = Room(arguments.paramhub, hubs, Path(folder))
+            cluster = ManagerAndHubs(arguments.paramhub, hubs, Path(folder))
             try:
                 share = arguments.jobs // 2 if hubs == 1 else arguments.jobs - arguments.jobs // 2
                 jobs = [(ways[index % len(ways)], f"{hubs}-hubs-{index}") for index in range(share)]
                 counts.update(f"{way}, {hubs} hubs" for way, _ in jobs)
-                failed = play(arguments, room, jobs)
+                failed = play(arguments, cluster, jobs)
                 wrong += failed
                 spoken_for = {problem.split(":")[0] for problem in failed}
-                missing = without_last_checkpoint(room, [name for _, name in jobs if name not in spoken_for])
+                missing = without_last_checkpoint(
+                    cluster, [name for _, name in jobs if name not in spoken_for]
+                )
                 wrong += [f"{name}: the checkpoint of its last step is missing" for name in missing]
                 for problem in wrong[len(wrong) - len(missing) :] if missing else []:
                     print(problem, flush=True)
             finally:
-                room.close()
+                cluster.close()
     of_each = ", ".join(f"{count} from {way}" for way, count in sorted(counts.items()))
     print(
         f"{arguments.jobs} jobs in {time.monotonic() - began:.0f} s ({of_each}): {len(wrong)} recorded wrongly"

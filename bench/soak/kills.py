@@ -95,7 +95,7 @@ class Run:
         return True
 
     def has_checkpoint(self) -> bool:
-        """Whether both hubs have written their parts of some checkpoint."""
+        """Returns whether both hubs have written their parts of some checkpoint."""
         steps = (self.folder / "checkpoints" / "killed").glob("step-*")
         return any(all((step / f"hub-{hub}.json").exists() for hub in range(2)) for step in steps)
 
@@ -194,9 +194,11 @@ def disturbed(arguments: argparse.Namespace, seed: int, expected: bytes) -> str 
             run.close()
         if problem is not None:
             print((run.folder / "log").read_text()[-8000:], file=sys.stderr)
-    told = ", ".join(f"{count} x {target}" for target, count in sorted(kills.items()))
+    killed = ", ".join(f"{count} x {target}" for target, count in sorted(kills.items()))
     seconds = time.monotonic() - began
-    print(f"seed {seed}: {told}; {run.launches} launches, {seconds:.0f} s: {problem or 'right'}", flush=True)
+    print(
+        f"seed {seed}: {killed}; {run.launches} launches, {seconds:.0f} s: {problem or 'right'}", flush=True
+    )
     if problem is None and kills.total() < arguments.kills:
         problem = f"it ended after {kills.total()} kills: give --epochs more"
         print(problem, flush=True)

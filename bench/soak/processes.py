@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any
 
-PATIENCE_S = 90
+WAIT_TIMEOUT_S = 90
 """Seconds that a process may take to end. A hub takes up to 60 s to write its last checkpoints."""
 
 
@@ -18,7 +18,7 @@ def end_all(processes: Iterable[subprocess.Popen[Any]]) -> None:
             process.terminate()
     for process in processes:
         try:
-            process.wait(PATIENCE_S)
+            process.wait(WAIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

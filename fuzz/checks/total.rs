@@ -1,4 +1,4 @@
-//! How many frames of a target were accepted, in this run and in all before it.
+//! Counts the frames of a target that were accepted, in this run and in all before it.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};

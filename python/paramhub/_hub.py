@@ -11,7 +11,7 @@ from paramhub import _native
 
 
 class JobTicket(NamedTuple):
-    """What the workers of a job need to join it; see `paramhub.connect`."""
+    """The credentials that the workers of a job need to join it; see `paramhub.connect`."""
 
     url: str
     job: str
@@ -148,7 +148,7 @@ class Hub:
         return self._native.memory_bytes()
 
     def failure(self) -> str | None:
-        """Why the hub cannot go on, if it cannot."""
+        """Returns the reason why the hub cannot go on, if it cannot."""
         return self._native.failure()
 
     def stop(self) -> None:

@@ -309,7 +309,7 @@ class Job:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether any of the exchange is through shared memory."""
+        """Returns whether any of the exchange is through shared memory."""
         return self._running().shares_memory
 
     def statistics(self) -> dict[str, float]:

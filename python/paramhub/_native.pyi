@@ -17,8 +17,8 @@ def end_callbacks() -> None:
     """Waits for the callbacks of requests that have ended, at most 5 seconds. Later callbacks are not called."""
 
 def conflict(features: list[str], settings: str | None = None) -> tuple[str, str] | None:
-    """Whether features, by their identifiers, combine with one another and with a job's settings in JSON. Returns None if they
-    do, else the message, and the reason alone. docs/combinations.md lists the features."""
+    """Returns whether features, by their identifiers, combine with one another and with a job's settings in JSON. Returns None
+    if they do, else the message, and the reason alone. docs/combinations.md lists the features."""
 
 def host_identity() -> str:
     """An identity of this host and its network namespace."""
@@ -91,7 +91,7 @@ class Handle:
         """Waits for the end. Raises TimeoutError after ``timeout`` seconds, and the job's error if the request failed."""
 
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+        """Returns whether it has ended, with or without an error."""
 
     def exception(self) -> BaseException | None:
         """Its error; None if it has not failed or has not ended."""
@@ -200,7 +200,7 @@ Key = str | int
 
 def open_store(
     kind: str,
-    seat: tuple[str, str, str, int] | None,
+    membership: tuple[str, str, str, int] | None,
     *,
     transport: str | None = None,
     interfaces: str | None = None,
@@ -213,7 +213,7 @@ def open_store(
     codec: str | None = None,
     reproducible: bool = False,
 ) -> Store:
-    """``seat`` is the connection manager's URL, the job's namespace and secret, and the rank; None for a local store."""
+    """``membership`` is the connection manager's URL, the job's namespace and secret, and the rank; None for a local store."""
 
 @final
 class Store:

@@ -1,4 +1,4 @@
-"""The errors of this package. Every message says who failed, at what, and what to do."""
+"""The errors of this package. Every message says which rank or object failed, at what, and what to do."""
 
 from __future__ import annotations
 

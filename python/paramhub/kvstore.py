@@ -221,7 +221,7 @@ class KVStore:
         """Changes hyperparameters from the next push on, by the hub's names (``learning_rate=0.01``). Every rank calls it, with
         equal arguments."""
         if self._optimizer is None:
-            raise MisuseError(f"{self._who()}: there is no optimizer, choose one with set_optimizer")
+            raise MisuseError(f"{self._name()}: there is no optimizer, choose one with set_optimizer")
         numbers = {**self._optimizer.hyperparameters, **changed}
         self._native.set_hyperparameters(json.dumps(settings_of(numbers))).wait()
         self._optimizer.hyperparameters = numbers
@@ -288,9 +288,9 @@ class KVStore:
         return value
 
     def _wrong(self, name: Key, reason: str) -> MisuseError:
-        return MisuseError(f"{self._who()}: key {name!r}: {reason}")
+        return MisuseError(f"{self._name()}: key {name!r}: {reason}")
 
-    def _who(self) -> str:
+    def _name(self) -> str:
         return f"key-value store `{self.type}`, rank {self.rank}"
 
     def _give_up(self, error: BaseException) -> None:

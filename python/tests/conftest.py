@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from launching import Ended, Launcher, Program
-from team import Team, Zygote
+from team import ForkServer, Team
 
 import paramhub
 
@@ -36,21 +36,21 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def _zygote() -> Iterator[Callable[[], Zygote]]:
-    started: list[Zygote] = []
+def _fork_server() -> Iterator[Callable[[], ForkServer]]:
+    started: list[ForkServer] = []
 
-    def start() -> Zygote:
+    def start() -> ForkServer:
         if not started:
-            started.append(Zygote())
+            started.append(ForkServer())
         return started[0]
 
     yield start
-    for zygote in started:
-        zygote.close()
+    for fork_server in started:
+        fork_server.close()
 
 
 @pytest.fixture
-def team(_zygote: Callable[[], Zygote], tmp_path: Path) -> Team:
+def team(_fork_server: Callable[[], ForkServer], tmp_path: Path) -> Team:
     """``team(work, *arguments, ranks=4, env=None, timeout=120, dies=())`` calls a function in fresh processes.
 
     ``work`` is a function of a test module's top level. Each of the ``ranks`` processes calls ``work(Rank, *arguments)``. The
@@ -75,7 +75,7 @@ def team(_zygote: Callable[[], Zygote], tmp_path: Path) -> Team:
     its stacks and is killed, with all processes that it has started. A rank in ``dies`` must not end well; its result is
     `Died`.
     """
-    return Team(_zygote, tmp_path)
+    return Team(_fork_server, tmp_path)
 
 
 @pytest.fixture

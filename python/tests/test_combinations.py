@@ -24,12 +24,12 @@ def reasons(caller: str) -> list[str]:
 
 
 def test_python_shows_every_reason_that_it_asks_for(hub: paramhub.Hub) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def refused(call: Callable[[], object]) -> None:
         with pytest.raises(paramhub.MisuseError) as caught:
             call()
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     for features in (
         ["factors", "two-phase"],
@@ -45,7 +45,7 @@ def test_python_shows_every_reason_that_it_asks_for(hub: paramhub.Hub) -> None:
         assert conflict is not None
         message, why = conflict
         assert why in message
-        told.append(message)
+        messages.append(message)
     assert _native.conflict(["factors", "reproducible"]) is None
     refused(lambda: _native.conflict(["no-such-feature"]))
 
@@ -67,7 +67,7 @@ def test_python_shows_every_reason_that_it_asks_for(hub: paramhub.Hub) -> None:
     ):
         identity = {} if kind == "local" else {"url": hub.url, "job": 32 * "0", "secret": 64 * "0", "rank": 0}
         refused(lambda kind=kind, options=options, identity=identity: kvs.create(kind, **identity, **options))
-    missing = [why for why in reasons("Python") if not any(why in message for message in told)]
+    missing = [why for why in reasons("Python") if not any(why in message for message in messages)]
     assert reasons("Python") and not missing
 
 

@@ -30,7 +30,7 @@ def worker(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_tells_its_version(launch: Callable[..., Ended]) -> None:
+def test_the_command_prints_its_version(launch: Callable[..., Ended]) -> None:
     assert launch(*PARAMHUB, "--version") == (0, f"paramhub {paramhub.__version__}\n")
 
 
@@ -63,7 +63,7 @@ def test_run_starts_workers_with_a_hub_of_their_own(launch: Callable[..., Ended]
         assert f"{rank} of 2: -0.100, local {rank}" in output
 
 
-def test_run_uses_the_hub_it_is_told(
+def test_run_uses_the_hub_that_it_is_given(
     launch: Callable[..., Ended], start: Callable[..., Program], worker: Path
 ) -> None:
     program = start(*PARAMHUB, "hub", "--manager", "127.0.0.1:0", "--listen", "127.0.0.1:0")
@@ -114,7 +114,7 @@ def test_an_exchange_is_measured(launch: Callable[..., Ended], tmp_path: Path) -
         ["bench", "plot", "results.json", "--svg", "out.svg"],
     ],
 )
-def test_what_the_package_leaves_out_is_refused_with_the_way_to_get_it(
+def test_commands_that_the_package_leaves_out_are_refused_with_the_way_to_get_them(
     launch: Callable[..., Ended], arguments: list[str]
 ) -> None:
     code, output = launch(*PARAMHUB, *arguments)

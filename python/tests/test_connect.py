@@ -14,7 +14,7 @@ import paramhub
 VARIABLES = ["PARAMHUB_URL", "PARAMHUB_JOB", "PARAMHUB_SECRET", "RANK"]
 
 
-def test_what_a_launcher_sets_is_enough(hub: paramhub.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_launcher_are_enough(hub: paramhub.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(VARIABLES, [*new_job(hub, 1), "0"], strict=True):
         monkeypatch.setenv(name, f" {value}\n")
     with paramhub.connect() as job:
@@ -60,7 +60,11 @@ def test_a_rank_is_one_process_s(hub: paramhub.Hub) -> None:
 
 WRONG = {
     "the URL's scheme": ({"url": "ftp://127.0.0.1"}, paramhub.ConnectError, "scheme is not http"),
-    "nobody there": ({"url": "http://127.0.0.1:9"}, paramhub.ConnectError, "no connection manager answers"),
+    "no manager there": (
+        {"url": "http://127.0.0.1:9"},
+        paramhub.ConnectError,
+        "no connection manager answers",
+    ),
     "another secret": ({"secret": "0" * 64}, paramhub.ConnectError, "no job of this namespace whose nonce"),
     "no secret": ({"secret": "guess"}, paramhub.MisuseError, "64 hexadecimal digits"),
     "another job": ({"job": "0" * 32}, paramhub.ConnectError, "no job of this namespace whose nonce"),
@@ -101,7 +105,7 @@ def test_a_rank_that_does_not_come_is_named(hub: paramhub.Hub) -> None:
         paramhub.connect(*ticket, 2)
 
 
-def test_connect_waits_no_longer_than_told(hub: paramhub.Hub) -> None:
+def test_connect_waits_no_longer_than_its_timeout(hub: paramhub.Hub) -> None:
     ticket = new_job(hub, 2, rendezvous_timeout=600)
     with pytest.raises(paramhub.ConnectError, match=r"within 0.5 s"):
         paramhub.connect(*ticket, 1, timeout=0.5)
@@ -139,7 +143,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("different", DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_ranks_that_disagree_are_told_in_what(hub: paramhub.Hub, different: tuple[object, str]) -> None:
+def test_the_point_on_which_ranks_disagree_is_named(hub: paramhub.Hub, different: tuple[object, str]) -> None:
     arguments, named = different
 
     def work(job: paramhub.Job) -> str:
@@ -229,7 +233,7 @@ def test_a_hub_with_a_token_asks_for_it() -> None:
         hub.create_job("b", 1)
 
 
-def test_without_shared_memory_workers_use_tcp() -> None:
+def test_workers_without_shared_memory_use_tcp() -> None:
     with paramhub.Hub(shared_memory=False) as hub:
 
         def work(job: paramhub.Job) -> bool:

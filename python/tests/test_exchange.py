@@ -69,7 +69,7 @@ def test_reproducible_sums_are_those_of_rank_order(hub: paramhub.Hub) -> None:
 
     in_order = ((gradient(0) + gradient(1)) + gradient(2)) + gradient(3)
     backwards = ((gradient(3) + gradient(2)) + gradient(1)) + gradient(0)
-    assert in_order.tobytes() != backwards.tobytes(), "the numbers cannot tell one order from another"
+    assert in_order.tobytes() != backwards.tobytes(), "the numbers are the same in either order"
     for transport in TRANSPORTS:
         results = in_threads(hub, 4, work, transport=transport)
         assert {bits for rank in results for bits in rank} == {in_order.tobytes()}, transport
@@ -144,7 +144,7 @@ def test_push_and_pull_alone(hub: paramhub.Hub) -> None:
     assert in_threads(hub, 2, work) == [-1.5, -1.5]
 
 
-def test_asynchronous_ranks_wait_for_nobody(hub: paramhub.Hub) -> None:
+def test_asynchronous_ranks_do_not_wait(hub: paramhub.Hub) -> None:
     def work(job: paramhub.Job) -> float:
         weight, gradient = numpy.zeros(100, "f4"), numpy.ones(100, "f4")
         job.init({"w": weight}, optimizer=paramhub.SGD(lr=1.0), consistency="asynchronous")

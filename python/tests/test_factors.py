@@ -84,7 +84,7 @@ def test_factors_make_what_dense_gradients_make(hub: paramhub.Hub, optimizer: pa
     assert sent["bytes_sent"] > sent["factor_bytes_sent"] and sent["rebuilding_s"] > 0
 
 
-def test_without_an_optimizer_the_mean_gradient_comes(hub: paramhub.Hub) -> None:
+def test_the_mean_gradient_comes_without_an_optimizer(hub: paramhub.Hub) -> None:
     def work(job: paramhub.Job) -> Any:
         weight = numpy.zeros((OUTPUTS, INPUTS), "f4")
         job.init({"fc": weight}, layers={"fc": {"tensors": ["fc"], "samples": 1, "scheme": "factors"}})
@@ -115,7 +115,7 @@ def test_halves_travel_as_halves(hub: paramhub.Hub) -> None:
         assert sent < 0.8 * 4 * 2 * (INPUTS + OUTPUTS)
 
 
-def test_what_cannot_be_is_refused(hub: paramhub.Hub) -> None:
+def test_factors_that_do_not_fit_are_refused(hub: paramhub.Hub) -> None:
     def work(job: paramhub.Job) -> None:
         held = tensors(job.rank)
         job.init(held, paramhub.SGD(lr=0.1), layers=LAYERS)
@@ -143,8 +143,8 @@ def test_what_cannot_be_is_refused(hub: paramhub.Hub) -> None:
         ]
         if job.rank != 0:
             refused.append(("only rank 0", lambda: job.set_hyperparameters(0, learning_rate=1.0)))
-        for said, call in refused:
-            with pytest.raises(paramhub.MisuseError, match=said):
+        for message, call in refused:
+            with pytest.raises(paramhub.MisuseError, match=message):
                 call()
         # The job goes on.
         assert job.next_step("fc.weight") == 0
@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused(hub: paramhub.Hub) -> None:
     in_threads(hub, 2, work, peers=True)
 
 
-def test_workers_that_do_not_listen_are_told_how(hub: paramhub.Hub) -> None:
+def test_workers_that_do_not_listen_learn_how_to(hub: paramhub.Hub) -> None:
     def work(job: paramhub.Job) -> None:
         with pytest.raises(paramhub.MisuseError, match="it sends no factors to hubs"):
             job.init(tensors(job.rank), layers=LAYERS, scheme="factors-to-hub")

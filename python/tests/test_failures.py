@@ -110,7 +110,9 @@ def loses_its_hub(rank: Rank, ticket: paramhub.JobTicket) -> str:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_a_killed_hub_is_told_to_all(start: Callable[..., Program], team: Team, transport: str) -> None:
+def test_a_killed_hub_is_named_to_all_ranks(
+    start: Callable[..., Program], team: Team, transport: str
+) -> None:
     program = start(*PARAMHUB, "hub", "--manager", "127.0.0.1:0", "--listen", "127.0.0.1:0")
     url = program.await_output(r"^hub ready: manager (\S+) data (\S+)")[1]
     killer = start(
@@ -130,7 +132,7 @@ def test_a_killed_hub_is_told_to_all(start: Callable[..., Program], team: Team, 
     assert all("hub" in message for message in messages), messages
 
 
-def test_a_stopped_hub_is_told_to_all() -> None:
+def test_a_stopped_hub_is_named_to_all_ranks() -> None:
     hub = paramhub.Hub()
     job = paramhub.connect(*new_job(hub, 1), 0)
     weight = numpy.zeros(1000, "f4")

@@ -22,24 +22,24 @@ import paramhub
 def forks(rank: Rank, ticket: paramhub.JobTicket, ends: str) -> list[str]:
     """Rank 0 forks while requests are under way, and both ranks go on."""
     weight, gradient = numpy.zeros(10_000, "f4"), numpy.ones(10_000, "f4")
-    told: list[str] = []
+    messages: list[str] = []
     with paramhub.connect(*ticket, rank.rank) as job:
         job.init({"w": weight}, optimizer=paramhub.SGD(lr=1.0))
         handle = job.push_pull("w", gradient, out=weight)
         if rank.rank == 0:
-            told = in_a_child(lambda: refusals(job, handle, weight, ticket), ends)
+            messages = in_a_child(lambda: refusals(job, handle, weight, ticket), ends)
         handle.wait(TIMEOUT)
         for _ in range(3):
             job.push_pull("w", gradient, out=weight).wait(TIMEOUT)
         assert (weight == -4.0).all()
-    return told
+    return messages
 
 
 def refusals(
     job: paramhub.Job, handle: paramhub.Handle, weight: numpy.ndarray, ticket: paramhub.JobTicket
 ) -> list[str]:
     """The errors that a child gets from all uses of its parent's objects."""
-    told = []
+    messages = []
     for call in (
         lambda: job.push("w", weight),
         lambda: job.push_pull("w", weight, weight),
@@ -52,10 +52,10 @@ def refusals(
     ):
         try:
             call()
-            told.append("nothing")
+            messages.append("nothing")
         except paramhub.MisuseError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def in_a_child(call: Callable[[], list[str]], ends: str) -> list[str]:
@@ -64,10 +64,10 @@ def in_a_child(call: Callable[[], list[str]], ends: str) -> list[str]:
         answers = context.SimpleQueue()
         process = context.Process(target=lambda: answers.put(call()))
         process.start()
-        told = answers.get()
+        messages = answers.get()
         process.join(TIMEOUT)
         assert process.exitcode == 0
-        return told
+        return messages
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -77,20 +77,20 @@ def in_a_child(call: Callable[[], list[str]], ends: str) -> list[str]:
         os._exit(0)
     os.close(write)
     with open(read, encoding="utf8") as file:
-        told = file.read().splitlines()
+        messages = file.read().splitlines()
     _, status = os.waitpid(child, 0)
     assert status == 0
-    return told
+    return messages
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("ends", ["exit", "_exit", "multiprocessing"])
-def test_a_forked_child_is_refused_and_harms_nobody(
+def test_a_forked_child_is_refused_and_harms_no_rank(
     hub: paramhub.Hub, team: Team, ends: str, transport: str
 ) -> None:
-    told, _ = team(forks, new_job(hub, 2), ends, ranks=2, env={"PARAMHUB_TRANSPORT": transport})
-    assert len(told) == 8
-    for message in told:
+    messages, _ = team(forks, new_job(hub, 2), ends, ranks=2, env={"PARAMHUB_TRANSPORT": transport})
+    assert len(messages) == 8
+    for message in messages:
         assert "forked" in message
         assert "`spawn` or `forkserver`" in message
 

@@ -155,8 +155,8 @@ def test_callbacks_are_called_once_with_the_handle(held: Held) -> None:
 
 
 def test_an_exception_in_a_callback_stops_nothing(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_value))
+    reported: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_value))
     called = threading.Event()
     handle = held.push_pull()
 
@@ -167,7 +167,7 @@ def test_an_exception_in_a_callback_stops_nothing(held: Held, monkeypatch: pytes
     handle.add_done_callback(lambda _: called.set())
     held.release()
     assert called.wait(TIMEOUT)
-    assert [str(error) for error in told] == ["on purpose"]
+    assert [str(error) for error in reported] == ["on purpose"]
     with pytest.raises(ValueError, match="on purpose"):
         handle.add_done_callback(fails)
 
@@ -242,7 +242,7 @@ def test_giving_up_an_await_leaves_the_exchange_alone(held: Held) -> None:
     asyncio.run(wait())
 
 
-def test_a_loop_that_ends_first_harms_nobody(held: Held, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_event_loop_that_ends_first_harms_no_other(held: Held, capfd: pytest.CaptureFixture[str]) -> None:
     handles: list[paramhub.Handle] = []
 
     async def abandon() -> None:
@@ -263,14 +263,14 @@ def test_a_loop_that_ends_first_harms_nobody(held: Held, capfd: pytest.CaptureFi
 
 def test_every_way_of_waiting_raises_the_failure(held: Held) -> None:
     handle = held.push_pull()
-    told: list[BaseException | None] = []
+    errors: list[BaseException | None] = []
     called = threading.Event()
 
-    def tell(ended: paramhub.Handle) -> None:
-        told.append(ended.exception())
+    def record_exception(ended: paramhub.Handle) -> None:
+        errors.append(ended.exception())
         called.set()
 
-    handle.add_done_callback(tell)
+    handle.add_done_callback(record_exception)
     held.stop("for the test")
     assert called.wait(TIMEOUT)
     with pytest.raises(paramhub.JobFailedError, match="for the test"):
@@ -280,13 +280,13 @@ def test_every_way_of_waiting_raises_the_failure(held: Held) -> None:
     with pytest.raises(paramhub.JobFailedError, match="for the test"):
         held.push_pull()
     assert handle.done()
-    for error in (told[0], handle.exception(), held.job._native.failure()):
+    for error in (errors[0], handle.exception(), held.job._native.failure()):
         assert isinstance(error, paramhub.JobFailedError)
         assert error.culprit is None
         assert "for the test" in str(error)
 
 
-def test_a_process_s_first_failure_blocks_nobody() -> None:
+def test_the_first_failure_of_a_process_blocks_no_thread() -> None:
     program = Path(__file__).parent / "support" / "first_failures.py"
     ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr

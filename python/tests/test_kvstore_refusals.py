@@ -123,7 +123,7 @@ def test_wrong_stores_are_misuse(kind: str, options: dict, message: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_store_of_ranks_needs_to_know_who_it_is(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_store_of_ranks_needs_its_rank_and_job(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     for name in ("PARAMHUB_URL", "PARAMHUB_JOB", "PARAMHUB_SECRET", "RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(

@@ -69,7 +69,7 @@ def _stub() -> ast.Module:
 
 
 def _compare_class(node: ast.ClassDef, actual: type) -> None:
-    # Without the names that `object` has, and those that every class has.
+    # The names that `object` has are left out, and those that every class has.
     names = {name for name in vars(actual) if name not in ("__doc__", "__module__", "__new__")}
     properties, methods = set(), {}
     for entry in node.body:

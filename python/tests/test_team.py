@@ -21,7 +21,7 @@ def place(rank: Rank, factor: int) -> tuple[int, int, str, str]:
 
 
 def test_ranks_have_their_places_and_return_by_rank(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARAMHUB_URL", "http://nobody")
+    monkeypatch.setenv("PARAMHUB_URL", "http://nowhere")
     results = team(place, 10, ranks=3, env={"OF_MINE": "yes"})
     assert [result[:2] for result in results] == [(0, 0), (10, 1), (20, 2)]
     assert len({result[2] for result in results}) == 1
@@ -74,13 +74,13 @@ def is_alive(pid: int) -> bool:
 
 def dies(rank: Rank) -> str:
     if rank.rank == 1:
-        rank.await_mark("told")
+        rank.await_mark("notified")
         os.kill(os.getpid(), signal.SIGKILL)
-    rank.mark("told")
+    rank.mark("notified")
     return "alive"
 
 
-def test_a_death_is_told_as_expected_or_fails(team: Team) -> None:
+def test_a_death_is_expected_or_fails_the_team(team: Team) -> None:
     assert team(dies, ranks=2, dies=[1]) == ["alive", Died(-signal.SIGKILL)]
     with pytest.raises(TeamError, match="rank 1 was ended by SIGKILL without a result"):
         team(dies, ranks=2)
@@ -94,12 +94,12 @@ def exits_badly(rank: Rank) -> None:
     atexit.register(os._exit, 7)
 
 
-def test_how_a_process_ends_after_its_function_counts(team: Team) -> None:
+def test_the_exit_code_after_the_function_counts(team: Team) -> None:
     with pytest.raises(TeamError, match="rank 0 exited with 7 after its function had returned"):
         team(exits_badly, ranks=1)
 
 
-def test_programs_tell_their_end_and_are_ended(
+def test_programs_report_their_end_and_are_ended(
     launch: Callable[..., Ended], start: Callable[..., Program]
 ) -> None:
     assert launch(PYTHON, "-c", "import os; print(os.environ['A']); exit(3)", env={"A": "b"}) == (3, "b\n")

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_flags_the_standard_stages_run_and_the_first_failure_stops() {
+    fn the_standard_stages_run_without_flags_and_the_first_failure_stops() {
         let options = test_options("test");
         let standard = stages::ALL.iter().filter(|stage| stage.extent <= Extent::Standard);
         assert_eq!(names(&options), standard.map(|stage| stage.name).collect::<Vec<_>>());

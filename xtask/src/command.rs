@@ -47,7 +47,7 @@ impl Invocation {
         }
     }
 
-    /// Whether the program succeeds. Its output is discarded.
+    /// Returns whether the program succeeds. Its output is discarded.
     pub(crate) fn succeeds(&self) -> bool {
         let status = self.command().stdout(Stdio::null()).stderr(Stdio::null()).status();
         status.is_ok_and(|status| status.success())

@@ -46,7 +46,7 @@ impl SystemProgram {
     }
 }
 
-/// How this caller may run apt-get.
+/// The way in which this caller may run apt-get.
 #[derive(Debug)]
 enum Privilege {
     Root,

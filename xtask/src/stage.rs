@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use crate::args::TestOptions;
 
-/// How much a run checks. Each includes what stands before it.
+/// The extent of a run. Each value includes what stands before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Extent {
     /// A few minutes: format, lints, unit tests, and an end-to-end test of each transport.
     Quick,
-    /// What every change must pass.
+    /// The stages that every change must pass.
     #[default]
     Standard,
     /// Also what needs other frameworks, or a long time.
@@ -27,7 +27,7 @@ pub(crate) struct Stage {
     pub(crate) run: fn(&TestOptions) -> Result<(), Failure>,
 }
 
-/// Why a stage failed.
+/// The reason why a stage failed.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) reason: String,
@@ -89,7 +89,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
-    fn a_failure_stops_the_row_unless_told_to_keep_going() {
+    fn a_failure_stops_the_row_without_keep_going() {
         static RUNS_AFTER_FAILURE: AtomicUsize = AtomicUsize::new(0);
         static FAILING: Stage = Stage {
             name: "failing",

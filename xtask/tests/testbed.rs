@@ -4,8 +4,8 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long killed processes may take to end: far above what they take.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time that killed processes may take to end: far above what they take.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn testbed(arguments: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
@@ -29,7 +29,7 @@ fn namespaces(name: &str) -> Vec<String> {
 }
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while !is_so() {
         assert!(Instant::now() < deadline, "{what}: it did not come to that");
         std::thread::sleep(Duration::from_millis(5));
@@ -90,23 +90,23 @@ fn a_testbed_is_built_entered_probed_and_taken_down_with_what_runs_inside() {
     assert!(seen.contains("eth1") && seen.contains("10.64.1.102"), "{seen}");
     let outside = Command::new("ip").args(["-brief", "address"]).output().expect("ip starts");
     assert!(!text(&outside.stdout).contains("10.64."), "an address is outside of the testbed");
-    let stranger = output(&format!("exec r2w0 --name {name} -- true"));
-    assert!(!stranger.status.success() && text(&stranger.stderr).contains("no host r2w0"));
+    let unknown_host = output(&format!("exec r2w0 --name {name} -- true"));
+    assert!(!unknown_host.status.success() && text(&unknown_host.stderr).contains("no host r2w0"));
 
     // On a busy machine the probe may refuse. No link may carry more than its rate anywhere, and each must
     // carry something.
     let probed = output(&format!("probe --name {name}"));
-    let said = text(&probed.stdout) + &text(&probed.stderr);
-    let line = said
+    let probe_output = text(&probed.stdout) + &text(&probed.stderr);
+    let line = probe_output
         .lines()
         .find(|line| line.contains("links of hosts of 200mbit"))
-        .unwrap_or_else(|| panic!("{said}"));
+        .unwrap_or_else(|| panic!("{probe_output}"));
     let words: Vec<&str> = line.split(' ').collect();
     let range = words.iter().position(|word| *word == "to").expect("a range of speeds");
     let speed = |at: usize| words[at].parse::<f64>().unwrap_or_else(|_| panic!("{line}"));
     let (lowest, highest) = (speed(range - 1), speed(range + 1));
     assert!(lowest > 20.0 && highest < 1.06 * 200.0 * 1448.0 / 1514.0, "{line}");
-    assert!(probed.status.success() || said.contains("do not carry their rate"), "{said}");
+    assert!(probed.status.success() || probe_output.contains("do not carry their rate"), "{probe_output}");
 
     let again = output(&format!("up --name {name} --racks 1 --workers 1 --rate 20mbit"));
     assert!(
@@ -134,7 +134,7 @@ fn a_testbed_is_built_entered_probed_and_taken_down_with_what_runs_inside() {
 }
 
 #[test]
-fn whoever_is_killed_in_the_middle_of_building_leaves_nothing() {
+fn a_testbed_whose_process_is_killed_while_it_builds_leaves_nothing() {
     let Some(bed) = Testbed::up("half", "--racks 1 --workers 1 --rate 20mbit") else { return };
     let name = bed.0.clone();
     drop(bed);
@@ -153,7 +153,7 @@ fn whoever_is_killed_in_the_middle_of_building_leaves_nothing() {
 }
 
 #[test]
-fn a_held_testbed_ends_with_the_pipe_of_whoever_holds_it() {
+fn a_held_testbed_ends_with_the_pipe_of_its_holder() {
     let Some(bed) = Testbed::up("held", "--racks 1 --workers 1 --rate 20mbit") else { return };
     let name = bed.0.clone();
     drop(bed);

@@ -72,7 +72,7 @@ pub(super) fn curves(trainings: &[Training], curve: Curve) -> Result<Lines, Usag
             trainings[0].settings.name()
         )));
     }
-    // As many labels as fit.
+    // The axis shows as many labels as fit.
     let every = shared.len().div_ceil(8);
     let label = |(at, &step): (usize, &u32)| {
         let text = if at % every == every - 1 { step.to_string() } else { String::new() };
@@ -138,9 +138,9 @@ mod tests {
     #[test]
     fn trainings_are_lines_over_the_steps_they_share() {
         let exact = || training("f32", &[10, 20, 30], true);
-        let mut unlucky = exact();
-        unlucky.epochs[1].accuracy = Some(0.25);
-        let all = [exact(), training("one-bit", &[10, 20, 30], true), unlucky, exact()];
+        let mut less_accurate = exact();
+        less_accurate.epochs[1].accuracy = Some(0.25);
+        let all = [exact(), training("one-bit", &[10, 20, 30], true), less_accurate, exact()];
         let lines = curves(&all, Curve::Error).unwrap();
         let names: Vec<&str> = lines.series.iter().map(|series| series.name.as_str()).collect();
         assert_eq!(names, ["lenet, f32, 3 seeds", "lenet, one-bit"]);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_drawn_together_is_said() {
+    fn trainings_that_cannot_be_drawn_together_are_refused() {
         let refused = |trainings: &[Training], curve| curves(trainings, curve).err().unwrap().0;
         let untested = [training("f32", &[10], false)];
         assert!(refused(&untested, Curve::Error).contains("--test-every 1"));

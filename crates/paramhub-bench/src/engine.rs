@@ -72,8 +72,8 @@ struct Cost {
 struct Graph {
     name: &'static str,
     push: fn(&Engine, usize),
-    /// Whether each operation begins only after a wait for the last. Most of its time is then that of waking
-    /// up.
+    /// `true` if each operation begins only after a wait for the last. Most of its time is then that of
+    /// waking up.
     waits: bool,
 }
 

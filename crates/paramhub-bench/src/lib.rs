@@ -67,7 +67,7 @@ pub fn bench(command: BenchCommand) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// What these benchmarks add to the processes of the exchange.
+/// The parts that these benchmarks add to the processes of the exchange.
 pub struct Benchmarks;
 
 impl Extension for Benchmarks {

@@ -17,7 +17,7 @@ use super::plot::{Bar, Bars, Heading, Part};
 /// Draw results that were written as JSON
 ///
 /// What `cargo xtask testbed run --json` writes: each row's time by what a worker's own link takes for the model, which is the
-/// limit of whoever sends each gradient once and receives each parameter once, with the lowest and highest round. And what
+/// limit of a worker that sends each gradient once and receives each parameter once, with the lowest and highest round. And what
 /// `paramhub bench tenants --json` writes: each job's time beside its fair share. What `paramhub bench designs
 /// --json` writes: epochs over numbers of ranks. And what one or several of `paramhub train --json` write: what they learnt epoch by
 /// epoch, a line each.

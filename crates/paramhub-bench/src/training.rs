@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 pub use values::{ExchangeKind, TrainOptimizer};
 
-/// How often a training measures the test set by default.
+/// The interval at which a training measures the test set by default.
 const TESTS: usize = 8;
 
 /// `[train]`

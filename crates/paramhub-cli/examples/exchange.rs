@@ -44,7 +44,7 @@ struct Arguments {
     #[arg(long, value_name = "RANK:FACTOR", value_parser = slow)]
     slow: Option<(u32, u32)>,
     /// Stop at the job's step instead of after as many of this worker's: they differ where late workers are left out. Gradients
-    /// are ones then, whose mean is one whoever counts.
+    /// are ones then, whose mean is one whichever workers count.
     #[arg(long, conflicts_with_all = ["seed", "consistency"])]
     by_job_steps: bool,
     /// One of the hub's optimizers.

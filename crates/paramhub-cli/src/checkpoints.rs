@@ -88,7 +88,7 @@ fn age(found: &FoundCheckpoint) -> String {
     indicatif::HumanDuration(Duration::from_secs(age.as_secs())).to_string()
 }
 
-/// Where a hub that a verb starts keeps its checkpoints.
+/// The folder in which a hub that a verb starts keeps its checkpoints.
 pub(super) fn kept(folder: PathBuf) -> CheckpointConfig {
     CheckpointConfig { folder, keep: CHECKPOINTS_KEPT }
 }
@@ -102,7 +102,8 @@ pub(super) fn asked(runs: bool, folder: Option<&Path>) -> Features {
     ])
 }
 
-/// How often to write checkpoints: with a folder every 30 seconds, unless the caller chose otherwise.
+/// Returns the interval at which to write checkpoints: with a folder every 30 seconds, unless the caller
+/// chose otherwise.
 pub(super) fn effective_every(folder: Option<&Path>, every: Option<Every>) -> Option<Every> {
     let usual = || folder.map(|_| "30s".parse().expect("a pause"));
     every.or_else(usual)

@@ -83,7 +83,7 @@ fn options_of_commands_show_the_sentence_of_every_rule_about_them() {
 }
 
 #[test]
-fn what_combines_is_accepted() {
+fn settings_that_combine_are_accepted() {
     let run = RunSection::default;
     let named = RunSection { name: Some("digits".into()), ..run() };
     for (url, section) in [

@@ -175,7 +175,7 @@ impl HubSection {
         self.listen.clone().unwrap_or_else(|| vec![SocketAddr::from((ip, HUB_PORT))])
     }
 
-    /// Whether every worker must be on this machine.
+    /// Returns whether every worker must be on this machine.
     fn is_loopback_only(&self) -> bool {
         self.effective_listen().iter().all(|address| address.ip().is_loopback())
     }

@@ -7,7 +7,7 @@ use paramhub_core::composition::Reduction;
 use super::Usage;
 use crate::config::Deployment;
 
-/// Whether the hubs run beside the workers and are started with them.
+/// Returns whether the hubs run beside the workers and are started with them.
 pub(super) fn is_colocated(deployment: Option<Deployment>) -> bool {
     matches!(deployment, Some(Deployment::Cc | Deployment::Cs))
 }

@@ -20,7 +20,7 @@ pub(super) struct DoctorFlags {
     json: bool,
 }
 
-/// How to show the findings.
+/// The form of the findings.
 pub(super) struct DoctorTask {
     json: bool,
 }
@@ -32,7 +32,7 @@ impl DoctorFlags {
     }
 }
 
-/// How serious a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Grade {
@@ -47,7 +47,7 @@ enum Grade {
 struct Finding {
     grade: Grade,
     what: &'static str,
-    /// What was found, and what to do if it is not good.
+    /// The finding, and the remedy if it is not good.
     text: String,
 }
 
@@ -79,7 +79,7 @@ pub(super) fn doctor(config: &Config, todo: DoctorTask) -> anyhow::Result<ExitCo
     Ok(if worst_is_fail { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Whether the connection manager answers.
+/// Returns whether the connection manager answers.
 fn hub(config: &Config) -> anyhow::Result<Finding> {
     let client = client(config)?;
     Ok(match client.hubs() {

@@ -38,8 +38,8 @@ fn collect(command: &Command, known: &mut Vec<String>) {
     command.get_subcommands().for_each(|subcommand| collect(subcommand, known));
 }
 
-/// Whether the project's tests set the variable, or `train` reads it in a program that has it, or Kubernetes
-/// sets it: in every container where a Service is called `paramhub` or its name begins so.
+/// Returns whether the project's tests set the variable, or `train` reads it in a program that has it, or
+/// Kubernetes sets it: in every container where a Service is called `paramhub` or its name begins so.
 fn is_of_others(name: &str) -> bool {
     let rest = &name[PREFIX.len()..];
     rest.starts_with("TEST_")

@@ -19,9 +19,9 @@ use super::{Usage, overlay};
 use crate::ExitCode;
 use crate::config::{Bytes, CHECKPOINTS_KEPT, Config, HubManager, HubSection, InterfaceRate, Pin};
 
-/// How often a running hub is checked for failure.
+/// The interval at which a running hub is checked for failure.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
-/// How long a starting hub tries to reach the manager that it is to join.
+/// The time that a starting hub tries to reach the manager that it is to join.
 const JOIN: Duration = Duration::from_secs(60);
 /// The pause between two of these attempts.
 const JOIN_PAUSE: Duration = Duration::from_millis(500);
@@ -48,11 +48,11 @@ pub(super) struct HubFlags {
     /// What workers dial instead, per interface, where they cannot reach the listening address itself
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', env = "PARAMHUB_HUB_ADVERTISE")]
     advertise: Option<Vec<String>>,
-    /// Serve the workers of this rack: those started with the same name in PARAMHUB_RACK [default: everybody]
+    /// Serve the workers of this rack: those started with the same name in PARAMHUB_RACK [default: all workers]
     #[arg(long, value_name = "NAME", env = "PARAMHUB_RACK")]
     rack: Option<String>,
     /// Serve this host's workers alone, over shared memory: their sums go on to the hubs of the rack, or to those that serve
-    /// everybody [default: false]
+    /// all workers [default: false]
     #[arg(
         long,
         num_args = 0..=1,

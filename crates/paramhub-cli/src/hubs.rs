@@ -82,12 +82,18 @@ fn list(hubs: &[HubStatus]) -> String {
         let serves = match (hub.place.host.is_empty(), hub.place.rack.is_empty()) {
             (false, _) => "its host".to_owned(),
             (true, false) => format!("rack {}", hub.place.rack),
-            (true, true) => "everybody".to_owned(),
+            (true, true) => "all workers".to_owned(),
         };
         let mut addresses: Vec<&str> = hub.shape.interfaces.iter().map(|i| i.address.as_str()).collect();
         addresses.dedup();
-        let heard = format!("{:.0} s ago", hub.silent_s);
-        table.add_row([hub.hub.to_string(), serves, addresses.join(" "), hub.cores.len().to_string(), heard]);
+        let last_heard = format!("{:.0} s ago", hub.silent_s);
+        table.add_row([
+            hub.hub.to_string(),
+            serves,
+            addresses.join(" "),
+            hub.cores.len().to_string(),
+            last_heard,
+        ]);
     }
     table.to_string()
 }

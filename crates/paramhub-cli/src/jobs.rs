@@ -61,7 +61,7 @@ enum JobsCommand {
         /// Its name or namespace
         name: String,
     },
-    /// End a job; its workers are told, its memory is freed
+    /// End a job; its workers get the reason, its memory is freed
     Stop {
         /// Its name or namespace
         name: String,
@@ -180,7 +180,7 @@ impl CreateFlags {
     }
 }
 
-/// What to do with which job, and how to show it.
+/// The action, the job, and the form of the output.
 pub(super) struct JobsTask {
     what: JobsCommand,
     json: bool,
@@ -212,8 +212,10 @@ pub(super) fn jobs(config: &Config, todo: JobsTask) -> anyhow::Result<ExitCode> 
             print(todo.json, &job, || show(&job))?;
         }
         JobsCommand::Plan { name } => {
-            let book = client.book(&name)?;
-            print(todo.json, &book, || schemes::text(&book.plan).trim_end().to_owned())?;
+            let information_book = client.information_book(&name)?;
+            print(todo.json, &information_book, || {
+                schemes::text(&information_book.plan).trim_end().to_owned()
+            })?;
         }
         JobsCommand::Stop { name } => {
             let job = client.stop_job(&name)?;
@@ -323,7 +325,7 @@ fn show(job: &JobStatus) -> String {
     table.to_string()
 }
 
-/// How many updates were made without each late rank, one line per rank.
+/// Shows the number of updates without each late rank, one line per rank.
 pub(super) fn left_out(job: &JobStatus) -> Vec<String> {
     let updates = job.counters.updates.max(1);
     let late = (0_u32..).zip(&job.left_out).filter(|&(_, &missed)| missed > 0);

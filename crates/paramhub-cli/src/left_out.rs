@@ -1,4 +1,4 @@
-//! What takes the place of `train` and of the benchmarks beside `bench exchange` in a program that is built
+//! This takes the place of `train` and of the benchmarks beside `bench exchange` in a program that is built
 //! without the feature `demonstrations`: it knows their names, and refuses them with the way to get them.
 
 use std::ffi::OsString;

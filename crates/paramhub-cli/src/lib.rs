@@ -136,7 +136,7 @@ enum CliCommand {
     TrainWorker(train::WorkerFlags),
     /// Ends the workers of a launcher that was killed.
     #[command(hide = true)]
-    Warden,
+    WorkerSupervisor,
 }
 
 /// Runs the command that `arguments` name; the first argument is the program's own name. Until it ends, the
@@ -176,8 +176,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Ve
     }
 }
 
-/// Whether flags, environment or file must change before the same command can succeed. The wrong value was
-/// found here, by the hub or the connection manager that was to start, or by a running manager.
+/// Returns whether flags, environment or file must change before the same command can succeed. The wrong
+/// value was found here, by the hub or the connection manager that was to start, or by a running manager.
 fn is_usage(error: &anyhow::Error) -> bool {
     error.chain().any(is_of_usage)
 }
@@ -216,7 +216,9 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     let common = cli.common;
     let mut config = match &cli.verb {
         // `paramhub` itself starts these and passes all that they need.
-        CliCommand::Warden | CliCommand::TrainWorker(_) | CliCommand::BenchPeer(_) => Config::default(),
+        CliCommand::WorkerSupervisor | CliCommand::TrainWorker(_) | CliCommand::BenchPeer(_) => {
+            Config::default()
+        }
         _ => config::load(common.config.as_deref())?,
     };
     config.log = common.log.or(config.log);
@@ -244,7 +246,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         CliTask::Probe(flags) => probe::probe(&flags),
         CliTask::BenchPeer(flags) => bench::run_process(&flags),
         CliTask::TrainWorker(flags) => train::work(&flags),
-        CliTask::Warden => {
+        CliTask::WorkerSupervisor => {
             paramhub_harness::launch::supervise_groups(std::io::stdin().lock());
             Ok(ExitCode::SUCCESS)
         }
@@ -267,14 +269,14 @@ enum CliTask {
     Probe(probe::ProbeFlags),
     BenchPeer(PeerFlags),
     TrainWorker(train::WorkerFlags),
-    Warden,
+    WorkerSupervisor,
 }
 
 impl CliTask {
-    /// Whether another `paramhub` process started this one. That process has already warned of unread
+    /// Returns whether another `paramhub` process started this one. That process has already warned of unread
     /// variables, which both inherit.
     fn is_started_by_us(&self) -> bool {
-        matches!(self, CliTask::BenchPeer(_) | CliTask::TrainWorker(_) | CliTask::Warden)
+        matches!(self, CliTask::BenchPeer(_) | CliTask::TrainWorker(_) | CliTask::WorkerSupervisor)
     }
 }
 
@@ -303,7 +305,7 @@ impl CliCommand {
             CliCommand::Probe(flags) => CliTask::Probe(flags),
             CliCommand::BenchPeer(flags) => CliTask::BenchPeer(flags),
             CliCommand::TrainWorker(flags) => CliTask::TrainWorker(flags),
-            CliCommand::Warden => CliTask::Warden,
+            CliCommand::WorkerSupervisor => CliTask::WorkerSupervisor,
         }
     }
 }
@@ -335,7 +337,7 @@ fn seconds(text: &str) -> Result<f64, String> {
     seconds.ok_or_else(|| "expected a number of seconds above zero".to_owned())
 }
 
-/// How long a hub may be silent towards a connection manager. The manager checks the bounds.
+/// Returns the time that a hub may be silent towards a connection manager. The manager checks the bounds.
 fn hub_timeout(dead_after_s: Option<f64>) -> Duration {
     let usual = ManagerConfig::default().hub_timeout;
     dead_after_s.map_or(usual, |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))

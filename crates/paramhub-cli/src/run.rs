@@ -28,9 +28,9 @@ pub(super) use environment::check;
 use environment::{Interrupted, RunEnvironment};
 use job_watch::JobWatch;
 
-/// How long the manager may take to receive the last numbers of a job that is over.
+/// The time that the manager may take to receive the last numbers of a job that is over.
 const LAST_COUNTS: Duration = Duration::from_secs(2);
-/// How often the hub in this process is checked for failure.
+/// The interval at which the hub in this process is checked for failure.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Start the workers of a job on this machine, or this machine's share of a job on several
@@ -248,13 +248,13 @@ pub(super) fn announce_end(
     signal: i32,
 ) -> Option<Receiver<()>> {
     let (client, name, reason) = (client.clone(), job.namespace.to_string(), interrupted_by(signal));
-    let (told, is_told) = channel();
-    let tell = move || {
+    let (is_running, ended) = channel();
+    let announce = move || {
         // The workers end even if the manager does not answer.
         let _ = client.announce_workers_end(&name, &reason);
-        drop(told);
+        drop(is_running);
     };
-    std::thread::Builder::new().name("announce-end".into()).spawn(tell).ok().map(|_| is_told)
+    std::thread::Builder::new().name("announce-end".into()).spawn(announce).ok().map(|_| ended)
 }
 
 /// Prints how often each rank was left out. Hubs report a job's end to the manager a little later than to the

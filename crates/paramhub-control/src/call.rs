@@ -31,7 +31,7 @@ pub(crate) struct Call<'a> {
     pub(crate) body: Option<Vec<u8>>,
     /// The time from dialling to the last byte of the answer; retries after a broken connection share it.
     pub(crate) timeout: Duration,
-    /// Whether two calls have the same effect as one.
+    /// `true` if two calls have the same effect as one.
     pub(crate) repeatable: bool,
 }
 

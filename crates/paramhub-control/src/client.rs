@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::scheme::{BestScheme, Book};
+use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
     Commands, ConnectService, CreateService, HubRegistered, HubReport, HubStatus, InitService, JobStatus,
     LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub, ServiceConnected, ServiceCreated,
@@ -17,7 +17,7 @@ use crate::address::parse_url;
 use crate::call::{Call, decode};
 use crate::error::ControlError;
 
-/// How long a call that waits for no rank may take; a stop includes the wait for the hubs.
+/// The time that a call that waits for no rank may take; a stop includes the wait for the hubs.
 const CALL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Added to InitService's rendezvous timeout: the manager's own timeout should come first, because its error
 /// names the missing ranks.
@@ -151,7 +151,7 @@ impl ManagerClient {
     }
 
     /// The information book of a running job.
-    pub fn book(&self, job: &str) -> Result<Book, ControlError> {
+    pub fn information_book(&self, job: &str) -> Result<InformationBook, ControlError> {
         self.answer(self.admin("GET", &format!("{}/book", job_path(job))))
     }
 
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn another_server_is_told_apart_from_a_manager() {
+    fn another_server_is_distinguished_from_a_manager() {
         for bytes in [
             &b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"[..],
             b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n",

@@ -1,9 +1,9 @@
-//! Why a call to the connection manager failed.
+//! The reason why a call to the connection manager failed.
 
 use paramhub_core::service::{ErrorCode, ServiceError};
 use thiserror::Error;
 
-/// Why a call to the connection manager failed.
+/// The reason why a call to the connection manager failed.
 #[derive(Debug, Error)]
 pub enum ControlError {
     /// No manager answers there, or the connection broke.
@@ -39,7 +39,7 @@ pub enum ControlError {
     Protocol {
         /// The URL of that server.
         url: String,
-        /// What is wrong with the answer.
+        /// The fault of the answer.
         cause: String,
     },
     /// The request cannot be sent as it is.
@@ -47,7 +47,7 @@ pub enum ControlError {
     Request {
         /// The manager's URL.
         url: String,
-        /// What is wrong with it.
+        /// The fault.
         cause: String,
     },
     /// The URL names no manager.
@@ -58,7 +58,7 @@ pub enum ControlError {
     Url {
         /// The text given as a URL.
         url: String,
-        /// What is wrong with it.
+        /// The fault.
         cause: String,
     },
 }

@@ -33,7 +33,7 @@ pub struct Incarnation(pub [u8; 16]);
 #[serde(try_from = "String", into = "String")]
 pub struct Proof(pub [u8; 32]);
 
-/// What a proof is for.
+/// The use of a proof.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// A worker asks the manager to join: ConnectService.
@@ -99,7 +99,7 @@ impl Nonce {
 }
 
 impl Proof {
-    /// Whether both proofs are equal, in constant time.
+    /// Returns whether both proofs are equal, in constant time.
     pub fn matches(&self, other: &Proof) -> bool {
         self.0.ct_eq(&other.0).into()
     }

@@ -1,4 +1,5 @@
-//! When hubs write checkpoints of a job, from which one it resumes, and what is known of them.
+//! These types state when hubs write checkpoints of a job, from which one it resumes, and what is known of
+//! them.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -10,7 +11,8 @@ use thiserror::Error;
 /// The shortest and the longest pause between checkpoints, in seconds.
 pub const EVERY_SECONDS: std::ops::RangeInclusive<u32> = 1..=604_800;
 
-/// How often a job's checkpoints are due. The text is a number of steps, `1000`, or of seconds, `30s`.
+/// The interval at which a job's checkpoints are due. The text is a number of steps, `1000`, or of seconds,
+/// `30s`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Every {
@@ -31,7 +33,7 @@ pub enum Resume {
     Step(u32),
 }
 
-/// Why a text is not a valid [`Every`] or [`Resume`].
+/// The reason why a text is not a valid [`Every`] or [`Resume`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CheckpointTextError {
     /// The text names no pause.
@@ -116,7 +118,7 @@ impl From<Resume> for String {
     }
 }
 
-/// What a hub, or all hubs of a job together, report of its checkpoints.
+/// The report of a hub, or of all hubs of a job together, about its checkpoints.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(default)]
@@ -124,12 +126,12 @@ pub struct CheckpointStatus {
     /// The step of the newest checkpoint on the disk; for several hubs, the newest that all of them have
     /// written.
     pub step: Option<u32>,
-    /// When it was written, in seconds since the Unix epoch.
+    /// The time at which it was written, in seconds since the Unix epoch.
     pub written_at: u64,
     /// The size of that checkpoint.
     pub bytes: u64,
-    /// How long it took, from the first copied chunk until the last name was durable; for several hubs, the
-    /// slowest.
+    /// The time that it took, from the first copied chunk until the last name was durable; for several hubs,
+    /// the slowest.
     pub seconds: f64,
     /// Number of checkpoints that this job has written.
     pub written: u64,
@@ -138,7 +140,7 @@ pub struct CheckpointStatus {
     pub skipped: u64,
     /// Number of checkpoints that failed.
     pub failed: u64,
-    /// Why the newest of these failed; empty once another one was written.
+    /// The reason why the newest of these failed; empty once another one was written.
     pub failure: String,
 }
 

@@ -46,8 +46,8 @@ pub struct TooManyChunks {
     pub chunk_bytes: u32,
 }
 
-/// How a key table is cut: each chunk has `chunk_bytes / 4` elements, except that the last one of each key
-/// has the rest.
+/// The division of a key table into chunks: each chunk has `chunk_bytes / 4` elements, except that the last
+/// one of each key has the rest.
 ///
 /// The cut counts elements, not bytes on the wire, so it does not depend on the codec.
 #[derive(Clone, Debug)]

@@ -1,4 +1,5 @@
-//! How tensor elements are typed at the worker ([`Dtype`]) and encoded on the wire ([`Codec`]).
+//! This module defines how tensor elements are typed at the worker ([`Dtype`]) and encoded on the wire
+//! ([`Codec`]).
 
 use serde::{Deserialize, Serialize};
 
@@ -102,7 +103,7 @@ impl Codec {
         }
     }
 
-    /// Whether elements travel as numbers of levels, so that the loss needs error feedback.
+    /// Returns whether elements travel as numbers of levels, so that the loss needs error feedback.
     pub const fn is_quantised(self) -> bool {
         self.quantised_bits().is_some()
     }

@@ -46,9 +46,9 @@ pub type SiteId = u16;
 pub struct Composition {
     /// The sites, at least one.
     pub sites: Vec<Site>,
-    /// How the sites without a parent reduce among one another.
+    /// The way in which the sites without a parent reduce among one another.
     pub crossing: Crossing,
-    /// Where the optimizer runs.
+    /// The place where the optimizer runs.
     pub optimize_at: OptimizeAt,
 }
 
@@ -67,8 +67,9 @@ pub struct Site {
     pub parent: Option<SiteId>,
 }
 
-/// How sites without a parent reduce among one another. `sharded`: each chunk has an owner among them, to
-/// which the others send. `ring`: each chunk goes round, from the owner's successor to the owner, and back.
+/// The way in which sites without a parent reduce among one another. `sharded`: each chunk has an owner
+/// among them, to which the others send. `ring`: each chunk goes round, from the owner's successor to the
+/// owner, and back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -80,8 +81,8 @@ pub enum Crossing {
     Ring,
 }
 
-/// Where the optimizer runs. `every_site`: at every site, on the same global gradient, so that all models are
-/// bit-identical. `owner`: at each chunk's owner, which answers with parameters.
+/// The place where the optimizer runs. `every_site`: at every site, on the same global gradient, so that
+/// all models are bit-identical. `owner`: at each chunk's owner, which answers with parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -105,7 +106,7 @@ pub struct Place {
     pub host: String,
 }
 
-/// How the sums of sites become those of all workers.
+/// The way in which the sums of sites become those of all workers.
 ///
 /// A worker belongs to the site of its host, if a hub serves that host; else of its rack; else of the hubs
 /// that serve all. A worker that names no rack is in the rack of its host's hub. A host's site with one worker
@@ -184,7 +185,7 @@ impl FromStr for OptimizeAt {
     }
 }
 
-/// Why sites cannot be composed.
+/// The reason why sites cannot be composed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CompositionError {
     /// No site, or too many.
@@ -195,7 +196,7 @@ pub enum CompositionError {
     Shape {
         /// The site.
         site: String,
-        /// Why.
+        /// The reason.
         cause: ShapeError,
     },
     /// A parent that does not exist, is above itself, or is too high up.
@@ -216,7 +217,7 @@ impl Composition {
         Composition { sites: vec![site], crossing: Crossing::default(), optimize_at: OptimizeAt::default() }
     }
 
-    /// Whether there is only one site.
+    /// Returns whether there is only one site.
     pub fn is_flat(&self) -> bool {
         self.sites.len() == 1
     }
@@ -384,7 +385,8 @@ impl Composed {
         Composed::planned(table, map, composition, &[])
     }
 
-    /// As [`Self::new`], but keys are dealt to the hubs of a site as [`Placement::planned`] deals them.
+    /// Does the same as [`Self::new`], but keys are dealt to the hubs of a site as [`Placement::planned`]
+    /// deals them.
     ///
     /// # Errors
     /// As [`Self::new`].

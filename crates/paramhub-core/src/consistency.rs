@@ -1,4 +1,4 @@
-//! When a worker may see the others' contributions, and how far it may run ahead.
+//! The consistency states when a worker may see the others' contributions, and how far it may run ahead.
 
 use serde::{Deserialize, Serialize};
 

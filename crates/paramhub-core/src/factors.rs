@@ -13,7 +13,7 @@ use crate::codec::Codec;
 use crate::scheme::{LayerType, Plan, Scheme};
 use crate::settings::Settings;
 
-/// How the blocks of one layer are cut.
+/// The way in which the blocks of one layer are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FactorBlock {
     /// The weight's position in the key table.

@@ -104,7 +104,7 @@ impl Hyperparameters {
         }
     }
 
-    /// Whether every value is finite, the extra ones included.
+    /// Returns whether every value is finite, the extra ones included.
     pub fn is_finite(&self) -> bool {
         self.built_in().into_iter().chain(self.extra.iter().map(|(_, value)| value)).all(f64::is_finite)
     }
@@ -208,7 +208,7 @@ impl Default for Hyperparameters {
     }
 }
 
-/// Why hyperparameters are refused.
+/// The reason why hyperparameters are refused.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum HyperparameterError {
@@ -325,10 +325,10 @@ impl Schedule {
         Ok(())
     }
 
-    /// Whether exactly these hyperparameters were set for that very step.
-    pub fn says(&self, first_step: u32, hyperparameters: &Hyperparameters) -> bool {
+    /// Returns whether exactly these hyperparameters were set for that very step.
+    pub fn has_change(&self, first_step: u32, hyperparameters: &Hyperparameters) -> bool {
         let at = self.changes.partition_point(|&(first, _)| first < first_step);
-        self.changes.get(at).is_some_and(|(first, said)| *first == first_step && said == hyperparameters)
+        self.changes.get(at).is_some_and(|(first, change)| *first == first_step && change == hyperparameters)
     }
 
     /// The numbers that hold at `step`.
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_still_holds_is_never_dropped_for_what_is_still_to_come() {
+    fn a_change_that_is_in_force_is_never_dropped_for_a_later_one() {
         let mut schedule = Schedule::new(rate(1.0));
         for first_step in 1..Schedule::CHANGES_MAX as u32 {
             schedule.change(0, 100 * first_step, rate(0.5)).unwrap();

@@ -77,7 +77,7 @@ impl std::fmt::Display for Key {
 #[serde(try_from = "Vec<Key>", into = "Vec<Key>")]
 pub struct KeyTable(Vec<Key>);
 
-/// Why a list of keys is not a valid table.
+/// The reason why a list of keys is not a valid table.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum KeyTableError {
     /// The list is empty.

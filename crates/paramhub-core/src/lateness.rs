@@ -1,4 +1,4 @@
-//! When a member that others wait for counts as late.
+//! This decides when a member that others wait for counts as late.
 //!
 //! A synchronous step is as slow as its slowest rank, and a rank that hangs in its own code stalls all of
 //! them for ever, although its heartbeats arrive. Only the job itself shows how long a wait is normal: its
@@ -21,16 +21,16 @@ const RECENT: usize = 16;
 /// Waits of steps that are further back than this explain nothing.
 const RECENT_STEPS: u32 = 64;
 
-/// What to announce about a wait.
+/// The announcement about a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lateness {
     /// The wait is longer than recent steps explain, or ten times as long as when it was last announced.
     Late(OverdueChunk),
     /// The wait has reached the limit.
     Expired(OverdueChunk),
-    /// What was announced as late has come.
+    /// The late event has come.
     Over {
-        /// How long members waited for it.
+        /// The time that members waited for it.
         waited: Duration,
     },
 }
@@ -40,10 +40,10 @@ pub enum Lateness {
 pub struct OverdueChunk {
     /// The chunk that has waited longest.
     pub slot: u32,
-    /// What they wait for.
+    /// The event that they wait for.
     pub awaited: Awaited,
-    /// How long the wait was observed to last: it begins with the first contribution to the step, or request,
-    /// that was not the last.
+    /// The time that the wait was observed to last: it begins with the first contribution to the step, or
+    /// request, that was not the last.
     pub waited: Duration,
 }
 
@@ -60,10 +60,10 @@ pub struct LatenessMonitor {
     recent: [Recent; RECENT],
     newest_recent: usize,
     announced: Option<Announced>,
-    /// When what was announced last came: the waits that it explains count from then.
+    /// The time at which what was announced last came: the waits that it explains count from then.
     came_ms: Option<u32>,
-    /// When initial parameters came last. No step explains how long many of them take, so waits for them
-    /// count from then.
+    /// The time at which initial parameters came last. No step explains how long many of them take, so waits
+    /// for them count from then.
     begun_ms: Option<u32>,
 }
 
@@ -143,11 +143,11 @@ impl LatenessMonitor {
             return None;
         }
         self.next = 0;
-        self.judge(now_ms)
+        self.evaluate(now_ms)
     }
 
     /// Decides what to announce, after all slots have been looked at.
-    fn judge(&mut self, now_ms: u32) -> Option<Lateness> {
+    fn evaluate(&mut self, now_ms: u32) -> Option<Lateness> {
         let oldest = self.oldest.take();
         if let Some(announced) = &mut self.announced {
             if self.seen[announced.slot].awaited != Some(announced.awaited) {
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_is_stuck_is_told_within_seconds_and_again_when_it_has_become_much_longer() {
+    fn a_stuck_rank_is_reported_within_seconds_and_again_when_it_has_become_much_longer() {
         let mut job = TestMonitor::new(None);
         for step in 0..100 {
             assert_eq!(job.step(step, 0), []);
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn what_recent_steps_explain_is_not_told() {
+    fn a_wait_that_recent_steps_explain_is_not_reported() {
         let mut job = TestMonitor::new(None);
         assert_eq!(late(&job.step(0, 10_000)), 1, "nothing explains the first");
         assert_eq!(late(&job.step(1, 10_000)), 1, "one explains nothing");
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_that_waited_for_a_rank_that_goes_on_are_not_told_one_after_the_other() {
+    fn chunks_that_waited_for_a_rank_that_goes_on_are_not_reported_one_by_one() {
         let mut job = TestMonitor::new(None);
         job.awaited = [Some(Awaited::Contribution(7)); 3];
         assert_eq!(late(&job.pass(8000)), 1);

@@ -27,8 +27,8 @@ impl Lease {
         self.last_sign = self.last_sign.max(now);
     }
 
-    /// Whether the lease has run out. It does not run while calls of workers wait, since these are a sign of
-    /// life themselves.
+    /// Returns whether the lease has run out. It does not run while calls of workers wait, since these are a
+    /// sign of life themselves.
     pub fn has_expired(&self, calls_that_wait: usize, now: Duration) -> bool {
         calls_that_wait == 0 && now.saturating_sub(self.last_sign).as_secs_f64() >= self.seconds
     }
@@ -57,9 +57,9 @@ impl LeaseRenewal {
         self.answered = now;
     }
 
-    /// Whether the worker gives its job up after a renewal that failed: at once if the manager has refused
-    /// it, otherwise if the manager has not answered for the duration of a lease. The ranks do not need the
-    /// manager to exchange, so a manager that is out of reach does not stop them at once.
+    /// Returns whether the worker gives its job up after a renewal that failed: at once if the manager has
+    /// refused it, otherwise if the manager has not answered for the duration of a lease. The ranks do not
+    /// need the manager to exchange, so a manager that is out of reach does not stop them at once.
     pub fn gives_up(&self, is_refused: bool, now: Duration) -> bool {
         is_refused || now.saturating_sub(self.answered) >= self.lease
     }

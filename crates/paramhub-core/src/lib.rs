@@ -9,7 +9,7 @@
 //! The way of a gradient through these modules: [`key`] names the tensor, [`chunk`] cuts it, [`placement`]
 //! gives each chunk a [`Route`](placement::Route), [`wire`] frames it, [`exchange`] decides what the hub does
 //! with it, and [`requests`] decides what the worker does with the answer. [`cost`] predicts what an exchange
-//! costs the network. [`membership`] decides for the manager who is in a job.
+//! costs the network. [`membership`] decides for the manager which processes and hubs are in a job.
 #![forbid(unsafe_code)]
 
 pub mod arena;

@@ -8,7 +8,7 @@ pub const RESUME_DEAD_AFTER_S_MIN: f64 = 15.0;
 /// Workers in one job. Ranks travel as `u32`; the hub keeps eight bytes per chunk and rank.
 pub const WORKERS_MAX: u32 = 1024;
 /// The largest weight of a job: shares of a core that differ by more than a factor of a hundred cannot be
-/// told apart.
+/// distinguished.
 pub const WEIGHT_MAX: u32 = 100;
 /// Keys in one job's table.
 pub const KEYS_MAX: usize = 1 << 20;

@@ -1,5 +1,6 @@
-//! Whether the other end of a connection lives: when a side sends a heartbeat, and when the other's silence is
-//! reported or counts as its end. Workers, hubs and meshes follow these rules. Times are passed in.
+//! This decides whether the other end of a connection lives: when a side sends a heartbeat, and when the
+//! other's silence is reported or counts as its end. Workers, hubs and meshes follow these rules. Times are
+//! passed in.
 
 use std::time::{Duration, Instant};
 
@@ -7,19 +8,19 @@ use std::time::{Duration, Instant};
 pub const HEARTBEAT: Duration = Duration::from_secs(1);
 /// A worker that has sent nothing on a stream for this long is reported as silent.
 pub const SILENT_AFTER: Duration = Duration::from_secs(3);
-/// How long a final message may take: the reason why a job or a mesh is over, to be sent, read and answered by
-/// the end of the connection.
+/// The time that a final message may take: the reason why a job or a mesh is over, to be sent, read and
+/// answered by the end of the connection.
 pub const FINAL_MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The shortest time between two heartbeats.
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
-/// How often a side checks its peers in the time of one heartbeat.
+/// The number of checks of the peers in the time of one heartbeat.
 const CHECKS_PER_HEARTBEAT: u32 = 4;
 
 /// The waiting times of one connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LivenessRules {
-    /// How long a side sends nothing before it sends a heartbeat.
+    /// The time that a side sends nothing before it sends a heartbeat.
     pub heartbeat: Duration,
     /// The silence that is reported.
     pub silent_after: Duration,
@@ -44,13 +45,13 @@ impl LivenessRules {
         LivenessRules { heartbeat: dead_after / 6, silent_after: dead_after, dead_after }
     }
 
-    /// How often to check the peers.
+    /// The interval between checks of the peers.
     pub fn check_every(&self) -> Duration {
         self.heartbeat / CHECKS_PER_HEARTBEAT
     }
 }
 
-/// What is known about the other end of one connection.
+/// The state of the other end of one connection.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerLiveness {
     last_heard: Instant,
@@ -85,17 +86,17 @@ impl PeerLiveness {
         self.last_sent = now;
     }
 
-    /// How long the peer has been silent.
+    /// Returns the time that the peer has been silent.
     pub fn silence(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.last_heard)
     }
 
-    /// Whether this side has sent nothing for so long that a heartbeat is due.
+    /// Returns whether this side has sent nothing for so long that a heartbeat is due.
     pub fn is_heartbeat_due(&self, now: Instant, rules: &LivenessRules) -> bool {
         now.saturating_duration_since(self.last_sent) >= rules.heartbeat
     }
 
-    /// What has changed since the last check. A death is returned at every check.
+    /// Returns the change since the last check. A death is returned at every check.
     pub fn check(&mut self, now: Instant, rules: &LivenessRules) -> Option<LivenessChange> {
         let silence = self.silence(now);
         if silence >= rules.dead_after {
@@ -139,7 +140,7 @@ impl OwnPauses {
         took.saturating_sub(self.turn_max)
     }
 
-    /// When the thread last ran.
+    /// Returns the time at which the thread last ran.
     pub fn last_turn(&self) -> Instant {
         self.last_turn
     }

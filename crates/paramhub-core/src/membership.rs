@@ -3,7 +3,7 @@
 //!
 //! It has no clock, no sockets, no threads and no store. Events come in as method calls with the time at which
 //! they happen ([`Now`]). After each event the caller takes the [`Output`]s: answers to calls that have waited,
-//! commands for hubs, records to save, and news for the log. The manager does that under one lock, and a
+//! commands for hubs, records to save, and events for the log. The manager does that under one lock, and a
 //! simulator in one thread.
 //!
 //! A rank holds its number in a job through an incarnation and calls ConnectService, then InitService. Both
@@ -31,7 +31,7 @@ use crate::auth::{Namespace, Nonce};
 use crate::combinations::{Feature, conflict_of};
 use crate::cost::Rate;
 use crate::limits::MESSAGE_BYTES_MAX;
-use crate::scheme::{Book, Roster};
+use crate::scheme::{InformationBook, Roster};
 use crate::service::{
     CoreCounters, CreateService, ErrorCode, HubCommand, HubStatus, JobState, JobStatus, LeaveService,
     ServiceCreated, ServiceError, StopWhen, refusal,
@@ -41,21 +41,21 @@ pub use commands::CommandQueue;
 use hubs::Hubs;
 use job::Transition;
 pub use job::{Job, JobRecord, SettingsSummary, SitePlacement};
-pub use output::{Answer, CallId, News, Output, WaitingCall};
+pub use output::{Answer, CallId, LogEvent, Output, WaitingCall};
 use probes::Probes;
 pub use time::{Now, REPORTED_BACK_MAX};
 
 /// The longest time between two checks for silent hubs and expired jobs.
 const TICK: Duration = Duration::from_millis(250);
 
-/// What a manager allows, and what it was told of the network.
+/// The limits of a manager, and its knowledge of the network.
 #[derive(Clone, Copy, Debug)]
 pub struct MembershipLimits {
-    /// How long a hub may be silent before it is lost.
+    /// The time that a hub may be silent before it is lost.
     pub hub_timeout: Duration,
     /// The most jobs that may live at a time.
     pub living_jobs_max: usize,
-    /// How many ended jobs are remembered, the newest.
+    /// The number of ended jobs that are remembered, the newest.
     pub ended_jobs_max: usize,
     /// The configured rate of a rack's link to the others, if there is one.
     pub core_rate: Option<Rate>,
@@ -80,7 +80,7 @@ pub struct Membership {
     /// Jobs at which something has happened since their calls were last answered.
     touched: BTreeSet<Namespace>,
     outputs: Vec<Output>,
-    /// When silent hubs were last looked for.
+    /// The time at which silent hubs were last looked for.
     checked: Now,
 }
 
@@ -161,7 +161,7 @@ impl Membership {
     /// Admits a job whose name was reserved and whose record is in the store.
     pub fn admit(&mut self, job: Job) {
         let (namespace, workers) = (job.namespace, job.workers);
-        self.outputs.push(Output::News(News::JobCreated { job: job.name.clone(), namespace, workers }));
+        self.outputs.push(Output::Log(LogEvent::JobCreated { job: job.name.clone(), namespace, workers }));
         self.jobs.insert(job.namespace, job);
     }
 
@@ -191,11 +191,11 @@ impl Membership {
         })
     }
 
-    /// What a launcher on a further host needs to join a job whose ranks are still connecting.
+    /// Returns what a launcher on a further host needs to join a job whose ranks are still connecting.
     ///
     /// # Errors
     /// If no job of this name lives, or all ranks of the job have connected.
-    pub fn invitation(&self, name: &str) -> Result<ServiceCreated, ServiceError> {
+    pub fn credentials_to_join(&self, name: &str) -> Result<ServiceCreated, ServiceError> {
         let Some(job) = self.living.get(name).and_then(|namespace| self.jobs.get(namespace)) else {
             return Err(refusal(ErrorCode::NotFound, format!("no job that lives is called `{name}`")));
         };
@@ -223,10 +223,10 @@ impl Membership {
         namespace: Namespace,
         summary: SettingsSummary,
         placements: Vec<SitePlacement>,
-        book: Arc<Book>,
+        information_book: Arc<InformationBook>,
     ) -> Vec<u32> {
         let Some(job) = self.jobs.get_mut(&namespace) else { return Vec::new() };
-        if !job.place(summary, placements, book) {
+        if !job.place(summary, placements, information_book) {
             return Vec::new();
         }
         self.outputs.push(Output::Save(namespace));
@@ -282,7 +282,7 @@ impl Membership {
         }
     }
 
-    /// How often the caller should [check the time](Self::check_time).
+    /// Returns the interval at which the caller should [check the time](Self::check_time).
     pub fn tick(&self) -> Duration {
         TICK.min(self.limits.hub_timeout / 4)
     }
@@ -320,8 +320,8 @@ impl Membership {
         self.follow_with(namespace, transition, false);
     }
 
-    /// Like [`follow`](Self::follow). `was_logged` is set for a failure that a hub has reported and logged
-    /// already.
+    /// Does the same as [`follow`](Self::follow). `was_logged` is set for a failure that a hub has reported
+    /// and logged already.
     fn follow_with(&mut self, namespace: Namespace, transition: Transition, was_logged: bool) {
         self.touched.insert(namespace);
         let Some(job) = self.jobs.get(&namespace) else { return };
@@ -330,7 +330,7 @@ impl Membership {
             Transition::None => {}
             Transition::Advanced => {
                 let (state, links) = (job.state(), job.has_several_sites());
-                self.outputs.push(Output::News(News::JobAdvanced { job: name, namespace, state }));
+                self.outputs.push(Output::Log(LogEvent::JobAdvanced { job: name, namespace, state }));
                 if state == JobState::Running && links {
                     let hubs: Vec<u32> = job.hubs().collect();
                     hubs.into_iter().for_each(|hub| self.command(hub, HubCommand::Link { namespace }));
@@ -344,19 +344,19 @@ impl Membership {
             }
             Transition::Explained => {
                 let message = job.message().to_string();
-                self.outputs.push(Output::News(News::JobExplained { job: name, namespace, message }));
+                self.outputs.push(Output::Log(LogEvent::JobExplained { job: name, namespace, message }));
                 self.outputs.push(Output::Save(namespace));
             }
             Transition::Ended { stop } => {
                 let message = job.message().to_string();
-                let news = match job.state() {
+                let event = match job.state() {
                     JobState::Failed => {
                         let (job, message) = (name.clone(), message.clone());
-                        News::JobFailed { job, namespace, message, was_logged }
+                        LogEvent::JobFailed { job, namespace, message, was_logged }
                     }
-                    _ => News::JobFinished { job: name.clone(), namespace },
+                    _ => LogEvent::JobFinished { job: name.clone(), namespace },
                 };
-                self.outputs.push(Output::News(news));
+                self.outputs.push(Output::Log(event));
                 for hub in stop {
                     self.command(hub, stop_command(namespace, message.clone(), StopWhen::Now));
                 }
@@ -387,7 +387,7 @@ impl Membership {
         self.send_command(hub, command, false);
     }
 
-    /// Like [`command`](Self::command), unless the same command waits already.
+    /// Does the same as [`command`](Self::command), unless the same command waits already.
     fn command_once(&mut self, hub: u32, command: HubCommand) {
         self.send_command(hub, command, true);
     }

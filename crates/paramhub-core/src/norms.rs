@@ -33,7 +33,7 @@ pub struct GradientNorm {
 
 /// A part that was not expected: the hub is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("the hub told its part of the norm of step {0}, for which nothing waits")]
+#[error("the hub sent its part of the norm of step {0}, for which nothing waits")]
 pub struct UnexpectedNorm(pub u32);
 
 impl Norms {
@@ -77,7 +77,7 @@ impl Norms {
 /// without `error_if_nonfinite`.
 pub fn clip_factor(clip_norm: f64, norm: f64) -> f32 {
     let factor = (clip_norm / (norm + 1e-6)) as f32;
-    // Not `min`, which would turn NaN into 1.
+    // This does not use `min`, which would turn NaN into 1.
     if factor > 1.0 { 1.0 } else { factor }
 }
 
@@ -93,9 +93,9 @@ mod tests {
             let mut norms = Norms::new(3);
             for step in 7..11 {
                 for route in order {
-                    let told = norms.part(route, step, parts[route]).unwrap();
-                    assert_eq!(told.is_some(), route == order[2]);
-                    assert!(told.is_none_or(|told| told == GradientNorm { step, norm }));
+                    let complete = norms.part(route, step, parts[route]).unwrap();
+                    assert_eq!(complete.is_some(), route == order[2]);
+                    assert!(complete.is_none_or(|complete| complete == GradientNorm { step, norm }));
                 }
             }
         }

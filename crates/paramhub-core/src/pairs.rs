@@ -12,14 +12,14 @@ pub fn one_by_one(size: u32) -> Vec<Vec<Pair>> {
 /// and the others move on by one place a round. If the number of ranks is odd, the rank opposite the empty
 /// place pauses.
 pub fn tournament(size: u32) -> Vec<Vec<Pair>> {
-    let seats = size.next_multiple_of(2);
-    let rounds = if size < 2 { 0 } else { seats - 1 };
-    let moving = seats.saturating_sub(1);
+    let places = size.next_multiple_of(2);
+    let rounds = if size < 2 { 0 } else { places - 1 };
+    let moving = places.saturating_sub(1);
     (0..rounds)
         .map(|round| {
             let at = |place: u32| (round + place) % moving;
-            let first = (at(0), seats - 1);
-            let others = (1..seats / 2).map(|place| (at(place), at(moving - place)));
+            let first = (at(0), places - 1);
+            let others = (1..places / 2).map(|place| (at(place), at(moving - place)));
             std::iter::once(first)
                 .chain(others)
                 .filter(|&(a, b)| a < size && b < size)
@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everybody_meets_everybody_once() {
+    fn every_rank_meets_every_other_rank_once() {
         for size in 1..=33 {
             for rounds in [one_by_one(size), tournament(size)] {
                 let pairs: Vec<Pair> = rounds.iter().flatten().copied().collect();

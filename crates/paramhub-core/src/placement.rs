@@ -1,4 +1,5 @@
-//! Which hub, interface and core owns each chunk (PHub section 3.2.4). Both ends compute the same placement.
+//! This module decides which hub, interface and core owns each chunk (PHub section 3.2.4). Both ends
+//! compute the same placement.
 //!
 //! At each level (hubs, then interfaces, then cores) chunks go longest first to the bin that is least loaded
 //! for its weight. This is longest processing time first, the 4/3 approximation of the best partition.
@@ -14,7 +15,7 @@ use crate::limits::{CORES_MAX, HUBS_MAX, INTERFACES_MAX, ROUTES_MAX};
 
 pub use spread::Spread;
 
-/// What a hub offers: its interfaces, and the cores that serve each of them.
+/// The resources of a hub: its interfaces, and the cores that serve each of them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -41,7 +42,7 @@ pub struct InterfaceShape {
     pub weight: u32,
 }
 
-/// Why a hub's shape cannot be used.
+/// The reason why a hub's shape cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ShapeError {
     /// No hub at all, or too many.
@@ -116,8 +117,8 @@ impl Placement {
         Placement::planned(table, map, hubs, &[])
     }
 
-    /// As [`Self::new`], but keys are dealt as a [`Plan`](crate::scheme::Plan) requires. `spreads` has one
-    /// entry per key, or none if each chunk is dealt by itself.
+    /// Does the same as [`Self::new`], but keys are dealt as a [`Plan`](crate::scheme::Plan) requires.
+    /// `spreads` has one entry per key, or none if each chunk is dealt by itself.
     pub fn planned(
         table: &KeyTable,
         map: &ChunkMap,
@@ -162,7 +163,7 @@ impl Placement {
         &self.chunks_of[usize::from(route)]
     }
 
-    /// How uneven the placement is at each level.
+    /// The imbalance of the placement at each level.
     pub fn imbalance(&self) -> Imbalance {
         self.imbalance
     }
@@ -448,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_tells_placements_apart() {
+    fn the_hash_distinguishes_placements() {
         let one = place(&[100_000], 4096, &[hub(&[(&[0], 1)])]).1.hash();
         assert_eq!(one, place(&[100_000], 4096, &[hub(&[(&[0], 1)])]).1.hash());
         assert_ne!(one, place(&[100_000], 8192, &[hub(&[(&[0], 1)])]).1.hash());

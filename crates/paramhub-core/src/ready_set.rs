@@ -33,7 +33,7 @@ impl ReadySet {
         self.len
     }
 
-    /// Whether nothing is ready.
+    /// Returns whether nothing is ready.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -98,7 +98,7 @@ impl ReadySet {
         true
     }
 
-    /// Whether the slot is in the set.
+    /// Returns whether the slot is in the set.
     pub fn contains(&self, slot: u32) -> bool {
         slot < self.capacity && self.levels[0][slot as usize / 64] & (1 << (slot % 64)) != 0
     }

@@ -15,7 +15,7 @@ use crate::wire::{Header, Operation, State};
 use self::blocks::BlockProgress;
 pub use self::blocks::PieceId;
 
-/// What a worker can ask for a key.
+/// The requests that a worker can make for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     /// Contribute a gradient; done when the gradient has taken effect.
@@ -58,7 +58,7 @@ impl Request {
         }
     }
 
-    /// Whether the request is about optimizer state, which is f32 whatever the key's dtype.
+    /// Returns whether the request is about optimizer state, which is f32 whatever the key's dtype.
     pub const fn is_of_state(self) -> bool {
         matches!(self, Request::PullState | Request::InitialiseState)
     }
@@ -147,7 +147,7 @@ pub enum UnexpectedAnswer {
     },
 }
 
-/// What is left of a key's request after the answer for one of its chunks.
+/// The rest of a key's request after the answer for one of its chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answered {
     /// The key.
@@ -180,12 +180,13 @@ impl Requests {
         self
     }
 
-    /// Whether hubs may have gone on without this worker, so that answers determine which step is next.
+    /// Returns whether hubs may have gone on without this worker, so that answers determine which step is
+    /// next.
     pub fn has_steps_of_chunks(&self) -> bool {
         !self.versions.is_empty()
     }
 
-    /// How the keys are cut into chunks.
+    /// Returns the way in which the keys are cut into chunks.
     pub fn map(&self) -> &ChunkMap {
         &self.map
     }
@@ -385,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_nobody_asked_for_are_refused() {
+    fn answers_without_a_request_are_refused() {
         let mut requests = requests();
         let good = parameters(3, Codec::BF16, 20, 1);
         assert_eq!(requests.expect(&parameters(9, Codec::F32, 4, 0)), Err(UnexpectedAnswer::Chunk(9)));

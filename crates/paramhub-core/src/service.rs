@@ -49,18 +49,18 @@ pub struct CreateService {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct JobOptions {
-    /// How long ConnectService, InitService and the opening of all streams may each take, 0.1 to 86,400; the
-    /// error lists the missing ranks or hubs.
+    /// The time that ConnectService, InitService and the opening of all streams may each take, 0.1 to 86,400;
+    /// the error lists the missing ranks or hubs.
     pub rendezvous_timeout_s: f64,
     /// Ends a job that does not run yet, when no worker has called for so long and no call waits; 0.1 to
     /// 604,800. It never ends a job that runs at hubs.
     pub lease_s: f64,
-    /// How long a worker may be silent on its streams before the job fails; 1 to 86,400, and at least 15 with
-    /// `on_interface_down` `continue`.
+    /// The time that a worker may be silent on its streams before the job fails; 1 to 86,400, and at least 15
+    /// with `on_interface_down` `continue`.
     pub dead_after_s: f64,
-    /// How the sums of sites become those of all workers, if hubs serve racks or hosts.
+    /// The way in which the sums of sites become those of all workers, if hubs serve racks or hosts.
     pub reduction: Reduction,
-    /// Where the optimizer runs if there are several sites.
+    /// The place where the optimizer runs if there are several sites.
     pub optimize_at: OptimizeAt,
     /// The job's share of a hub core's time, relative to the other jobs with work there; 1 to 100.
     /// The creator of the job sets it, not its workers.
@@ -71,19 +71,20 @@ pub struct JobOptions {
     /// ranks only meet, no hub serves them, and options that only a hub can follow are refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
-    /// What happens to the job when a network interface that its streams use goes down.
+    /// The reaction of the job when a network interface that its streams use goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
-    /// What happens to workers that are late in a step: `wait`, `drop:FRACTION` or `backup:N`. All but `wait`
-    /// are for synchronous jobs at one site with an optimizer; see [`combinations`](crate::combinations).
+    /// The treatment of workers that are late in a step: `wait`, `drop:FRACTION` or `backup:N`. All but
+    /// `wait` are for synchronous jobs at one site with an optimizer; see
+    /// [`combinations`](crate::combinations).
     #[serde(skip_serializing_if = "is_default")]
     #[cfg_attr(feature = "openapi", schema(value_type = String, example = "backup:1"))]
     pub stragglers: Stragglers,
-    /// How long the ranks may wait for one of them before the job ends with that rank's name, 1 to 604,800;
-    /// with `None` the wait is only reported.
+    /// The time that the ranks may wait for one of them before the job ends with that rank's name, 1 to
+    /// 604,800; with `None` the wait is only reported.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub progress_timeout_s: Option<f64>,
-    /// How often the job's hubs write a checkpoint: `1000` (steps) or `30s`; `None` writes none.
+    /// The interval at which the job's hubs write a checkpoint: `1000` (steps) or `30s`; `None` writes none.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub checkpoint_every: Option<Every>,
@@ -95,7 +96,7 @@ pub struct JobOptions {
 }
 
 impl JobOptions {
-    /// Whether streams continue over other interfaces.
+    /// Returns whether streams continue over other interfaces.
     pub fn continues(&self) -> bool {
         self.on_interface_down == OnInterfaceDown::Continue
     }
@@ -111,9 +112,9 @@ impl JobOptions {
     }
 }
 
-/// What happens to a job when an interface goes down. `fail`: the job fails, with the interface's name.
-/// `continue`: its streams continue over the remaining interfaces; only for synchronous jobs at one site whose
-/// steps have one phase.
+/// The reaction of a job when an interface goes down. `fail`: the job fails, with the interface's name.
+/// `continue`: its streams continue over the remaining interfaces; only for synchronous jobs at one site
+/// whose steps have one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -147,12 +148,13 @@ impl FromStr for OnInterfaceDown {
     }
 }
 
-/// Whether a field has its default. It is then left out, so that older hubs and managers understand the text.
+/// Returns whether a field has its default. It is then left out, so that older hubs and managers understand
+/// the text.
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// Whether a job has the default weight, which is left out so that older hubs understand the text.
+/// Returns whether a job has the default weight, which is left out so that older hubs understand the text.
 fn is_one(weight: &u32) -> bool {
     *weight == 1
 }
@@ -253,7 +255,7 @@ pub struct InitService {
 pub struct ServiceInitialised {
     /// Digest of the placement that the hubs of the caller's site computed; the worker's own must equal it.
     pub placement_hash: String,
-    /// How uneven the placement is at each level.
+    /// The imbalance of the placement at each level.
     pub imbalance: Imbalance,
     /// The workers and hubs that take part: with the settings they make the job's [information
     /// book](crate::scheme::Book).
@@ -278,8 +280,8 @@ pub struct LeaveService {
     /// The reason, for the other ranks.
     #[serde(default)]
     pub reason: String,
-    /// Whether its work is done without a hub. When every rank has reported so, the job has finished. If some
-    /// ranks do so and others call InitService, the job fails.
+    /// `true` if its work is done without a hub. When every rank has reported so, the job has finished. If
+    /// some ranks do so and others call InitService, the job fails.
     #[serde(default, skip_serializing_if = "is_default")]
     pub finished: bool,
 }
@@ -305,7 +307,7 @@ pub enum JobState {
 }
 
 impl JobState {
-    /// Whether the job has released its resources.
+    /// Returns whether the job has released its resources.
     pub const fn has_ended(self) -> bool {
         matches!(self, JobState::Finished | JobState::Failed)
     }
@@ -321,7 +323,7 @@ pub struct JobStatus {
     pub namespace: Namespace,
     /// The state of the job.
     pub state: JobState,
-    /// Why it failed, or the newest warning while it runs; empty where there is none.
+    /// The reason why it failed, or the newest warning while it runs; empty where there is none.
     pub message: String,
     /// Ranks in the job.
     pub workers: u32,
@@ -335,11 +337,11 @@ pub struct JobStatus {
     pub optimizer: String,
     /// The consistency; empty before InitService.
     pub consistency: String,
-    /// How the sums of sites become those of all workers, and why. Empty before the hubs are chosen, or if no
-    /// reduction was asked for and no hub serves a rack or a host.
+    /// The way in which the sums of sites become those of all workers, and why. Empty before the hubs are
+    /// chosen, or if no reduction was asked for and no hub serves a rack or a host.
     #[serde(default)]
     pub reduction: String,
-    /// What the hubs count for the job.
+    /// The counters of the hubs for the job.
     pub counters: JobCounters,
     /// For each rank, how many of `counters.updates` left it out because it was late; shorter if the last
     /// ranks were never left out.
@@ -351,9 +353,9 @@ pub struct JobStatus {
     /// The job's checkpoints, if it writes any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoints: Option<CheckpointStatus>,
-    /// When the job was created, in seconds since the Unix epoch.
+    /// The time at which the job was created, in seconds since the Unix epoch.
     pub created_at: u64,
-    /// When the job ended, in seconds since the Unix epoch; `None` while it lives.
+    /// The time at which the job ended, in seconds since the Unix epoch; `None` while it lives.
     pub ended_at: Option<u64>,
 }
 
@@ -365,13 +367,13 @@ pub struct AwaitedRanks {
     pub ranks: Vec<u32>,
     /// The key for which others have waited longest.
     pub key: String,
-    /// What they wait for, such as `its contribution to step 7`.
+    /// The event that they wait for, such as `its contribution to step 7`.
     pub what: String,
-    /// How long others have waited.
+    /// The time that others have waited.
     pub seconds: f64,
 }
 
-/// What hubs count for a job, summed over their cores.
+/// The counters of hubs for a job, summed over their cores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct JobCounters {
@@ -405,7 +407,7 @@ impl std::ops::AddAssign for JobCounters {
     }
 }
 
-/// How a hub core has used its time since the hub started.
+/// The way in which a hub core has used its time since the hub started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct CoreCounters {
@@ -447,7 +449,7 @@ pub struct RegisterHub {
     /// if unknown. It serves only to find workers on the same machine.
     #[serde(default)]
     pub machine: String,
-    /// Whether the hub has a folder for checkpoints; `None` if unknown. Where all hubs that have joined say
+    /// `true` if the hub has a folder for checkpoints; `None` if unknown. Where all hubs that have joined say
     /// that they have none, CreateService refuses a job with `checkpoint_every` or `resume`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_checkpoints: Option<bool>,
@@ -494,7 +496,7 @@ pub struct NumberedCommand {
     pub command: HubCommand,
 }
 
-/// What a manager orders a hub to do.
+/// A command of the manager to a hub.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -515,7 +517,7 @@ pub enum HubCommand {
         namespace: Namespace,
         /// The reason, which the hub sends to the job's workers.
         reason: String,
-        /// What the hub waits for.
+        /// The event that the hub waits for.
         #[serde(default, skip_serializing_if = "is_default")]
         when: StopWhen,
     },
@@ -567,19 +569,19 @@ pub struct HubReport {
     pub events: Vec<HubEvent>,
     /// Each core's time, in core order.
     pub cores: Vec<CoreCounters>,
-    /// What each living job has counted on this hub. A hub that has joined again names here the jobs that it
+    /// The counters of each living job on this hub. A hub that has joined again names here the jobs that it
     /// still serves.
     pub jobs: Vec<HubJobCounters>,
     /// The checkpoints of jobs that write any.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub checkpoints: Vec<HubJobCheckpoints>,
-    /// Whether the hub is about to stop.
+    /// The availability of the hub, which may be about to stop.
     #[serde(skip_serializing_if = "is_default")]
     pub presence: Presence,
 }
 
-/// Whether a hub is available for jobs. `here`: it is. `leaving`: it shuts down, and the manager must not give
-/// it further jobs. `gone`: it has shut down, and this is its last report.
+/// The availability of a hub for jobs. `here`: it is. `leaving`: it shuts down, and the manager must not
+/// give it further jobs. `gone`: it has shut down, and this is its last report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -649,14 +651,14 @@ pub enum HubEvent {
     Refused {
         /// The job.
         namespace: Namespace,
-        /// What does not fit, and what would fit.
+        /// The part that does not fit, and what would fit.
         reason: String,
     },
     /// Something that a person should know while the job goes on, such as a silent rank.
     Noticed {
         /// The job.
         namespace: Namespace,
-        /// The message: who and what.
+        /// The message: which rank or hub, and what happened.
         message: String,
     },
     /// Ranks keep the others waiting for longer than recent steps explain; with `None` they no longer do.
@@ -677,23 +679,23 @@ pub enum HubEvent {
     Ended(JobEnd),
 }
 
-/// How a job has ended at a hub.
+/// The way in which a job has ended at a hub.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct JobEnd {
     /// The job.
     pub namespace: Namespace,
-    /// Whether every worker left of its own accord.
+    /// `true` if every worker left of its own accord.
     pub finished: bool,
-    /// Why, if it did not finish.
+    /// The reason, if it did not finish.
     pub reason: String,
-    /// How the hub knows the reason.
+    /// The way in which the hub knows the reason.
     #[serde(default, skip_serializing_if = "is_default")]
     pub cause: CauseKind,
     /// The rank to which it happened, or that reported it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<u32>,
-    /// How many seconds ago it happened; the hub may have been unable to reach the manager since.
+    /// The seconds since it happened; the hub may have been unable to reach the manager since.
     #[serde(default, skip_serializing_if = "is_default")]
     pub ago_s: f64,
 }
@@ -710,12 +712,12 @@ impl JobEnd {
     }
 }
 
-/// How the reporter of a job's end knows the reason. Several parties report the same end, each with what it
-/// has seen; the job's reason is the first cause. Causes in this order precede one another: `known` (the
-/// default; the reporter caused the end itself, or has proof), `hub_lost` (the manager does not hear a hub),
-/// `peer_lost` (a hub has lost a rank or a site), `gave_up` (a rank or a site has said why it gave up),
-/// `hearsay` (the reporter was told to stop). An end that began too late to have caused another does not
-/// precede it, and `peer_lost` does not precede what the same rank said itself.
+/// The way in which the reporter of a job's end knows the reason. Several parties report the same end, each
+/// with what it has seen; the job's reason is the first cause. Causes in this order precede one another:
+/// `known` (the default; the reporter caused the end itself, or has proof), `hub_lost` (the manager does
+/// not hear a hub), `peer_lost` (a hub has lost a rank or a site), `gave_up` (a rank or a site has said why
+/// it gave up), `hearsay` (the reporter was ordered to stop). An end that began too late to have caused
+/// another does not precede it, and `peer_lost` does not precede what the same rank said itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -736,10 +738,11 @@ pub enum CauseKind {
     Hearsay,
 }
 
-/// What the end of a job waits for. `now` (the default): nothing. `workers_ending`, from a launcher that is
-/// about to end the workers: the hubs take a last checkpoint, if the job writes any, and the job goes on; if
-/// it then ends without having finished, this is the reason. `workers_ended`: the processes of the workers
-/// have ended; the hubs wait for Leaves that are under way. If every worker has left, the job finishes.
+/// The event that the end of a job waits for. `now` (the default): nothing. `workers_ending`, from a
+/// launcher that is about to end the workers: the hubs take a last checkpoint, if the job writes any, and
+/// the job goes on; if it then ends without having finished, this is the reason. `workers_ended`: the
+/// processes of the workers have ended; the hubs wait for Leaves that are under way. If every worker has
+/// left, the job finishes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -750,7 +753,7 @@ pub enum StopWhen {
     /// The workers, whose launcher is about to end them: the hubs take a last checkpoint, if the job writes
     /// any, and the job goes on. If it then ends without having finished, this is the reason.
     WorkersEnding,
-    /// What the workers have sent: their processes have ended. If every one of them has left, the job
+    /// The messages of the workers: their processes have ended. If every one of them has left, the job
     /// finishes.
     WorkersEnded,
 }
@@ -762,11 +765,11 @@ pub const STOP_REASON_CHARS_MAX: usize = 256;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StopService {
-    /// Why the job is stopped, for its status, its workers and the logs: 1 to [`STOP_REASON_CHARS_MAX`]
-    /// printable ASCII characters. Without it the reason is the operator's wish.
+    /// The reason why the job is stopped, for its status, its workers and the logs: 1 to
+    /// [`STOP_REASON_CHARS_MAX`] printable ASCII characters. Without it the reason is the operator's wish.
     #[serde(default)]
     pub reason: Option<String>,
-    /// What the stop waits for; nothing by default.
+    /// The event that the stop waits for; nothing by default.
     #[serde(default)]
     pub when: StopWhen,
 }
@@ -774,7 +777,7 @@ pub struct StopService {
 /// The query of `GET /v1/jobs/{job}/book`: Query.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct AskBook {
+pub struct AskInformationBook {
     /// Names of properties, separated by commas; the whole book if left out.
     #[serde(default)]
     pub properties: Option<String>,
@@ -794,11 +797,11 @@ pub struct AskBestScheme {
 pub struct ServiceError {
     /// The code, for programs.
     pub code: ErrorCode,
-    /// The text for people: who, what, and what to do.
+    /// The text for people: which rank or hub, what happened, and what to do.
     pub message: String,
 }
 
-/// What went wrong, for programs.
+/// The kind of error, for programs.
 ///
 /// - `bad_request` (400, also 408, 413, 415, 421): the request is malformed or out of bounds; its body is too
 ///   slow, too long or not declared as JSON; its `Host` is no name of loopback, and the manager has no token.

@@ -1,4 +1,4 @@
-//! What every rank of a job must agree on before buffers are allocated.
+//! The settings on which every rank of a job must agree before buffers are allocated.
 
 use serde::de::{Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -57,13 +57,13 @@ impl Default for OptimizerChoice {
 pub struct Settings {
     /// The tensors.
     pub keys: KeyTable,
-    /// What turns the sum of gradients into new parameters.
+    /// The optimizer that turns the sum of gradients into new parameters.
     #[serde(default)]
     pub optimizer: OptimizerChoice,
-    /// How contributions are combined: `sum`, or a name registered at the hub.
+    /// The way in which contributions are combined: `sum`, or a name registered at the hub.
     #[serde(default = "default_aggregator")]
     pub aggregator: String,
-    /// When a worker sees the contributions of others.
+    /// The rule for when a worker sees the contributions of others.
     #[serde(default)]
     pub consistency: Consistency,
     /// Bytes of an f32 chunk: a multiple of 4, 1 KiB to 16 MiB; 32 KiB by default.
@@ -135,13 +135,14 @@ fn read_groups<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Hyperpa
     deserializer.deserialize_seq(Groups)
 }
 
-/// Whether an optimizer of this name updates parameters. `mean` and `sum` do not: their answers follow from
-/// the step's gradients alone.
+/// Returns whether an optimizer of this name updates parameters. `mean` and `sum` do not: their answers
+/// follow from the step's gradients alone.
 pub fn has_parameters(optimizer: &str) -> bool {
     !matches!(optimizer, "mean" | "sum")
 }
 
-/// Whether workers have the optimizer of this name, too; other optimizers are registered at hubs only.
+/// Returns whether workers have the optimizer of this name, too; other optimizers are registered at hubs
+/// only.
 pub fn is_built_in(optimizer: &str) -> bool {
     matches!(optimizer, "mean" | "sum" | "sgd" | "adam" | "adamw")
 }
@@ -154,7 +155,7 @@ fn default_chunk_bytes() -> u32 {
     CHUNK_BYTES_DEFAULT
 }
 
-/// Why settings cannot be used.
+/// The reason why settings cannot be used.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub enum SettingsError {
     /// A chunk size that is out of bounds or not a whole number of elements.
@@ -265,7 +266,7 @@ impl Settings {
         1 + self.optimizer.groups.len()
     }
 
-    /// Whether a complete step waits for its norm and rank 0's release.
+    /// Returns whether a complete step waits for its norm and rank 0's release.
     pub fn is_two_phase(&self) -> bool {
         self.two_phase || self.clip_norm.is_some()
     }
@@ -278,14 +279,14 @@ impl Settings {
         key.codec.or(self.codec.filter(is_for)).unwrap_or(key.dtype.codec())
     }
 
-    /// Whether any key is quantised. Streams of such a job are never local: memory shared with a hub carries
-    /// raw tensors, which are cheaper there, and a worker's contribution must not be more exact because of
-    /// where it runs.
+    /// Returns whether any key is quantised. Streams of such a job are never local: memory shared with a hub
+    /// carries raw tensors, which are cheaper there, and a worker's contribution must not be more exact
+    /// because of where it runs.
     pub fn quantises(&self) -> bool {
         self.keys.keys().iter().any(|key| self.codec_of(key).is_quantised())
     }
 
-    /// Whether there are parameters, which rank 0 initialises; without an optimizer there are none.
+    /// Returns whether there are parameters, which rank 0 initialises; without an optimizer there are none.
     pub fn has_parameters(&self) -> bool {
         has_parameters(&self.optimizer.name)
     }
@@ -405,18 +406,21 @@ mod tests {
     fn disagreement_on_groups_names_the_group() {
         let disagree = |left: &Settings, right: &Settings| left.agree(1, 0, right).unwrap_err().to_string();
         let mine = grouped(&[0.1, 0.25]);
-        let told = disagree(&mine, &grouped(&[0.1, 0.5]));
-        assert!(told.contains("disagree on the hyperparameters of group 2: rank 1 has"), "{told}");
-        assert!(told.contains("0.25") && told.contains("0.5") && !told.contains("0.1,"), "{told}");
-        let told = disagree(&mine, &grouped(&[0.1, 0.25, 0.5]));
-        assert!(told.contains("the number of groups: rank 1 has 3, rank 0 has 4"), "{told}");
+        let message = disagree(&mine, &grouped(&[0.1, 0.5]));
+        assert!(message.contains("disagree on the hyperparameters of group 2: rank 1 has"), "{message}");
+        assert!(
+            message.contains("0.25") && message.contains("0.5") && !message.contains("0.1,"),
+            "{message}"
+        );
+        let message = disagree(&mine, &grouped(&[0.1, 0.25, 0.5]));
+        assert!(message.contains("the number of groups: rank 1 has 3, rank 0 has 4"), "{message}");
         let mut ungrouped = mine.clone();
         ungrouped.keys = KeyTable::new(vec![Key::new("w", [3]), Key::new("b", [1])]).unwrap();
         assert!(disagree(&mine, &ungrouped).contains("`b` f32 [1] in group 2, rank 0 has `b` f32 [1]"));
         let mut other = mine.clone();
         other.optimizer.hyperparameters = Some(Hyperparameters::default());
-        let told = disagree(&mine, &other);
-        assert!(told.contains("the hyperparameters: rank 1 has the optimizer's own"), "{told}");
+        let message = disagree(&mine, &other);
+        assert!(message.contains("the hyperparameters: rank 1 has the optimizer's own"), "{message}");
     }
 
     #[test]

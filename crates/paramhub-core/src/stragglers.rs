@@ -1,4 +1,4 @@
-//! What happens to a worker that is late in a step.
+//! The treatment of a worker that is late in a step.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Whether the steps of a job wait for every worker. Each chunk decides by itself: its step ends with the
-/// contributions that it has, the mean is over those, and a later contribution is dropped whole.
+/// The rule by which the steps of a job wait for every worker, or not. Each chunk decides by itself: its step
+/// ends with the contributions that it has, the mean is over those, and a later contribution is dropped
+/// whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Stragglers {
@@ -24,7 +25,7 @@ pub enum Stragglers {
     Backup(u32),
 }
 
-/// What ends a chunk's step although contributions are missing.
+/// The condition that ends a chunk's step although contributions are missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quorum {
     /// This many contributions.
@@ -39,12 +40,13 @@ impl Stragglers {
     /// A contribution this soon after the median is never late: threads wake with less precision than that.
     pub const GRACE_MIN: Duration = Duration::from_millis(1);
 
-    /// Whether a step may end without some workers.
+    /// Returns whether a step may end without some workers.
     pub fn leaves_out(self) -> bool {
         self != Stragglers::Wait
     }
 
-    /// What ends a step in a job of this many workers; `None` if it waits for all of them.
+    /// Returns the condition that ends a step in a job of this many workers; `None` if it waits for all of
+    /// them.
     pub fn quorum(self, workers: u32) -> Option<Quorum> {
         match self {
             Stragglers::Wait => None,
@@ -53,7 +55,8 @@ impl Stragglers {
         }
     }
 
-    /// How long contributions may come after the median one, which took `median`; `None` if no clock decides.
+    /// Returns the time that contributions may come after the median one, which took `median`; `None` if no
+    /// clock decides.
     pub fn grace(self, median: Duration) -> Option<Duration> {
         let Stragglers::Drop(fraction) = self else { return None };
         let grace = Duration::try_from_secs_f64(median.as_secs_f64() * fraction).unwrap_or(Duration::MAX);
@@ -69,7 +72,7 @@ impl Stragglers {
             Stragglers::Backup(backup) if backup >= workers => Err(match workers {
                 1 => "its only worker would be left out of every step: use stragglers = wait".into(),
                 _ => format!(
-                    "{backup} of its {workers} workers would be left out of every step, so that nobody contributed: use \
+                    "{backup} of its {workers} workers would be left out of every step, so that no worker contributed: use \
                      backup:{} or less",
                     workers - 1
                 ),
@@ -133,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_and_what_makes_no_sense_is_refused() {
+    fn written_values_read_back_and_nonsense_is_refused() {
         for text in ["wait", "drop:0.5", "drop:1000", "backup:1", "backup:31"] {
             let read: Stragglers = text.parse().unwrap();
             assert_eq!(read.to_string(), text);
@@ -149,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_needs_somebody() {
+    fn a_step_needs_a_contribution() {
         assert_eq!(Stragglers::Wait.quorum(4), None);
         assert_eq!(Stragglers::Backup(1).quorum(4), Some(Quorum::Count(3)));
         assert_eq!(Stragglers::Drop(0.5).quorum(4), Some(Quorum::Clock));

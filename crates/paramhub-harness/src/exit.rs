@@ -1,7 +1,7 @@
-//! How a command ends.
+//! The ways in which a command ends.
 
-/// How a command ended, for the shell. The code inside `std`'s type cannot be read, but a program of another
-/// language that runs the command line needs it.
+/// The way in which a command ended, for the shell. The code inside `std`'s type cannot be read, but a
+/// program of another language that runs the command line needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExitCode(pub u8);
 

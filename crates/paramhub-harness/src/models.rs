@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn fully_connected_layers_are_told_from_the_others() {
+    fn fully_connected_layers_are_distinguished_from_the_others() {
         let named = |name: &str| Model::named(name).unwrap();
         let layers = named("vgg19-22k").fully_connected(32);
         let names: Vec<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();

@@ -37,7 +37,7 @@ pub struct HubConfig {
     pub streams: usize,
     /// Let workers of this host exchange through shared memory.
     pub shared_memory: bool,
-    /// How long a core looks for work before it sleeps. Right for a hub with a machine to itself; on
+    /// The time that a core looks for work before it sleeps. Right for a hub with a machine to itself; on
     /// processors that workers share, it takes away time that they need to compute.
     pub spin: Duration,
     /// Pin each core thread to a processor, of its interface's NUMA node if that is known. Right for a hub
@@ -46,7 +46,7 @@ pub struct HubConfig {
     /// Bytes that all jobs' buffers may take together; `None` allows four fifths of the memory that is free
     /// when the hub starts.
     pub memory_bytes: Option<u64>,
-    /// What one job may take.
+    /// The limits of one job.
     pub job_limits: JobLimits,
     /// The folder for the checkpoints of jobs that ask for them; `None` keeps none.
     pub checkpoints: Option<CheckpointConfig>,
@@ -54,7 +54,7 @@ pub struct HubConfig {
     pub registry: Registry,
 }
 
-/// What one job may take of a hub; `None` sets no limit. The hub refuses a job that asks for more at
+/// The limits of one job at a hub; `None` sets no limit. The hub refuses a job that asks for more at
 /// InitService, and says what would fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct JobLimits {
@@ -91,7 +91,7 @@ impl Default for HubConfig {
     }
 }
 
-/// Why a hub cannot start or go on.
+/// The reason why a hub cannot start or go on.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HubError {
@@ -115,7 +115,7 @@ pub enum HubError {
     /// The operating system refuses threads, descriptors or other resources.
     #[error("the hub cannot {what}: {cause}")]
     System {
-        /// What the hub tried to do.
+        /// The action that failed.
         what: &'static str,
         /// The error of the operating system.
         cause: std::io::Error,

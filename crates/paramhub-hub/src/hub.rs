@@ -35,8 +35,8 @@ const CONTROLLER_EVENTS: usize = 4096;
 const REPORT_EVENTS: usize = 4096;
 /// Core threads per processor: a few more than one are useful in tests, but not in production.
 const CORES_PER_PROCESSOR_MAX: usize = 8;
-/// How long a stopping hub waits for its manager to receive the last events and the news that the hub is
-/// gone.
+/// The time that a stopping hub waits for its manager to receive the last events and the message that the
+/// hub is gone.
 const LAST_REPORT: Duration = Duration::from_secs(2);
 
 /// A running hub: its cores, its acceptor, its job controller and its link to the manager, each a thread.
@@ -242,7 +242,7 @@ impl RunningHub {
         &self.addresses
     }
 
-    /// How each core has used its time since the hub started.
+    /// Returns the way in which each core has used its time since the hub started.
     pub fn cores(&self) -> Vec<CoreCounters> {
         self.reports().map(|(time, _)| time).collect()
     }
@@ -252,14 +252,14 @@ impl RunningHub {
         self.reports().map(|(_, memory_bytes)| memory_bytes).sum()
     }
 
-    /// Why the hub cannot go on, if it cannot: a core has died, or a manager that had forgotten the hub
-    /// refuses it.
+    /// Returns the reason why the hub cannot go on, if it cannot: a core has died, or a manager that had
+    /// forgotten the hub refuses it.
     pub fn has_failed(&self) -> Option<String> {
         self.failure.lock().expect("no panic while holding it").clone()
     }
 
-    /// Sends the workers of every job the news that the hub shuts down, frees everything and signs off at the
-    /// manager. Returns within a second, or within three if the manager does not answer; if jobs have
+    /// Sends the workers of every job the message that the hub shuts down, frees everything and signs off at
+    /// the manager. Returns within a second, or within three if the manager does not answer; if jobs have
     /// checkpoints, it returns when the last ones are written.
     pub fn stop(mut self) {
         self.stop_threads();

@@ -333,8 +333,10 @@ impl JobController {
                 }
             }
             CoreEvent::Snapshot { namespace, snapshot } => self.pass_snapshot(namespace, snapshot),
-            CoreEvent::Silence { namespace, who, seconds } => self.silence(namespace, who, seconds),
-            CoreEvent::Moved { namespace, who, by } => self.moved(namespace, who, by),
+            CoreEvent::Silence { namespace, neighbour, seconds } => {
+                self.silence(namespace, neighbour, seconds)
+            }
+            CoreEvent::Moved { namespace, neighbour, by } => self.moved(namespace, neighbour, by),
             CoreEvent::Late { namespace, late } => self.late(namespace, late),
             CoreEvent::Awaited { namespace, route, event } => self.awaited(namespace, route, event),
             CoreEvent::Closed { namespace, counters, left_out } => {

@@ -47,7 +47,7 @@ impl ParentStream {
     }
 }
 
-/// What it takes to open them.
+/// The data that opens them.
 pub(crate) struct ParentDialler {
     pub(crate) namespace: Namespace,
     pub(crate) nonce: Nonce,

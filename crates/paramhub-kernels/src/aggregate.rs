@@ -12,7 +12,7 @@ use crate::sum;
 /// tile is on the stack.
 pub const TILE_ELEMENTS: usize = 256;
 
-/// How the contributions to a chunk combine (PHub section 3.2.2).
+/// The way in which the contributions to a chunk combine (PHub section 3.2.2).
 ///
 /// The first contribution is assigned, the others are added, each as it arrives or, in reproducible mode, in
 /// rank order. Element `i` of the result may depend only on elements `i` of the contributions: a hub cuts

@@ -49,7 +49,7 @@ impl Isa {
         })
     }
 
-    /// Whether [`ISA_VARIABLE`], if it is set, names an instruction set.
+    /// Returns whether [`ISA_VARIABLE`], if it is set, names an instruction set.
     pub fn check_environment() -> Result<(), UnknownIsa> {
         let value = std::env::var_os(ISA_VARIABLE).unwrap_or_default();
         Self::limit(&value.to_string_lossy()).map(drop)

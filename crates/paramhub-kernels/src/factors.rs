@@ -54,8 +54,9 @@ impl<'a> Factors<'a> {
         self.weight_gradient_into(rows, columns, tile, stride);
     }
 
-    /// As [`weight_gradient`](Self::weight_gradient), but each row of the tile begins `stride` elements after
-    /// the one before, as in a part of a larger matrix. The elements between the rows stay unchanged.
+    /// Does the same as [`weight_gradient`](Self::weight_gradient), but each row of the tile begins `stride`
+    /// elements after the one before, as in a part of a larger matrix. The elements between the rows stay
+    /// unchanged.
     ///
     /// # Panics
     /// As there, or if a row is longer than `stride`.
@@ -80,7 +81,7 @@ impl<'a> Factors<'a> {
         self.bias_gradient_of(0..self.rows, gradient);
     }
 
-    /// As [`bias_gradient`](Self::bias_gradient), for some rows alone.
+    /// Does the same as [`bias_gradient`](Self::bias_gradient), for some rows alone.
     ///
     /// # Panics
     /// If the rows are not within the matrix, or `gradient` does not have an element for each.
@@ -104,8 +105,8 @@ const TILE_SAMPLES: usize = 256;
 const TILE_ROWS_MIN: usize = 64;
 const TILE_COLUMNS_MIN: usize = 128;
 
-/// How a gradient is made piece by piece: in bands of rows, and each band in tiles of columns. A tile is at
-/// most 512 KiB large and about a millisecond's work.
+/// The way in which a gradient is made piece by piece: in bands of rows, and each band in tiles of columns.
+/// A tile is at most 512 KiB large and about a millisecond's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiling {
     /// Rows of a band; the last may have fewer.

@@ -21,8 +21,8 @@ const TILE_ELEMENTS: usize = 256;
 /// State slots that go through a tile.
 const SLOTS_MAX: usize = 2;
 
-/// Whether this target has stores that bypass the cache. If it has none, [`NonTemporal`] works but bypasses
-/// nothing.
+/// `true` if this target has stores that bypass the cache. If it has none, [`NonTemporal`] works but
+/// bypasses nothing.
 pub const IS_SUPPORTED: bool = cfg!(target_arch = "x86_64");
 
 /// Does what `R` does, and writes the result past the cache: an aggregator its sum, an optimizer its model

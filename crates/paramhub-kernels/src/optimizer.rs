@@ -86,13 +86,13 @@ pub trait Optimizer: Send + Sync {
         Hyperparameters::default()
     }
 
-    /// Whether each call must have a whole chunk of the job. By default a hub may cut chunks further, into
-    /// blocks that stay in the first cache between several passes.
+    /// Returns whether each call must have a whole chunk of the job. By default a hub may cut chunks further,
+    /// into blocks that stay in the first cache between several passes.
     fn needs_whole_chunks(&self) -> bool {
         false
     }
 
-    /// Whether this optimizer can run with `hyperparameters`. By default it can run with any.
+    /// Returns whether this optimizer can run with `hyperparameters`. By default it can run with any.
     ///
     /// # Errors
     /// Names the value at fault and what it must be.
@@ -101,8 +101,8 @@ pub trait Optimizer: Send + Sync {
         Ok(())
     }
 
-    /// Whether a job that began with `initial` can continue with `next`: `next` passes [`check`](Self::check)
-    /// and needs no more state than was allocated.
+    /// Returns whether a job that began with `initial` can continue with `next`: `next` passes
+    /// [`check`](Self::check) and needs no more state than was allocated.
     ///
     /// # Errors
     /// As `check`, and [`HyperparameterError::MoreState`].

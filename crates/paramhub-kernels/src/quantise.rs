@@ -219,7 +219,7 @@ fn quantise<const BITS: usize>(
     numbers: &mut [u8],
 ) {
     let mean = mean_where(values, |_| true);
-    // Not `<=`: a NaN must belong to a class.
+    // The comparison is not `<=`: a NaN must belong to a class.
     let low = mean_where(values, |value| u32::from(value > mean) == 0);
     let high = mean_where(values, |value| value > mean);
     // The class of a value is the number of splits below it; with one bit there is a single split, at the

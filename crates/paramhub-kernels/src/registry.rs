@@ -102,7 +102,7 @@ impl fmt::Debug for Registry {
     }
 }
 
-/// Why a name is refused.
+/// The reason why a name is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegistryError {

@@ -16,8 +16,8 @@ use crate::dispatch::Isa;
 /// Bytes that one turn of a loop moves; targets are aligned to a multiple of it first.
 const LINE_BYTES: usize = 64;
 
-/// How far ahead of the sum its sources are fetched: otherwise the work between the sums of neighbouring
-/// blocks would leave the memory idle for the time of an access.
+/// The distance ahead of the sum at which its sources are fetched: otherwise the work between the sums of
+/// neighbouring blocks would leave the memory idle for the time of an access.
 #[cfg(target_arch = "x86_64")]
 const AHEAD_ELEMENTS: usize = 256;
 
@@ -104,7 +104,7 @@ impl Floats<'_> {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -8,7 +8,7 @@ use paramhub_core::chunk::ChunkMap;
 use paramhub_core::combinations;
 use paramhub_core::composition::Composed;
 use paramhub_core::membership::{Job, SettingsSummary, SitePlacement};
-use paramhub_core::scheme::{Book, Plan, Roster};
+use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::{ErrorCode, HubCommand, JobPlan, ServiceError};
 use paramhub_core::settings::Settings;
 
@@ -25,7 +25,7 @@ struct Allocation {
     summary: SettingsSummary,
     /// The placement of every site.
     placements: Vec<SitePlacement>,
-    book: Arc<Book>,
+    information_book: Arc<InformationBook>,
     /// The command of each hub, site by site in placement order.
     commands: Vec<Bytes>,
 }
@@ -42,15 +42,15 @@ pub(crate) async fn allocate(registry: Arc<Registry>, namespace: Namespace, sett
     let made = blocking(move || place(plan(Arc::unwrap_or_clone(settings)))).await.and_then(|made| made);
     drop(turn);
     registry.with(|state| match made {
-        Ok(Allocation { summary, placements, book, commands }) => {
-            let hubs = state.membership.place(namespace, summary, placements, book);
+        Ok(Allocation { summary, placements, information_book, commands }) => {
+            let hubs = state.membership.place(namespace, summary, placements, information_book);
             hubs.into_iter().zip(commands).for_each(|(hub, command)| state.queues.push_json(hub, command));
         }
         Err(refused) => state.membership.cannot_place(namespace, refused, now()),
     });
 }
 
-/// What a job's hubs must know besides its settings.
+/// The data for a job's hubs besides its settings.
 fn plan_of(job: &Job, roster: Roster) -> impl FnOnce(Settings) -> (JobPlan, Roster) + Send + use<> {
     let (name, namespace, nonce) = (job.name.clone(), job.namespace, job.nonce);
     let (options, composition) = (job.options, job.composition());
@@ -87,7 +87,7 @@ fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceErr
     });
     let placements = placements.collect();
     drop((composed, map, spreads));
-    let book = Arc::new(Book { job: plan.name.clone(), roster, plan: schemes });
+    let information_book = Arc::new(InformationBook { job: plan.name.clone(), roster, plan: schemes });
     let summary = SettingsSummary {
         keys: settings.keys.len() as u64,
         bytes: settings.keys.bytes(),
@@ -105,5 +105,5 @@ fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceErr
             plan = *returned;
         }
     }
-    Ok(Allocation { summary, placements, book, commands })
+    Ok(Allocation { summary, placements, information_book, commands })
 }

@@ -1,5 +1,5 @@
-//! Who may call. Operators and hubs show a token in the head of a request, so that it is checked before any
-//! body is read. Workers prove a job's nonce in their bodies instead.
+//! Checks that a caller is authorised. Operators and hubs show a token in the head of a request, so that it
+//! is checked before any body is read. Workers prove a job's nonce in their bodies instead.
 
 use std::convert::Infallible;
 use std::sync::Arc;

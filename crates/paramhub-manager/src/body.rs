@@ -1,4 +1,4 @@
-//! Request bodies, bounded in bytes and time before they are parsed. The bodies of all callers who have
+//! Request bodies, bounded in bytes and time before they are parsed. The bodies of all callers that have
 //! proved nothing are bounded together. Key tables have a budget of their own, for ranks that have proved
 //! their job's nonce.
 
@@ -31,9 +31,10 @@ pub(crate) const SMALL: usize = 64 << 10;
 pub(crate) const SHAPE: usize = 1 << 20;
 /// The most bytes of a hub's report.
 pub(crate) const REPORT: usize = 4 << 20;
-/// How long a small body may take.
+/// The time that a small body may take.
 const SMALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a key table may take, including the wait for its turn; enough for half a gigabyte at 10 MB/s.
+/// The time that a key table may take, including the wait for its turn; enough for half a gigabyte at 10
+/// MB/s.
 const TABLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// At least [`PACE_BYTES`] of a key table must arrive in each interval of this length.
 const PACE: Duration = Duration::from_secs(5);
@@ -108,7 +109,7 @@ impl KeyTableBudgets {
     }
 }
 
-/// An InitService body of a caller who has proved the job's nonce, not yet parsed. It holds its share of the
+/// An InitService body of a caller that has proved the job's nonce, not yet parsed. It holds its share of the
 /// budget of such bodies.
 pub(crate) struct TableBody {
     pub(crate) caller: CallingRank,
@@ -206,14 +207,14 @@ struct IncomingBody {
     pace: Option<Pace>,
 }
 
-/// When the next [`PACE_BYTES`] of a body are due.
+/// The time at which the next [`PACE_BYTES`] of a body are due.
 struct Pace {
     until: Instant,
     bytes: usize,
 }
 
 impl IncomingBody {
-    fn begin(request: Request, limit: usize, begun: Instant, patience: Duration) -> Result<Self, Refusal> {
+    fn begin(request: Request, limit: usize, begun: Instant, timeout: Duration) -> Result<Self, Refusal> {
         let content_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
         // Browsers do not send this type to another site unless that allows it, so no web page can create
         // jobs on a loopback manager.
@@ -228,7 +229,7 @@ impl IncomingBody {
         let declared = declared_bytes(&request);
         let (parts, body) = request.into_parts();
         let slot = Caller::of(&parts).0;
-        let deadline = begun + patience;
+        let deadline = begun + timeout;
         let incoming =
             IncomingBody { body, bytes: Vec::new(), slot, declared, limit, begun, deadline, pace: None };
         if declared.is_some_and(|bytes| bytes > limit) { Err(incoming.too_long()) } else { Ok(incoming) }

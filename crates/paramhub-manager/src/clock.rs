@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use paramhub_core::membership::{Now, REPORTED_BACK_MAX};
 use tokio::time::Instant;
 
-/// When this process first read the time.
+/// The time at which this process first read the time.
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// The present moment.

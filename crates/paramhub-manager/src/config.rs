@@ -1,4 +1,4 @@
-//! How a connection manager is set up.
+//! The configuration of a connection manager.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -9,10 +9,11 @@ use paramhub_core::service::MANAGER_PORT;
 
 use crate::error::ManagerError;
 
-/// How a connection manager is set up. Start from [`ManagerConfig::default`] and change what differs.
+/// The configuration of a connection manager. Start from [`ManagerConfig::default`] and change what
+/// differs.
 #[derive(Clone)]
 pub struct ManagerConfig {
-    /// Where to listen; port 0 lets the system choose. Default: loopback, port 7770.
+    /// The address to listen at; port 0 lets the system choose. Default: loopback, port 7770.
     pub listen: SocketAddr,
     /// Directory that keeps the jobs across restarts; `None` keeps them in memory. Default: `None`.
     pub state: Option<PathBuf>,
@@ -22,10 +23,10 @@ pub struct ManagerConfig {
     /// The rate of a rack's link to the others, each way. With it a job's `auto` reduction follows PHub's
     /// condition. Default: `None`, hubs of several racks probe it.
     pub core_rate: Option<Rate>,
-    /// How long a hub may be silent before it is lost, and its jobs with it. At least 100 ms; hubs call about
-    /// three times as often. Default: 10 s.
+    /// The time that a hub may be silent before it is lost, and its jobs with it. At least 100 ms; hubs call
+    /// about three times as often. Default: 10 s.
     pub hub_timeout: Duration,
-    /// The most connections of callers who have proved nothing. Beyond that the oldest connection of the
+    /// The most connections of callers that have proved nothing. Beyond that the oldest connection of the
     /// address with the most of them is evicted. An eighth of the descriptors that the process may open if
     /// that is less. Default: 1,024.
     pub unauthenticated_max: usize,
@@ -35,7 +36,7 @@ pub struct ManagerConfig {
     pub ranks_max: usize,
     /// The most jobs that may live at a time. Default: 10,000.
     pub living_jobs_max: usize,
-    /// How many ended jobs are remembered, the newest. Default: 1,000.
+    /// The number of ended jobs that are remembered, the newest. Default: 1,000.
     pub ended_jobs_max: usize,
 }
 

@@ -1,7 +1,8 @@
-//! Who may hold a connection to the manager: each connection has a slot, by what its caller has proved.
+//! Limits the connections to the manager: each connection has a slot, by what its caller has proved.
 //!
-//! Every connection begins unauthenticated. The slots for these are few, and the oldest connection is evicted for a newer one. A
-//! caller who proves something, a token or a job's nonce, gets a slot of its kind, which no unauthenticated connection can take.
+//! Every connection begins unauthenticated. The slots for these are few, and the oldest connection is evicted
+//! for a newer one. A caller that proves something, a token or a job's nonce, gets a slot of its kind, which
+//! no unauthenticated connection can take.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -39,7 +40,7 @@ pub(crate) struct ConnectionSlots {
     state: Mutex<SlotsState>,
 }
 
-/// How many connections of each kind there are, for metrics.
+/// The number of connections of each kind, for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConnectionCounts {
     pub(crate) unauthenticated: usize,
@@ -89,7 +90,7 @@ struct UnauthenticatedConnection {
     peer: IpAddr,
     since: Instant,
     bytes: usize,
-    /// Whether its request is complete and being answered. It is not evicted then.
+    /// `true` if its request is complete and being answered. It is not evicted then.
     busy: bool,
     evicted: Arc<Notify>,
 }
@@ -161,7 +162,7 @@ impl ConnectionSlots {
         counts
     }
 
-    /// Whether no connection is left.
+    /// Returns whether no connection is left.
     pub(crate) fn are_empty(&self) -> bool {
         let state = self.lock();
         state.unauthenticated.is_empty() && state.proven.is_empty()
@@ -174,7 +175,7 @@ impl ConnectionSlots {
 }
 
 impl ConnectionSlot {
-    /// Gives a caller who showed the admin token an operator slot.
+    /// Gives a caller that showed the admin token an operator slot.
     pub(crate) fn prove_operator(&self) -> Result<(), Refusal> {
         self.prove(CallerKind::Operator, |state| {
             if state.count(CallerKind::Operator) < OPERATOR_SLOTS {
@@ -256,12 +257,12 @@ impl ConnectionSlot {
         let _ = self.count_bytes(bytes);
     }
 
-    /// Whether the caller has proved anything.
+    /// Returns whether the caller has proved anything.
     pub(crate) fn is_proven(&self) -> bool {
         self.proven.load(Ordering::Acquire)
     }
 
-    /// Whether bytes of an answer may have been sent.
+    /// Returns whether bytes of an answer may have been sent.
     pub(crate) fn is_answering(&self) -> bool {
         self.answering.load(Ordering::Acquire)
     }

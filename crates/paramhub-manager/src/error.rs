@@ -10,7 +10,7 @@ pub(crate) use paramhub_core::service::refusal;
 use paramhub_core::service::{ErrorCode, ServiceError};
 use thiserror::Error;
 
-/// Why a connection manager cannot start.
+/// The reason why a connection manager cannot start.
 #[derive(Debug, Error)]
 pub enum ManagerError {
     /// The address cannot be listened on.
@@ -20,7 +20,7 @@ pub enum ManagerError {
         address: SocketAddr,
         /// The operating system's answer.
         cause: std::io::Error,
-        /// What to do.
+        /// The remedy.
         advice: &'static str,
     },
     /// Any host on the network could create and stop jobs.
@@ -52,7 +52,7 @@ pub enum ManagerError {
         path: PathBuf,
         /// The message of the operating system or of the store.
         cause: String,
-        /// What to do.
+        /// The remedy.
         advice: &'static str,
     },
     /// The system has no threads or no random numbers.

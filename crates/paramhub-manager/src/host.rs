@@ -16,7 +16,7 @@ use crate::registry::Registry;
 
 /// The one page that is served under any name: it says only that the manager runs.
 const OPEN_PAGE: &str = "/health";
-/// How many characters of an unknown name a message repeats.
+/// The number of characters of an unknown name that a message repeats.
 const SHOWN_CHARS: usize = 64;
 
 /// Refuses requests whose `Host` does not name loopback. A manager with a token needs no such guard, as no
@@ -56,8 +56,8 @@ fn misdirected(what: String) -> Refusal {
     Refusal::with_status(StatusCode::MISDIRECTED_REQUEST, ErrorCode::BadRequest, message)
 }
 
-/// Whether `host`, `host:port`, `[v6]` or `[v6]:port` can mean only this machine, whatever a name server
-/// answers.
+/// Returns whether `host`, `host:port`, `[v6]` or `[v6]:port` can mean only this machine, whatever a name
+/// server answers.
 fn is_loopback(authority: &[u8]) -> bool {
     let Ok(authority) = std::str::from_utf8(authority) else { return false };
     let (host, port) = match authority.rsplit_once(':') {

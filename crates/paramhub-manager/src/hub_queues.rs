@@ -17,10 +17,10 @@ pub(crate) struct HubQueues {
 struct HubQueue {
     commands: CommandQueue<Bytes>,
     /// Polls wait for this to change.
-    news: watch::Sender<()>,
+    changed: watch::Sender<()>,
 }
 
-/// What a poll finds.
+/// The result of a poll.
 pub(crate) struct WaitingCommands {
     /// The commands that wait, with their numbers.
     pub(crate) commands: Vec<(u64, Bytes)>,
@@ -31,7 +31,7 @@ pub(crate) struct WaitingCommands {
 impl HubQueues {
     /// Begins to keep commands for a hub.
     pub(crate) fn add(&mut self, hub: u32) {
-        let queue = HubQueue { commands: CommandQueue::default(), news: watch::channel(()).0 };
+        let queue = HubQueue { commands: CommandQueue::default(), changed: watch::channel(()).0 };
         self.queues.insert(hub, queue);
     }
 
@@ -48,11 +48,11 @@ impl HubQueues {
         }
     }
 
-    /// Like [`HubQueues::push`], for a command that is JSON already.
+    /// Does the same as [`HubQueues::push`], for a command that is JSON already.
     pub(crate) fn push_json(&mut self, hub: u32, command: Bytes) {
         if let Some(queue) = self.queues.get_mut(&hub) {
             queue.commands.push(command);
-            queue.news.send_replace(());
+            queue.changed.send_replace(());
         }
     }
 
@@ -64,12 +64,10 @@ impl HubQueues {
     ) -> Option<Result<WaitingCommands, ServiceError>> {
         let queue = self.queues.get_mut(&hub)?;
         let acknowledged = queue.commands.acknowledge(acknowledged);
-        Some(
-            acknowledged.map(|()| WaitingCommands {
-                commands: queue.commands.waiting(),
-                more: queue.news.subscribe(),
-            }),
-        )
+        Some(acknowledged.map(|()| WaitingCommands {
+            commands: queue.commands.waiting(),
+            more: queue.changed.subscribe(),
+        }))
     }
 }
 
@@ -118,12 +116,12 @@ mod tests {
         queues.push(7, &stop(), false);
         queues.add(7);
         assert_eq!(poll(&mut queues, 0), [] as [u64; 0], "a command to a hub that is not here is lost");
-        let news = queues.poll(7, 0).unwrap().unwrap().more;
+        let changed = queues.poll(7, 0).unwrap().unwrap().more;
         (0..3).for_each(|_| queues.push(7, &stop(), false));
         queues.push(7, &stop(), true);
-        assert!(news.has_changed().unwrap());
+        assert!(changed.has_changed().unwrap());
         assert_eq!(poll(&mut queues, 2), [3]);
         queues.remove(7);
-        assert!(news.has_changed().is_err(), "its polls end");
+        assert!(changed.has_changed().is_err(), "its polls end");
     }
 }

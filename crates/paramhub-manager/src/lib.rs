@@ -18,9 +18,10 @@
 //! ```
 //!
 //! From the outside inwards: `server` accepts connections, for which there are `connection_slots`; `routes`
-//! decides who may call what; `rendezvous` lets ranks wait, each as a `caller`; `registry` guards the `state`
-//! of jobs and hubs and saves it to the `store`. Who may join, when a rendezvous is complete, and when hubs
-//! and jobs end is decided by the state machine in [`paramhub_core::membership`].
+//! decides which caller may call which route; `rendezvous` lets ranks wait, each as a `caller`; `registry`
+//! guards the `state` of jobs and hubs and saves it to the `store`. Which hubs and ranks may join, when a
+//! rendezvous is complete, and when hubs and jobs end is decided by the state machine in
+//! [`paramhub_core::membership`].
 #![forbid(unsafe_code)]
 
 mod allocation;

@@ -19,7 +19,7 @@ const EXECUTOR_THREADS: usize = 2;
 const BLOCKING_THREADS: usize = 4;
 /// Connections that may wait to be accepted. The system usually allows no more.
 const BACKLOG: i32 = 4096;
-/// How long work on the blocking threads may still take when the manager stops.
+/// The time that work on the blocking threads may still take when the manager stops.
 const STOP_GRACE: Duration = Duration::from_millis(200);
 
 /// The connection manager.

@@ -14,7 +14,7 @@ use crate::connection_slots::ConnectionSlot;
 
 /// Bytes that the system buffers for an unauthenticated caller each way. They take twice as much memory.
 pub(crate) const UNAUTHENTICATED_BUFFER: usize = 8 << 10;
-/// Bytes that the system buffers for a caller who has proved something.
+/// Bytes that the system buffers for a caller that has proved something.
 const PROVEN_BUFFER: usize = 1 << 20;
 
 /// One connection.
@@ -33,7 +33,7 @@ impl MeteredStream {
         self.stream
     }
 
-    /// Gives a caller who has proved something buffers for a key table or a plan. If that fails, the
+    /// Gives a caller that has proved something buffers for a key table or a plan. If that fails, the
     /// connection is only slower.
     fn widen(&mut self) {
         if !self.is_wide && self.slot.is_proven() {

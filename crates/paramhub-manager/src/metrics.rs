@@ -90,7 +90,7 @@ pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Reques
     response
 }
 
-/// How many of the numbers a caller gets.
+/// The selection of numbers that a caller gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Detail {
     /// The totals of jobs and hubs, without names.

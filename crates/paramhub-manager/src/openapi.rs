@@ -7,7 +7,7 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{ComponentsBuilder, OpenApi as Document};
 use utoipa::{Modify, OpenApi};
 
-use crate::routes::{book, hubs, jobs, pages};
+use crate::routes::{hubs, information_book, jobs, pages};
 
 /// Every route the manager serves.
 #[derive(OpenApi)]
@@ -30,7 +30,7 @@ use crate::routes::{book, hubs, jobs, pages};
     ),
     paths(
         jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop, jobs::membership,
-        book::query, book::best_scheme,
+        information_book::query, information_book::best_scheme,
         hubs::register, hubs::list, hubs::poll, hubs::events, hubs::links, hubs::probe,
         pages::index, pages::health, pages::metrics, pages::openapi,
     ),

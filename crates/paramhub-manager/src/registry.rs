@@ -91,7 +91,7 @@ impl Registry {
             state.membership.reserve(&request.name, namespace)
         })?;
         let registry = self.clone();
-        // This runs as a task of its own, so that a caller who hangs up cannot leave the name reserved for
+        // This runs as a task of its own, so that a caller that hangs up cannot leave the name reserved for
         // ever.
         let writing = tokio::spawn(async move {
             let name = request.name.clone();
@@ -252,7 +252,7 @@ pub(crate) fn shutting_down() -> ServiceError {
     refusal(ErrorCode::Internal, "the connection manager is shutting down")
 }
 
-/// The refusal of a caller who does not know the job's nonce.
+/// The refusal of a caller that does not know the job's nonce.
 pub(crate) fn wrong_nonce() -> ServiceError {
     refusal(
         ErrorCode::WrongNonce,

@@ -95,7 +95,7 @@ async fn parse(mut body: TableBody) -> Result<(Arc<Settings>, TableBody), Servic
     .await?
 }
 
-/// Compares a rank's settings with the first rank's; where they differ the job is over for everyone, and the
+/// Compares a rank's settings with the first rank's; where they differ the job is over for all ranks, and the
 /// call is answered with that.
 async fn compare(
     call: &Caller<'_>,

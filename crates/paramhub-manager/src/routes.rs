@@ -1,7 +1,7 @@
-//! The HTTP routes: the arguments of each, who may call it, and its answer.
+//! The HTTP routes: the arguments of each, its callers, and its answer.
 
-pub(crate) mod book;
 pub(crate) mod hubs;
+pub(crate) mod information_book;
 pub(crate) mod jobs;
 pub(crate) mod pages;
 

@@ -26,25 +26,25 @@ use crate::host::guard;
 use crate::metered_stream::MeteredStream;
 use crate::metrics::count;
 use crate::registry::Registry;
-use crate::routes::{book, hubs, jobs, pages, unknown_method, unknown_route};
+use crate::routes::{hubs, information_book, jobs, pages, unknown_method, unknown_route};
 
-/// How long the head of a request may take.
+/// The time that the head of a request may take.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a client may take to receive its answer. The largest is a hub's plan.
+/// The time that a client may take to receive its answer. The largest is a hub's plan.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
-/// The same for a caller who has proved nothing.
+/// The same for a caller that has proved nothing.
 const UNAUTHENTICATED_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The most bytes of a request's head. The longest has 64 properties of an information book.
 const HEAD_BYTES_MAX: usize = 128 << 10;
 /// The pause between two attempts to evict an unauthenticated connection.
 const EVICTION_PAUSE: Duration = Duration::from_millis(2);
-/// How many attempts are made for one connection: until every connection is old enough to be evicted.
+/// The number of attempts for one connection: until every connection is old enough to be evicted.
 const EVICTION_ATTEMPTS: u32 = 30;
 /// The least time between two log lines about connections that cannot be accepted.
 const ACCEPT_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 /// The pause when the system has no file descriptor left for a new connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// How long answers may still take when the manager stops.
+/// The time that answers may still take when the manager stops.
 const STOP_GRACE: Duration = Duration::from_millis(300);
 
 /// All routes.
@@ -57,8 +57,8 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/jobs", get(jobs::list).post(jobs::create))
         .route("/v1/jobs/{job}", get(jobs::show).delete(jobs::stop))
         .route("/v1/jobs/{job}/membership", get(jobs::membership))
-        .route("/v1/jobs/{job}/book", get(book::query))
-        .route("/v1/jobs/{job}/best-scheme", get(book::best_scheme))
+        .route("/v1/jobs/{job}/book", get(information_book::query))
+        .route("/v1/jobs/{job}/best-scheme", get(information_book::best_scheme))
         .route("/v1/jobs/{job}/connect", post(jobs::connect))
         .route("/v1/jobs/{job}/init", post(jobs::init))
         .route("/v1/jobs/{job}/leave", post(jobs::leave))
@@ -117,7 +117,7 @@ async fn evict_excess(slots: &ConnectionSlots) {
     }
 }
 
-/// Serves one connection. A caller who sends nothing takes no more memory than this.
+/// Serves one connection. A caller that sends nothing takes no more memory than this.
 async fn serve_connection(
     stream: TcpStream,
     slot: Arc<ConnectionSlot>,

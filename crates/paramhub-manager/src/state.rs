@@ -76,7 +76,7 @@ impl ManagerState {
                     self.unsaved.remove(&namespace);
                     self.removed.push(namespace);
                 }
-                Output::News(news) => log::log(&news),
+                Output::Log(event) => log::log(&event),
             }
         }
     }

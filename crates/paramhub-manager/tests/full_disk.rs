@@ -20,7 +20,7 @@ fn a_full_disk_costs_the_new_job_only() {
 
     let scratch = tempfile::tempdir().unwrap();
     let (manager, client) = start(ManagerConfig { state: Some(scratch.path().to_path_buf()), ..config() });
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "older", 2);
     job.all_ranks(0..2, Job::connect).into_iter().for_each(|answer| drop(answer.unwrap()));
 
@@ -35,8 +35,8 @@ fn a_full_disk_costs_the_new_job_only() {
 
     for refused in [refused, again] {
         assert_eq!(code(&refused), ErrorCode::Internal);
-        let said = message(&refused);
-        assert!(said.contains("job `newer` was not created") && said.contains("jobs.redb"), "{said}");
+        let text = message(&refused);
+        assert!(text.contains("job `newer` was not created") && text.contains("jobs.redb"), "{text}");
     }
     assert_eq!((count, state), (1, JobState::Running));
     assert!(initialised.iter().all(Result::is_ok), "{initialised:?}");

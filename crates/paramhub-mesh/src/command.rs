@@ -17,7 +17,7 @@ pub(crate) const OUTSTANDING_MAX: usize = 1 << 16;
 pub(crate) enum MeshCommand {
     Run(Box<OperationRequest>),
     /// Asks which ranks the operation of this completion waits for.
-    Inquire {
+    QueryAwaitedRanks {
         completion: Arc<OperationCompletion>,
         answer: SyncSender<Vec<u32>>,
     },

@@ -26,10 +26,10 @@ pub struct MeshConfig {
     /// [`MeshListener::address`](crate::MeshListener::address) returned there, with an IP address under which
     /// the others reach it. The caller exchanges the addresses. A rank does not use its own.
     pub addresses: Vec<SocketAddr>,
-    /// Whether ranks that are all on one host do collectives through shared memory. If one of them forbids
+    /// `true` if ranks that are all on one host do collectives through shared memory. If one of them forbids
     /// it, all use TCP, as ranks on several hosts do, and ranks where the memory cannot be allocated.
     pub shares_memory: bool,
-    /// How long [`join`](crate::MeshListener::join) waits for the others.
+    /// The time that [`join`](crate::MeshListener::join) waits for the others.
     pub join_timeout: Duration,
     /// A peer that has sent nothing for so long, while an operation is outstanding, counts as dead. Peers
     /// send heartbeats.
@@ -37,7 +37,7 @@ pub struct MeshConfig {
 }
 
 impl MeshConfig {
-    /// How long joining may take.
+    /// The time that joining may take.
     pub const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
     /// Longer than a switch takes to restart a port; a killed process is noticed at once all the same.
     pub const DEAD_AFTER: Duration = Duration::from_secs(30);
@@ -56,7 +56,7 @@ impl MeshConfig {
         }
     }
 
-    pub(crate) fn who(&self) -> MeshRank {
+    pub(crate) fn this_rank(&self) -> MeshRank {
         MeshRank { mesh: Arc::clone(&self.name), rank: self.rank }
     }
 
@@ -84,6 +84,6 @@ impl MeshConfig {
         } else {
             return Ok(());
         };
-        Err(MeshError::Configuration { who: self.who(), reason: reason.into() })
+        Err(MeshError::Configuration { this_rank: self.this_rank(), reason: reason.into() })
     }
 }

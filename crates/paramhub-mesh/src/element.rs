@@ -46,7 +46,7 @@ impl ElementType {
         }
     }
 
-    /// Whether the type has fractions.
+    /// Returns whether the type has fractions.
     pub const fn is_float(self) -> bool {
         matches!(self, ElementType::F32 | ElementType::F64 | ElementType::F16 | ElementType::BF16)
     }
@@ -74,7 +74,7 @@ impl fmt::Display for ElementType {
     }
 }
 
-/// How a collective reduces the elements of the ranks to one.
+/// The way in which a collective reduces the elements of the ranks to one.
 ///
 /// | | floats | integers | bool |
 /// | --- | --- | --- | --- |
@@ -113,7 +113,7 @@ impl ReduceOp {
         [Sum, Product, Min, Max, Average, BitAnd, BitOr, BitXor]
     };
 
-    /// Whether the operator can reduce elements of this type.
+    /// Returns whether the operator can reduce elements of this type.
     pub const fn supports(self, element: ElementType) -> bool {
         use ReduceOp::*;
         match self {

@@ -20,34 +20,34 @@ impl fmt::Display for MeshRank {
     }
 }
 
-/// Why a mesh cannot do what was asked. Once a mesh has failed, every outstanding and every later operation
-/// gets the same error.
+/// The reason why a mesh cannot do what was asked. Once a mesh has failed, every outstanding and every
+/// later operation gets the same error.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum MeshError {
     /// The configuration contradicts itself.
-    #[error("{who}: {reason}")]
+    #[error("{this_rank}: {reason}")]
     Configuration {
         /// The rank that asked.
-        who: MeshRank,
-        /// What is wrong, and what to do.
+        this_rank: MeshRank,
+        /// The fault and the remedy.
         reason: Arc<str>,
     },
     /// The operating system refuses a thread, a descriptor or the like.
-    #[error("{who}: cannot {what}: {reason}")]
+    #[error("{this_rank}: cannot {what}: {reason}")]
     System {
         /// The rank that asked.
-        who: MeshRank,
-        /// What the rank tried to do.
+        this_rank: MeshRank,
+        /// The action that failed.
         what: &'static str,
-        /// What the operating system says.
+        /// The operating system's reason.
         reason: Arc<str>,
     },
     /// Not every rank arrived in time.
-    #[error("{who}: after {seconds} s {}: {}", arrived(*.size, .missing.len()), list(.missing))]
+    #[error("{this_rank}: after {seconds} s {}: {}", arrived(*.size, .missing.len()), list(.missing))]
     Join {
         /// The rank that waited.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// Ranks in the mesh.
         size: u32,
         /// Seconds waited.
@@ -56,10 +56,10 @@ pub enum MeshError {
         missing: Vec<(u32, Arc<str>)>,
     },
     /// A peer refused this rank while joining.
-    #[error("{who}: rank {rank} at {address} refused the connection: {reason}")]
+    #[error("{this_rank}: rank {rank} at {address} refused the connection: {reason}")]
     Refused {
         /// The rank that dialled.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The rank that refused.
         rank: u32,
         /// The address of that rank.
@@ -68,66 +68,66 @@ pub enum MeshError {
         reason: Arc<str>,
     },
     /// The caller gave up while joining.
-    #[error("{who}: joining was interrupted")]
+    #[error("{this_rank}: joining was interrupted")]
     Interrupted {
         /// The rank that asked.
-        who: MeshRank,
+        this_rank: MeshRank,
     },
     /// The request makes no sense at this rank.
-    #[error("{who}: {what}: {reason}")]
+    #[error("{this_rank}: {what}: {reason}")]
     Misused {
         /// The rank that asked.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The operation.
         what: Arc<str>,
-        /// What is wrong, and what to do.
+        /// The fault and the remedy.
         reason: Arc<str>,
     },
     /// Too many operations are outstanding.
     #[error(
-        "{who}: {outstanding} operations are outstanding, which is the limit: wait for some before issuing more"
+        "{this_rank}: {outstanding} operations are outstanding, which is the limit: wait for some before issuing more"
     )]
     Congested {
         /// The rank that asked.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The number of outstanding operations.
         outstanding: usize,
     },
-    /// A peer's connection ended without a goodbye: its process died, or the network between failed.
-    #[error("{who}: rank {rank} is lost: {reason}")]
+    /// A peer's connection ended without a leave message: its process died, or the network between failed.
+    #[error("{this_rank}: rank {rank} is lost: {reason}")]
     Lost {
         /// The rank that lost it.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The peer.
         rank: u32,
-        /// What happened to the connection.
+        /// The end of the connection.
         reason: Arc<str>,
     },
     /// A peer has sent nothing for too long while an operation was outstanding.
-    #[error("{who}: rank {rank} has not been heard for {seconds:.1} s: is its machine still there?")]
+    #[error("{this_rank}: rank {rank} has not been heard for {seconds:.1} s: is its machine still there?")]
     Silent {
         /// The rank that waited.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The peer.
         rank: u32,
         /// Seconds of silence.
         seconds: f64,
     },
     /// A peer that is needed has left in order.
-    #[error("{who}: {what}: rank {rank} has left the mesh")]
+    #[error("{this_rank}: {what}: rank {rank} has left the mesh")]
     PeerLeft {
         /// The rank that asked.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The operation.
         what: Arc<str>,
         /// The peer.
         rank: u32,
     },
     /// A peer ended the mesh and sent the reason.
-    #[error("{who}: rank {by} ended the mesh: {reason}")]
+    #[error("{this_rank}: rank {by} ended the mesh: {reason}")]
     Aborted {
         /// The rank that received the reason.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The rank that ended the mesh.
         by: u32,
         /// The rank at fault, if one is.
@@ -137,11 +137,11 @@ pub enum MeshError {
     },
     /// Sender and receiver disagree on a length.
     #[error(
-        "{who}: {what}: rank {sender} sends {sent_bytes} bytes and rank {receiver} expects {expected_bytes}: both must name the same length"
+        "{this_rank}: {what}: rank {sender} sends {sent_bytes} bytes and rank {receiver} expects {expected_bytes}: both must name the same length"
     )]
     LengthMismatch {
         /// The rank that noticed.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The operation, with its tag.
         what: Arc<str>,
         /// The sending rank.
@@ -155,60 +155,60 @@ pub enum MeshError {
     },
     /// Two ranks call different collectives at the same position of their sequences.
     #[error(
-        "{who}: collective {number} is {here} at rank {} but {there} at rank {rank}: all ranks must call the same collectives in the same order",
-        .who.rank
+        "{this_rank}: collective {number} is {here} at rank {} but {there} at rank {rank}: all ranks must call the same collectives in the same order",
+        .this_rank.rank
     )]
     OperationMismatch {
         /// The rank that noticed.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// Position in the sequence of collectives, counted from 0.
         number: u64,
-        /// What this rank calls.
+        /// The collective that this rank calls.
         here: Arc<str>,
         /// The other rank.
         rank: u32,
-        /// What that rank calls.
+        /// The collective that that rank calls.
         there: Arc<str>,
     },
     /// A peer sent a frame that the protocol does not allow.
-    #[error("{who}: rank {rank} broke the protocol: {reason}")]
+    #[error("{this_rank}: rank {rank} broke the protocol: {reason}")]
     Protocol {
         /// The rank that noticed.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The peer.
         rank: u32,
-        /// What the peer sent.
+        /// The message of the peer.
         reason: Arc<str>,
     },
     /// This rank has left the mesh.
-    #[error("{who}: this rank has left the mesh")]
+    #[error("{this_rank}: this rank has left the mesh")]
     Left {
         /// The rank that asked.
-        who: MeshRank,
+        this_rank: MeshRank,
     },
     /// This rank has ended the mesh itself, with [`Mesh::abort`](crate::Mesh::abort) or by dropping it.
-    #[error("{who}: this rank has ended the mesh: {reason}")]
+    #[error("{this_rank}: this rank has ended the mesh: {reason}")]
     GaveUp {
         /// The rank that asked.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The reason that the program gave.
         reason: Arc<str>,
     },
     /// [`Mesh::leave`](crate::Mesh::leave) did not finish in time.
-    #[error("{who}: leaving took more than {seconds} s; {outstanding} operations were given up")]
+    #[error("{this_rank}: leaving took more than {seconds} s; {outstanding} operations were given up")]
     LeaveTimeout {
         /// The rank that asked.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// Seconds waited.
         seconds: f64,
         /// Operations that have not ended.
         outstanding: usize,
     },
     /// A callback of the program panicked, or an invariant of the mesh is broken.
-    #[error("{who}: the mesh's thread has failed: {reason}")]
+    #[error("{this_rank}: the mesh's thread has failed: {reason}")]
     Internal {
         /// The rank whose thread it was.
-        who: MeshRank,
+        this_rank: MeshRank,
         /// The panic's message, or the broken invariant.
         reason: Arc<str>,
     },
@@ -226,9 +226,9 @@ impl MeshError {
             | MeshError::Protocol { rank, .. } => Some(*rank),
             MeshError::Aborted { culprit, .. } => *culprit,
             MeshError::Join { missing, .. } => missing.first().map(|(rank, _)| *rank),
-            MeshError::GaveUp { who, .. } => Some(who.rank),
-            MeshError::LengthMismatch { who, sender, receiver, .. } => {
-                Some(if *sender == who.rank { *receiver } else { *sender })
+            MeshError::GaveUp { this_rank, .. } => Some(this_rank.rank),
+            MeshError::LengthMismatch { this_rank, sender, receiver, .. } => {
+                Some(if *sender == this_rank.rank { *receiver } else { *sender })
             }
             _ => None,
         }

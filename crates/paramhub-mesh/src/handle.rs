@@ -9,7 +9,7 @@ use paramhub_transport::runtime::{Completer, Completion, on_io_thread};
 use crate::command::{MeshCommand, MeshInbox};
 use crate::error::MeshError;
 
-/// How long [`Handle::awaited_ranks`] waits for the answer of the mesh's thread.
+/// The time that [`Handle::awaited_ranks`] waits for the answer of the mesh's thread.
 const INQUIRY: Duration = Duration::from_secs(1);
 
 /// The state of an operation that a handle and the mesh's thread share. Its value is the rank that a receive
@@ -51,7 +51,7 @@ impl Handle {
         self.completion.wait_timeout(timeout)
     }
 
-    /// Whether the operation has ended, well or not.
+    /// Returns whether the operation has ended, well or not.
     pub fn is_done(&self) -> bool {
         self.completion.is_done()
     }
@@ -81,7 +81,7 @@ impl Handle {
         }
         let (answer, asked) = std::sync::mpsc::sync_channel(1);
         let completion = Arc::clone(&self.completion);
-        match self.inbox.put(MeshCommand::Inquire { completion, answer }) {
+        match self.inbox.put(MeshCommand::QueryAwaitedRanks { completion, answer }) {
             Ok(()) => asked.recv_timeout(INQUIRY).unwrap_or_default(),
             Err(_) => Vec::new(),
         }

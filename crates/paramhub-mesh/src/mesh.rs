@@ -24,7 +24,7 @@ use crate::operation::{OperationBuffer, OperationKind, OperationRequest};
 use crate::progress_engine::ProgressEngine;
 use crate::schedule::{self, BufferRange, Schedule, Work};
 
-/// How much longer than its own bound leaving waits for the outcome from the mesh's thread.
+/// The time that leaving waits, beyond its own bound, for the outcome from the mesh's thread.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
 
 /// Connections to all other ranks, and operations over them.
@@ -42,7 +42,7 @@ const LEAVE_GRACE: Duration = Duration::from_secs(5);
 ///
 /// Threads share a mesh by reference; the order between their operations is that in which their calls return.
 pub struct Mesh {
-    who: MeshRank,
+    this_rank: MeshRank,
     size: u32,
     /// The layout for plans, or why there is no shared memory.
     memory: Result<SlotLayout, Arc<str>>,
@@ -62,10 +62,14 @@ impl Mesh {
         sockets: Vec<Option<OwnedFd>>,
         memory: SharedMemoryAgreement,
     ) -> Result<Mesh, MeshError> {
-        let who = config.who();
+        let this_rank = config.this_rank();
         let system = |what: &'static str| {
-            let who = who.clone();
-            move |error: std::io::Error| MeshError::System { who, what, reason: error.to_string().into() }
+            let this_rank = this_rank.clone();
+            move |error: std::io::Error| MeshError::System {
+                this_rank,
+                what,
+                reason: error.to_string().into(),
+            }
         };
         let waker = Waker::new().map_err(system("make a waker"))?;
         let inbox = Arc::new(MeshInbox::new(waker.clone(), OUTSTANDING_MAX));
@@ -77,8 +81,9 @@ impl Mesh {
             Err(why) => (None, Err(why)),
         };
         let (commands, dead_after) = (Arc::clone(&inbox), config.dead_after);
-        let progress_engine = ProgressEngine::new(who.clone(), sockets, waker, commands, dead_after, segment)
-            .map_err(system("make a poller"))?;
+        let progress_engine =
+            ProgressEngine::new(this_rank.clone(), sockets, waker, commands, dead_after, segment)
+                .map_err(system("make a poller"))?;
         let (sender, ended) = sync_channel(1);
         thread::Builder::new()
             .name("paramhub-mesh".into())
@@ -87,12 +92,12 @@ impl Mesh {
                 let _ = sender.send(progress_engine.run());
             })
             .map_err(system("start a thread"))?;
-        Ok(Mesh { who, size: config.size, memory, inbox, thread: Mutex::new(MeshThread::Runs(ended)) })
+        Ok(Mesh { this_rank, size: config.size, memory, inbox, thread: Mutex::new(MeshThread::Runs(ended)) })
     }
 
     /// The rank of this process.
     pub fn rank(&self) -> u32 {
-        self.who.rank
+        self.this_rank.rank
     }
 
     /// Ranks in the mesh.
@@ -105,11 +110,11 @@ impl Mesh {
         self.memory.as_ref().map(|_| ()).map_err(|why| &**why)
     }
 
-    pub(crate) fn who(&self) -> &MeshRank {
-        &self.who
+    pub(crate) fn this_rank(&self) -> &MeshRank {
+        &self.this_rank
     }
 
-    /// Why the mesh takes no more operations, if it does not.
+    /// Returns the reason why the mesh takes no more operations, if it does not.
     pub fn failure(&self) -> Option<MeshError> {
         self.inbox.closed()
     }
@@ -405,8 +410,8 @@ impl Mesh {
         self.issue(kind, inputs.into_iter().map(OperationBuffer::Send).chain(outputs).collect(), schedule)
     }
 
-    /// Leaves in order: waits until only receives without a sender are under way, fails those, sends a
-    /// goodbye, and waits until every peer has read it. Peers go on without this rank; an operation there
+    /// Leaves in order: waits until only receives without a sender are under way, fails those, sends a leave
+    /// message, and waits until every peer has read it. Peers go on without this rank; an operation there
     /// that still needs it fails with an error that names it. A second call returns the outcome of the first.
     ///
     /// # Panics
@@ -419,7 +424,7 @@ impl Mesh {
         if let MeshThread::Runs(ended) = &*thread {
             let outcome = ended.recv_timeout(timeout.saturating_add(LEAVE_GRACE)).unwrap_or_else(|_| {
                 let reason = "it does not answer: does a callback block it?".into();
-                Err(MeshError::Internal { who: self.who.clone(), reason })
+                Err(MeshError::Internal { this_rank: self.this_rank.clone(), reason })
             });
             *thread = MeshThread::Ended(outcome);
         }
@@ -467,9 +472,10 @@ impl Mesh {
         plan: Option<Plan>,
     ) -> Result<Handle, MeshError> {
         let (completer, completion) =
-            OperationCompleter::new(None, |_| {}, MeshError::Left { who: self.who.clone() });
+            OperationCompleter::new(None, |_| {}, MeshError::Left { this_rank: self.this_rank.clone() });
         let request = Box::new(OperationRequest { kind, buffers, schedule, plan, completer });
-        let full = || MeshError::Congested { who: self.who.clone(), outstanding: OUTSTANDING_MAX };
+        let full =
+            || MeshError::Congested { this_rank: self.this_rank.clone(), outstanding: OUTSTANDING_MAX };
         self.inbox.put_counted(MeshCommand::Run(request), Duration::ZERO, full)?;
         Ok(Handle::new(completion, Arc::clone(&self.inbox)))
     }
@@ -478,7 +484,7 @@ impl Mesh {
 impl Drop for Mesh {
     fn drop(&mut self) {
         // No caller is left to receive an error; the inbox of a mesh that has ended is closed already.
-        let reason = format!("rank {} dropped its mesh without leaving it", self.who.rank).into();
+        let reason = format!("rank {} dropped its mesh without leaving it", self.this_rank.rank).into();
         let _ = self.inbox.put(MeshCommand::Abort { reason });
     }
 }
@@ -486,7 +492,7 @@ impl Drop for Mesh {
 impl fmt::Debug for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Mesh")
-            .field("who", &self.who)
+            .field("rank", &self.this_rank)
             .field("size", &self.size)
             .field("shares_memory", &self.shares_memory())
             .finish_non_exhaustive()

@@ -56,7 +56,7 @@
 //! | 7 | Begin | 0 | 0 | the collective's number | 0 | 24 bytes that describe it |
 //! | 8 | Begun | 0 | 0 | collectives compared so far | 0 | none |
 //! | 9 | Heartbeat | 0 | 0 | 0 | 0 | none |
-//! | 10 | Goodbye | 0 | 0 | collectives begun | 0 | none |
+//! | 10 | Leave | 0 | 0 | collectives begun | 0 | none |
 //! | 11 | Abort | 0 | 0 | the culprit's rank, or 2^64 - 1 | 0 | a text of at most 1024 bytes |
 
 use paramhub_core::auth::{Incarnation, Nonce, Proof, Purpose};
@@ -101,7 +101,7 @@ pub(crate) struct Hello {
     pub(crate) challenge: Challenge,
 }
 
-/// Why bytes are no Hello.
+/// The reason why bytes are no Hello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(crate) enum HelloError {
     #[error("the first bytes are not those of a paramhub mesh")]
@@ -201,14 +201,14 @@ pub(crate) enum Kind {
     Begin = 7,
     Begun = 8,
     Heartbeat = 9,
-    Goodbye = 10,
+    Leave = 10,
     Abort = 11,
 }
 
 impl Kind {
     const ALL: [Kind; 11] = {
         use Kind::*;
-        [Ready, ReadyAny, Claim, Grant, Withdraw, Data, Begin, Begun, Heartbeat, Goodbye, Abort]
+        [Ready, ReadyAny, Claim, Grant, Withdraw, Data, Begin, Begun, Heartbeat, Leave, Abort]
     };
 
     fn accepts(self, length: usize) -> bool {
@@ -240,7 +240,7 @@ pub(crate) struct Header {
     pub(crate) bytes: u64,
 }
 
-/// Why bytes are no header.
+/// The reason why bytes are no header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(crate) enum HeaderError {
     #[error("a frame of the unknown kind {0}")]
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hello_round_trips_and_strangers_are_told_apart() {
+    fn a_hello_round_trips_and_other_protocols_are_recognised() {
         let wire = hello().encode();
         assert_eq!(Hello::decode(&wire), Ok(hello()));
         for (at, error) in

@@ -29,12 +29,12 @@ pub(crate) struct CallPermit {
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 /// Held by the thread that begins MPI.
 static BEGINNING: Mutex<()> = Mutex::new(());
-/// Whether MPI takes several threads at a time; written before the first communicator is made.
+/// `true` if MPI takes several threads at a time; written before the first communicator is made.
 static TAKES_MANY: AtomicBool = AtomicBool::new(false);
 /// The number of communicators that were made and not left.
 static LIVE: AtomicUsize = AtomicUsize::new(0);
-/// Whether the last attempt to begin failed. It may have succeeded at the other ranks, which then wait for
-/// this one.
+/// `true` if the last attempt to begin failed. It may have succeeded at the other ranks, which then wait
+/// for this one.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
 /// Begins MPI unless it has begun, here or by other means, and makes the first communicator. All ranks call
@@ -81,14 +81,14 @@ fn begin_with(threads: ThreadLevel) -> Result<(), String> {
     }
     let provided = threading_support();
     if provided < needed {
-        let who = if begun_before { "the MPI that this process has begun" } else { "this MPI" };
-        return Err(format!("{who} provides {}, and {} is needed: {advice}", name(provided), name(needed)));
+        let mpi = if begun_before { "the MPI that this process has begun" } else { "this MPI" };
+        return Err(format!("{mpi} provides {}, and {} is needed: {advice}", name(provided), name(needed)));
     }
     TAKES_MANY.store(provided == Threading::Multiple, Ordering::Release);
     Ok(())
 }
 
-/// Why a thread gets no permit.
+/// The reason why a thread gets no permit.
 pub(crate) const BUSY: &str = "another thread of this process is in MPI, which was started for one at a time: start it with ThreadLevel::Multiple, or \
                                call from one thread at a time";
 
@@ -106,7 +106,7 @@ pub(crate) fn enter() -> Option<CallPermit> {
     }
 }
 
-/// Whether several threads may be in MPI.
+/// Returns whether several threads may be in MPI.
 pub(crate) fn takes_many() -> bool {
     TAKES_MANY.load(Ordering::Acquire)
 }

@@ -16,7 +16,7 @@ use crate::fork;
 /// Calls one request's callbacks.
 type Call = Box<dyn FnOnce(Python<'_>) + Send>;
 
-/// How long the end of the process waits for a callback, the user's code, that does not return.
+/// The time that the end of the process waits for a callback, the user's code, that does not return.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 enum CallbackThread {

@@ -6,9 +6,9 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// Whether features, by their identifiers, combine with one another and with settings in JSON. Returns
-/// nothing if they do, else the message for people, and the reason alone. InitService reports settings that
-/// cannot be read.
+/// Returns whether features, by their identifiers, combine with one another and with settings in JSON.
+/// Returns nothing if they do, else the message for people, and the reason alone. InitService reports
+/// settings that cannot be read.
 #[pyfunction]
 #[pyo3(signature = (features, settings = None))]
 pub(crate) fn conflict(

@@ -51,7 +51,7 @@ pub(crate) enum Failure {
 #[derive(Debug)]
 pub(crate) struct StoreFailure {
     /// The prefix that names the store, and the key if there is one.
-    pub(crate) whose: String,
+    pub(crate) prefix: String,
     pub(crate) error: StoreError,
     /// The rank at fault, where the store knows it.
     pub(crate) culprit: Option<u32>,
@@ -67,7 +67,7 @@ impl Failure {
             Failure::Worker(error) => worker(py, error),
             Failure::Mesh(error) => mesh(py, error),
             Failure::Factors(error) => factors(py, error),
-            Failure::Store(failure) => store(py, &failure.whose, &failure.error, failure.culprit),
+            Failure::Store(failure) => store(py, &failure.prefix, &failure.error, failure.culprit),
             Failure::GivenUp { message, culprit } => raise(py, Kind::JobFailed, message, *culprit),
         }
     }
@@ -148,8 +148,8 @@ fn factors_kind(error: &SyncError) -> (Kind, Option<u32>) {
     }
 }
 
-/// Raises a store's error with its own message behind `whose`.
-pub(crate) fn store(py: Python<'_>, whose: &str, error: &StoreError, culprit: Option<u32>) -> PyErr {
+/// Raises a store's error with its own message behind `prefix`.
+pub(crate) fn store(py: Python<'_>, prefix: &str, error: &StoreError, culprit: Option<u32>) -> PyErr {
     let (kind, known) = match error {
         StoreError::Hub(error) | StoreError::Communicator(CommunicatorError::Job(error)) => {
             (worker_kind(error), error.culprit())
@@ -161,7 +161,7 @@ pub(crate) fn store(py: Python<'_>, whose: &str, error: &StoreError, culprit: Op
         StoreError::Options(_) | StoreError::Key { .. } | StoreError::Sequence(_) => (Kind::Misuse, None),
         _ => (Kind::JobFailed, error.culprit()),
     };
-    raise(py, kind, &format!("{whose}{error}"), known.or(culprit))
+    raise(py, kind, &format!("{prefix}{error}"), known.or(culprit))
 }
 
 fn raise(py: Python<'_>, kind: Kind, message: &str, culprit: Option<u32>) -> PyErr {

@@ -136,7 +136,7 @@ impl Drop for FactorLayers {
 
 /// The number of threads that multiply: the workers of a host share its processors.
 fn threads(job: &Job) -> usize {
-    let workers = &job.book().roster.workers;
+    let workers = &job.information_book().roster.workers;
     let own = workers.get(job.rank() as usize).map(|worker| &worker.host);
     let beside = workers.iter().filter(|worker| Some(&worker.host) == own).count();
     let processors = std::thread::available_parallelism().map_or(1, usize::from);

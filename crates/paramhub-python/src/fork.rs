@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// Whether this process has done anything that starts threads or opens connections.
+/// `true` if this process has done anything that starts threads or opens connections.
 static HAS_STARTED: AtomicBool = AtomicBool::new(false);
 static IS_FORKED_CHILD: AtomicBool = AtomicBool::new(false);
 
@@ -19,7 +19,7 @@ pub(crate) fn after_fork_in_child() {
     IS_FORKED_CHILD.fetch_or(HAS_STARTED.load(Ordering::Relaxed), Ordering::Relaxed);
 }
 
-/// Whether this process is a forked child, whose handles belong to its parent.
+/// Returns whether this process is a forked child, whose handles belong to its parent.
 pub(crate) fn is_forked_child() -> bool {
     IS_FORKED_CHILD.load(Ordering::Relaxed)
 }

@@ -167,7 +167,7 @@ impl Handle {
         }
     }
 
-    /// Whether the request has ended, well or not.
+    /// Returns whether the request has ended, well or not.
     fn done(&self) -> bool {
         self.shared.lock().is_done
     }
@@ -211,13 +211,13 @@ impl Handle {
         self.shared.operation.get()?.source()
     }
 
-    /// When the request was submitted, in nanoseconds of the monotonic clock.
+    /// Returns the time at which the request was submitted, in nanoseconds of the monotonic clock.
     #[getter]
     fn submitted_ns(&self) -> u64 {
         self.shared.submitted_ns
     }
 
-    /// When the request ended; 0 while it has not.
+    /// Returns the time at which the request ended; 0 while it has not.
     #[getter]
     fn finished_ns(&self) -> u64 {
         self.shared.finished_ns.load(Ordering::Relaxed)
@@ -231,8 +231,8 @@ impl Handle {
 
 impl Handle {
     fn outcome(&self, py: Python<'_>) -> PyResult<()> {
-        // Not under the lock: making an exception may give the GIL to another thread, which may then wait for
-        // this lock.
+        // This runs without the lock: making an exception may give the GIL to another thread, which may then
+        // wait for this lock.
         let failure = self.shared.lock().failure.clone();
         failure.map_or(Ok(()), |failure| Err(failure.raise(py)))
     }

@@ -139,7 +139,7 @@ impl Hub {
         hub.as_ref().map_or(0, HubHandle::memory_bytes)
     }
 
-    /// Why the hub cannot go on, if it cannot.
+    /// Returns the reason why the hub cannot go on, if it cannot.
     fn failure(&self) -> Option<String> {
         self.hub.lock().unwrap_or_else(std::sync::PoisonError::into_inner).as_ref()?.has_failed()
     }

@@ -227,7 +227,7 @@ impl Job {
         Ok(self.job(py)?.resumed_step())
     }
 
-    /// Whether the job's hubs are to write checkpoints.
+    /// Returns whether the job's hubs are to write checkpoints.
     #[getter]
     fn has_checkpoints(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.job(py)?.has_checkpoints())
@@ -357,7 +357,7 @@ impl Job {
         Ok(Tensor::of_key(memory, &job.settings().keys.keys()[key as usize]))
     }
 
-    /// What has been exchanged so far.
+    /// Returns the counters of the exchange so far.
     fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let parts = self.parts(py)?;
         let statistics = parts.job.statistics();
@@ -379,10 +379,12 @@ impl Job {
         let job = self.job(py)?;
         let names: Vec<&str> = properties.iter().map(String::as_str).collect();
         let found = match names.is_empty() {
-            true => serde_json::to_string(job.book()),
+            true => serde_json::to_string(job.information_book()),
             false => {
-                let found =
-                    job.book().query(&names).map_err(|error| errors::misuse(py, &error.to_string()))?;
+                let found = job
+                    .information_book()
+                    .query(&names)
+                    .map_err(|error| errors::misuse(py, &error.to_string()))?;
                 serde_json::to_string(&found)
             }
         };
@@ -391,7 +393,7 @@ impl Job {
 
     /// The scheme of a layer, as JSON.
     fn best_scheme(&self, py: Python<'_>, layer: &str) -> PyResult<String> {
-        let best = self.job(py)?.book().best_scheme(layer);
+        let best = self.job(py)?.information_book().best_scheme(layer);
         let best = best.map_err(|error| errors::misuse(py, &error.to_string()))?;
         Ok(serde_json::to_string(&best).expect("an answer is plain data"))
     }
@@ -399,7 +401,7 @@ impl Job {
     /// The name, the scheme and the reason for it of each layer in the plan.
     fn plan(&self, py: Python<'_>) -> PyResult<Vec<(String, String, String)>> {
         let job = self.job(py)?;
-        let layers = job.book().plan.layers.iter();
+        let layers = job.information_book().plan.layers.iter();
         Ok(layers
             .map(|planned| (planned.layer.name.clone(), planned.scheme.to_string(), planned.why.to_string()))
             .collect())

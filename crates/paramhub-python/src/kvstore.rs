@@ -25,7 +25,7 @@ use leases::LeasedArrays;
 pub(crate) use opening::open_store;
 use report::{CallReport, LeasedPart, MemoryUse, arrays};
 
-/// How long a caller waits for the abort of a store to reach the other ranks.
+/// The time that a caller waits for the abort of a store to reach the other ranks.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A rank's key-value store. The memory passed to a call must be left alone until the call's handle has
@@ -36,7 +36,7 @@ pub(crate) struct Store {
     /// The store, which belongs to its thread; the thread drops it at its end.
     store: Weak<dyn KvStore>,
     leases: Arc<LeasedArrays>,
-    who: Arc<str>,
+    store_name: Arc<str>,
     has_left: AtomicBool,
     #[pyo3(get)]
     kind: &'static str,
@@ -77,9 +77,9 @@ impl Store {
         let (calls, weak) = (Arc::new(StoreCalls::new()), Arc::downgrade(&store));
         let theirs = Arc::clone(&calls);
         std::thread::Builder::new().name("paramhub-store".into()).spawn(move || theirs.make(store))?;
-        let who = format!("key-value store `{kind}`, rank {rank}").into();
+        let store_name = format!("key-value store `{kind}`, rank {rank}").into();
         let (leases, has_left) = (Arc::default(), AtomicBool::new(false));
-        Ok(Store { calls, store: weak, leases, who, has_left, kind, rank, size })
+        Ok(Store { calls, store: weak, leases, store_name, has_left, kind, rank, size })
     }
 
     /// Queues a call for the store's thread. Waits while too many others wait.
@@ -103,7 +103,7 @@ impl Store {
     ) -> PyResult<Handle> {
         self.check(py)?;
         let (counter, handle) = CompletionCounter::new(1);
-        let report = CallReport::new(&self.who, &counter);
+        let report = CallReport::new(&self.store_name, &counter);
         self.put(py, StoreCall::Make(Box::new(move |store| report.end(&**store, make(&**store)))))?;
         Ok(handle)
     }
@@ -118,7 +118,7 @@ impl Store {
         let store = self.store.upgrade().ok_or_else(|| self.gone(py))?;
         let part = |memory| {
             let lease = self.leases.lease(store.engine(), memory)?;
-            Ok(LeasedPart { lease, report: CallReport::new(&self.who, counter) })
+            Ok(LeasedPart { lease, report: CallReport::new(&self.store_name, counter) })
         };
         memories.iter().map(part).collect()
     }
@@ -132,7 +132,7 @@ impl Store {
     }
 
     fn gone(&self, py: Python<'_>) -> PyErr {
-        errors::misuse(py, &format!("{}: the store was left", self.who))
+        errors::misuse(py, &format!("{}: the store was left", self.store_name))
     }
 
     /// Ends the store here, and at the other ranks, which receive the reason.
@@ -219,7 +219,7 @@ impl Store {
         self.check(py)?;
         self.has_left.store(true, Ordering::Relaxed);
         let (counter, handle) = CompletionCounter::new(1);
-        self.put(py, StoreCall::Leave(CallReport::new(&self.who, &counter)))?;
+        self.put(py, StoreCall::Leave(CallReport::new(&self.store_name, &counter)))?;
         Ok(handle)
     }
 

@@ -19,7 +19,7 @@ use crate::waiting::interruptible;
 pub(crate) struct Member {
     /// None after it became a job.
     member: Mutex<Option<Connected>>,
-    /// Whether it listens for the other workers.
+    /// `true` if it listens for the other workers.
     listens: bool,
     #[pyo3(get)]
     rank: u32,
@@ -35,7 +35,7 @@ struct Connected {
     peer_listener: Option<PeerListener>,
 }
 
-/// Why a member could not become a job.
+/// The reason why a member could not become a job.
 enum InitError {
     Worker(paramhub_worker::WorkerError),
     Factors(SyncError),
@@ -55,7 +55,7 @@ impl Connected {
         let Connected { member, peer_listener } = self;
         let peers = PeerAddresses::of(&member);
         let job = member.init(settings).map_err(InitError::Worker)?;
-        // Not through Python: the code that a notice reports as stuck may hold the GIL.
+        // This does not go through Python: the code that a notice reports as stuck may hold the GIL.
         job.on_notice(|notice| eprintln!("paramhub: {notice}"));
         let factors = match peer_listener {
             Some(peer_listener) => {

@@ -51,7 +51,7 @@ impl Tensor {
         Self::vector(TensorMemory::Own(memory), dtype)
     }
 
-    /// Like [`flat`](Self::flat), but shared with other workers.
+    /// Does the same as [`flat`](Self::flat), but shared with other workers.
     pub(crate) fn shared(memory: paramhub_worker::SharedTensor, dtype: Dtype) -> Self {
         Self::vector(TensorMemory::Shared(memory), dtype)
     }
@@ -95,8 +95,8 @@ impl Tensor {
         _options: Option<&Bound<'_, pyo3::types::PyDict>>,
     ) -> PyResult<Py<PyAny>> {
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
-        let keeper = Box::new(Arc::clone(&self.memory));
-        export(py, self.address(), self.dtype, &self.shape, keeper, versioned)
+        let owner = Box::new(Arc::clone(&self.memory));
+        export(py, self.address(), self.dtype, &self.shape, owner, versioned)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

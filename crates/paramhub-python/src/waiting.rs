@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// How long a wait goes on without a check for signals, which bounds the delay of Ctrl-C.
+/// The time that a wait goes on without a check for signals, which bounds the delay of Ctrl-C.
 pub(crate) const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Runs `work`, which may take long, on a thread of its own, and waits for it with the GIL released. A signal

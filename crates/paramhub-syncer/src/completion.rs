@@ -22,9 +22,9 @@ struct CompletionState {
     under_way: Vec<u32>,
     /// The number of exchanges under way of all layers.
     total: u64,
-    /// When the first of `total` left; `None` while nothing is under way.
+    /// The time at which the first of `total` left; `None` while nothing is under way.
     since: Option<Instant>,
-    /// When the last of `total` ended.
+    /// The time at which the last of `total` ended.
     ended: Option<Instant>,
     in_flight: Duration,
     waits_since: Option<Instant>,
@@ -61,7 +61,7 @@ impl CompletionVector {
         }
     }
 
-    /// Whether a layer's entry is set.
+    /// Returns whether a layer's entry is set.
     pub(crate) fn is_complete(&self, layer: usize) -> bool {
         self.state().under_way[layer] == 0
     }
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_passes_while_the_trainer_computes_is_hidden_and_what_it_waits_for_is_exposed() {
+    fn time_while_the_trainer_computes_is_hidden_and_time_while_it_waits_is_exposed() {
         let completion = CompletionVector::new(2);
         completion.waiting(|| sleep(PAUSE));
         assert_eq!(completion.times(), (Duration::ZERO, Duration::ZERO), "nothing was under way");

@@ -7,7 +7,7 @@ use paramhub_mesh::MeshError;
 use paramhub_worker::WorkerError;
 use thiserror::Error;
 
-/// Why a layer cannot be exchanged.
+/// The reason why a layer cannot be exchanged.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum SyncError {
@@ -22,7 +22,7 @@ pub enum SyncError {
     Hyperparameters {
         /// The rank that asked.
         rank: u32,
-        /// What the optimizer says.
+        /// The optimizer's reason.
         reason: HyperparameterError,
     },
     /// The workers cannot reach one another.
@@ -30,7 +30,7 @@ pub enum SyncError {
     Rendezvous {
         /// The rank that asked.
         rank: u32,
-        /// Why, and what to do.
+        /// The reason, and the remedy.
         reason: Arc<str>,
     },
     /// This worker made a request that makes no sense.
@@ -40,7 +40,7 @@ pub enum SyncError {
         rank: u32,
         /// The layer of the request.
         layer: Arc<str>,
-        /// What is wrong, and what to do.
+        /// The fault and the remedy.
         reason: Arc<str>,
     },
     /// Another worker's layer, step or message does not match this one's.
@@ -52,7 +52,7 @@ pub enum SyncError {
         layer: Arc<str>,
         /// The rank that differs.
         peer: u32,
-        /// What differs.
+        /// The part that differs.
         reason: Arc<str>,
     },
     /// This worker's factors hold a NaN or an infinity, and the job rejects such gradients.
@@ -83,14 +83,15 @@ pub enum SyncError {
     Threads {
         /// The rank that asked.
         rank: u32,
-        /// What the operating system says.
+        /// The operating system's reason.
         reason: Arc<str>,
     },
 }
 
 impl SyncError {
-    /// Why this rank gives up, for the hubs, if they cannot notice it themselves: what passes between workers
-    /// alone is unknown to them, and a job whose ranks just leave would count as finished.
+    /// Returns the reason why this rank gives up, for the hubs, if they cannot notice it themselves: what
+    /// passes between workers alone is unknown to them, and a job whose ranks just leave would count as
+    /// finished.
     pub(crate) fn reason_for_hubs(&self) -> Option<String> {
         match self {
             SyncError::NonFinite { key, .. } => Some(format!(

@@ -19,7 +19,7 @@ use crate::layer::{FactorLayer, LayerFactors, Outputs};
 use crate::message::{self, FactorMessageHeader};
 use crate::parameters::{LayerParameters, Update};
 
-/// How long the comparison of the processors may take once the mesh is joined.
+/// The time that the comparison of the processors may take once the mesh is joined.
 const COMPARISON: Duration = Duration::from_secs(60);
 
 /// The configuration of a [`FactorExchange`].
@@ -35,7 +35,7 @@ pub struct FactorConfig {
     /// The host of each rank, by any numbers that all ranks agree on: factors cross to another host once, and
     /// a rank there passes them on. By default each rank is on a host of its own.
     pub hosts: Vec<u32>,
-    /// Whether to fail, with an error that names rank and key, where factors hold a NaN or an infinity; by
+    /// `true` to fail, with an error that names rank and key, where factors hold a NaN or an infinity; by
     /// default they pass.
     pub reject_non_finite: bool,
     /// A handle of the job that the exchange belongs to. If this worker's factors are at fault, it ends the
@@ -54,7 +54,7 @@ impl FactorConfig {
     }
 }
 
-/// What an exchange has sent, received and computed since the beginning.
+/// The counters of an exchange since the beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FactorStatistics {
     /// Bytes of factors sent: to the peers on this host, to one on each other host, and of other ranks'
@@ -301,14 +301,14 @@ impl FactorExchange {
             spec.groups.map(|group| *schedules[usize::from(group)].at(step))
         };
         let header = FactorMessageHeader { step, samples, hyperparameters };
-        let home = &state.messages[inner.rank as usize];
-        let mut own = home.take().expect("messages are home between steps");
+        let slot = &state.messages[inner.rank as usize];
+        let mut own = slot.take().expect("messages are returned between steps");
         message::write(spec, &header, factors, &mut own);
-        home.put(own);
+        slot.put(own);
         let regions = state
             .messages
             .iter()
-            .map(|home| ReceiveRegion::owned(home.lend().expect("messages are home between steps")));
+            .map(|slot| ReceiveRegion::owned(slot.lend().expect("messages are returned between steps")));
         let handle = inner.mesh.allgather_between_hosts(None, regions.collect(), &inner.hosts)?;
         state.is_under_way = true;
         drop(state);
@@ -321,7 +321,7 @@ impl FactorExchange {
         Ok(())
     }
 
-    /// What has been exchanged and computed since the beginning.
+    /// Returns the counters since the beginning.
     pub fn statistics(&self) -> FactorStatistics {
         let inner = &self.inner;
         // Messages of a layer are equally long at all ranks.
@@ -334,7 +334,7 @@ impl FactorExchange {
         }
     }
 
-    /// Why nothing more can be pushed, if the exchange has failed.
+    /// Returns the reason why nothing more can be pushed, if the exchange has failed.
     pub fn failure(&self) -> Option<SyncError> {
         self.inner.failure.get().cloned().or_else(|| self.inner.mesh.failure().map(SyncError::from))
     }
@@ -458,8 +458,8 @@ impl Inner {
         let (rows, columns) = spec.shape;
         let mut samples = 0;
         let mut hyperparameters = None;
-        for (peer, home) in (0..).zip(messages.iter()) {
-            let message = home.take().expect("regions are dropped before their operation ends");
+        for (peer, slot) in (0..).zip(messages.iter()) {
+            let message = slot.take().expect("regions are dropped before their operation ends");
             let header = self.read(spec, *step, peer, &message)?;
             hyperparameters.get_or_insert(header.hyperparameters);
             let count = header.samples as usize;
@@ -468,7 +468,7 @@ impl Inner {
             let gradients = &mut output_gradients[samples * rows..][..count * rows];
             convert::decode(factors.output_gradients, gradients, spec.codec);
             samples += count;
-            home.put(message);
+            slot.put(message);
         }
         let hyperparameters = hyperparameters.expect("a mesh has a rank 0");
         let update = Update {

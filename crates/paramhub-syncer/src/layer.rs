@@ -16,7 +16,7 @@ pub struct FactorLayer {
     pub shape: (usize, usize),
     /// The most samples, K, that one worker has in a step.
     pub samples: usize,
-    /// Whether there is a bias, of M elements. Its gradient follows from the output gradients.
+    /// `true` if there is a bias, of M elements. Its gradient follows from the output gradients.
     pub has_bias: bool,
     /// The codec in which factors are passed and travel. Their sum is f32 in any case.
     pub codec: Codec,

@@ -32,10 +32,10 @@
 //!             exchange.initialise(0, &[0.0; 6], &[], 0).unwrap();
 //!             let (inputs, output_gradients) = ([1.0_f32, 2.0, 3.0], [rank as f32, 1.0]);
 //!             let outputs = Outputs { weight: ReceiveRegion::owned(vec![0.0_f32; 6]), bias: None };
-//!             let (tell, told) = channel();
+//!             let (sender, receiver) = channel();
 //!             let factors = LayerFactors::of_f32(&inputs, &output_gradients);
-//!             exchange.push(0, factors, outputs, move |updated| tell.send(updated).unwrap()).unwrap();
-//!             let weight: Vec<f32> = told.recv().unwrap().unwrap().weight.into_owned().unwrap();
+//!             exchange.push(0, factors, outputs, move |updated| sender.send(updated).unwrap()).unwrap();
+//!             let weight: Vec<f32> = receiver.recv().unwrap().unwrap().weight.into_owned().unwrap();
 //!             // The mean of both workers' outer products, stepped against.
 //!             assert_eq!(weight, [-0.5, -1.0, -1.5, -1.0, -2.0, -3.0]);
 //!             exchange.leave(std::time::Duration::from_secs(10)).unwrap();

@@ -26,14 +26,14 @@ pub fn open_factors(
     threads: usize,
 ) -> Result<Option<(FactorExchange, Vec<PlannedFactors>)>, SyncError> {
     let settings = job.settings();
-    let planned = planned_factors(settings, &job.book().plan);
+    let planned = planned_factors(settings, &job.information_book().plan);
     if planned.is_empty() {
         return Ok(None);
     }
     let optimizer = registry.optimizer(&settings.optimizer.name).expect("checked with the settings");
     let hyperparameters = settings.optimizer.of_groups(optimizer.defaults());
     let mesh = peer_listener.join(peers, "factors")?;
-    let hosts = job.book().roster.workers.iter().map(|worker| worker.machine).collect();
+    let hosts = job.information_book().roster.workers.iter().map(|worker| worker.machine).collect();
     let (reject_non_finite, abort_handle) = (settings.reject_non_finite, Some(job.abort_handle()));
     let config =
         FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, abort_handle };

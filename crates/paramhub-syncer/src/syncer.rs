@@ -192,8 +192,9 @@ impl Syncer {
                 })
             }
             SchemeState::Factors { under_way, .. } => {
-                let Some(told) = under_way.take() else { return Ok(false) };
-                let outputs = context.completion.waiting(|| told.recv()).expect("every push is answered")?;
+                let Some(receiver) = under_way.take() else { return Ok(false) };
+                let outputs =
+                    context.completion.waiting(|| receiver.recv()).expect("every push is answered")?;
                 let memory = |region: ReceiveRegion| region.into_owned().expect("it was given as a vector");
                 arrive(keys, memory(outputs.weight), outputs.bias.map(memory));
                 Ok(true)
@@ -236,13 +237,13 @@ impl SchemeState {
             SchemeState::Factors { position, under_way } => {
                 let outputs =
                     Outputs { weight: ReceiveRegion::owned(weight), bias: bias.map(ReceiveRegion::owned) };
-                let (tell, told) = sync_channel(1);
+                let (sender, receiver) = sync_channel(1);
                 context.exchange().push(*position, factors, outputs, move |outcome| {
                     completion.end(number);
                     // A run that has ended needs no parameters.
-                    let _ = tell.send(outcome);
+                    let _ = sender.send(outcome);
                 })?;
-                *under_way = Some(told);
+                *under_way = Some(receiver);
             }
             SchemeState::FactorsToHub { memory, under_way } => {
                 let copied = |memory: &mut Vec<u8>, values: &[u8]| {

@@ -40,7 +40,7 @@ pub struct Syncers {
     leave_timeout: Duration,
 }
 
-/// What has been exchanged since the beginning.
+/// Returns the counters since the beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SyncStatistics {
     /// Time during which at least one layer was under way.
@@ -99,7 +99,7 @@ impl Syncers {
         let mut syncers = Vec::new();
         // The exchange has the layers in the order of the plan.
         let mut positions = 0..factors.as_ref().map_or(0, |factors| factors.layers().len());
-        for planned in &job.book().plan.layers {
+        for planned in &job.information_book().plan.layers {
             let number = syncers.len();
             for (place, &key) in planned.keys.iter().enumerate() {
                 places[key as usize] = Some((number, place));
@@ -137,7 +137,7 @@ impl Syncers {
         self.syncers.len()
     }
 
-    /// Whether the job has no keys.
+    /// Returns whether the job has no keys.
     pub fn is_empty(&self) -> bool {
         self.syncers.is_empty()
     }
@@ -150,12 +150,12 @@ impl Syncers {
         self.places[key as usize].0
     }
 
-    /// Whether to send a layer's factors, and not its gradients.
+    /// Returns whether to send a layer's factors, and not its gradients.
     pub fn takes_factors(&self, layer: usize) -> bool {
         self.syncers[layer].takes_factors()
     }
 
-    /// Whether a key's initial parameters are known.
+    /// Returns whether a key's initial parameters are known.
     pub fn has_begun(&self, key: u32) -> bool {
         let (layer, place) = self.places[key as usize];
         self.syncers[layer].has_begun(place)
@@ -211,7 +211,8 @@ impl Syncers {
         self.syncers[layer].move_out(place, parameters)
     }
 
-    /// Whether a layer's entry of the completion vector is set: then receiving the layer does not wait.
+    /// Returns whether a layer's entry of the completion vector is set: then receiving the layer does not
+    /// wait.
     pub fn is_complete(&self, layer: usize) -> bool {
         self.completion.is_complete(layer)
     }
@@ -249,7 +250,7 @@ impl Syncers {
         steps.max().map_or(done, |step| done.max(step))
     }
 
-    /// What has been exchanged since the beginning.
+    /// Returns the counters since the beginning.
     pub fn statistics(&self) -> SyncStatistics {
         let job = self.job.statistics();
         let factors = self.factors.as_ref().map(FactorExchange::statistics).unwrap_or_default();

@@ -14,7 +14,7 @@ use paramhub_mesh::{MeshConfig, MeshListener, Nonce};
 use paramhub_syncer::{FactorConfig, FactorExchange, FactorLayer, LayerFactors, Outputs, SyncError};
 use paramhub_transport::ReceiveRegion;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Runs `work` at every rank of a mesh, each on a thread of its own and as if on a host of its own.
 fn at_ranks<T: Send>(
@@ -79,9 +79,9 @@ fn exchange(
         weight: ReceiveRegion::owned(vec![f32::NAN; rows * columns]),
         bias: has_bias.then(|| ReceiveRegion::owned(vec![f32::NAN; rows])),
     };
-    let (tell, told) = sync_channel(1);
-    exchange.push(layer, factors, outputs, move |updated| tell.send(updated).unwrap())?;
-    let outputs = told.recv_timeout(PATIENCE).expect("it ends")?;
+    let (sender, receiver) = sync_channel(1);
+    exchange.push(layer, factors, outputs, move |updated| sender.send(updated).unwrap())?;
+    let outputs = receiver.recv_timeout(WAIT_TIMEOUT).expect("it ends")?;
     let bias = outputs.bias.map_or(Vec::new(), |bias| bias.into_owned().unwrap());
     Ok((outputs.weight.into_owned().unwrap(), bias))
 }
@@ -170,7 +170,7 @@ fn every_rank_gets_the_dense_step_with_the_same_bits() {
             assert_eq!(statistics.bytes_sent == 0, workers == 1);
             let (weight, bias, updates) = exchanged.parameters(0).unwrap();
             assert_eq!((updates, &(weight, bias)), (STEPS as u64, &last[1]), "what is kept is what is given");
-            exchanged.leave(PATIENCE).unwrap();
+            exchanged.leave(WAIT_TIMEOUT).unwrap();
             last
         });
         assert!(
@@ -207,7 +207,7 @@ fn every_rank_gets_the_dense_step_with_the_same_bits() {
 }
 
 #[test]
-fn hosts_change_who_sends_to_whom_and_no_bit() {
+fn hosts_change_the_senders_and_receivers_and_no_bit() {
     let shape = (60, 300);
     let layer = FactorLayer::new("fc", shape, 3).with_bias();
     let learn = |hosts: &[u32]| {
@@ -223,7 +223,7 @@ fn hosts_change_who_sends_to_whom_and_no_bit() {
                     last.push(exchange(&exchanged, 0, LayerFactors::of_f32(&inputs, &gradients)).unwrap());
                 }
                 let statistics = exchanged.statistics();
-                exchanged.leave(PATIENCE).unwrap();
+                exchanged.leave(WAIT_TIMEOUT).unwrap();
                 (last, statistics.bytes_sent, statistics.bytes_received)
             },
         )
@@ -235,7 +235,7 @@ fn hosts_change_who_sends_to_whom_and_no_bit() {
     let together = learn(&[8, 8, 3, 3, 8]);
     for (rank, (apart, together)) in apart.iter().zip(&together).enumerate() {
         assert!(apart.0 == together.0, "rank {rank}: other bits");
-        assert_eq!(together.2, apart.2, "everybody gets everybody's");
+        assert_eq!(together.2, apart.2, "every rank gets the factors of all");
     }
     // Ranks 0, 1 and 4 send their own factors to two peers and to the other host; 4 passes 2's on, and 0
     // passes 3's on. Ranks 2 and 3 send to one peer and to the other host, and pass on two blocks and one.
@@ -257,13 +257,14 @@ fn half_precision_factors_are_half_the_bytes_and_summed_in_f32() {
     let results = at_ranks(2, &[layer], "mean", &[Hyperparameters::default()], |rank, exchanged| {
         let (inputs, gradients) = (numbers(140, [rank, 0, 1]), numbers(66, [rank, 0, 2]));
         let factors = LayerFactors { inputs: &half(&inputs), output_gradients: &half(&gradients) };
-        let (tell, told) = sync_channel(1);
+        let (sender, receiver) = sync_channel(1);
         let outputs = Outputs { weight: ReceiveRegion::owned(vec![0_u16; 33 * 70]), bias: None };
-        exchanged.push(0, factors, outputs, move |updated| tell.send(updated).unwrap()).unwrap();
-        let weight: Vec<u16> = told.recv_timeout(PATIENCE).unwrap().unwrap().weight.into_owned().unwrap();
+        exchanged.push(0, factors, outputs, move |updated| sender.send(updated).unwrap()).unwrap();
+        let weight: Vec<u16> =
+            receiver.recv_timeout(WAIT_TIMEOUT).unwrap().unwrap().weight.into_owned().unwrap();
         let header = exchanged.statistics().bytes_sent - 2 * 2 * (33 + 70);
         assert!(header < 1000, "{header} bytes beside the factors");
-        exchanged.leave(PATIENCE).unwrap();
+        exchanged.leave(WAIT_TIMEOUT).unwrap();
         weight
     });
     assert_eq!(results[0], results[1]);
@@ -276,7 +277,7 @@ fn half_precision_factors_are_half_the_bytes_and_summed_in_f32() {
 }
 
 #[test]
-fn what_rank_0_says_of_hyperparameters_holds_for_all() {
+fn hyperparameters_of_rank_0_hold_for_all_ranks() {
     let layer = FactorLayer::new("fc", (2, 2), 1);
     let rate = |learning_rate| Hyperparameters { learning_rate, ..Hyperparameters::default() };
     let results = at_ranks(3, &[layer], "sgd", &[rate(1.0)], |rank, exchanged| {
@@ -288,7 +289,7 @@ fn what_rank_0_says_of_hyperparameters_holds_for_all() {
             let factors = LayerFactors::of_f32(&[1.0, 1.0], &[1.0, 1.0]);
             weights.push(exchange(&exchanged, 0, factors).unwrap().0[0]);
         }
-        exchanged.leave(PATIENCE).unwrap();
+        exchanged.leave(WAIT_TIMEOUT).unwrap();
         weights
     });
     assert!(results.iter().all(|weights| *weights == [-1.0, -1.5, -2.0]), "{results:?}");
@@ -308,12 +309,12 @@ fn a_layer_goes_on_elsewhere_from_its_parameters_and_state() {
     };
     let at_once = at_ranks(2, &layers, "adam", &hyperparameters, |rank, exchanged| {
         steps(rank, &exchanged, 0..4);
-        exchanged.leave(PATIENCE).unwrap();
+        exchanged.leave(WAIT_TIMEOUT).unwrap();
         exchanged.parameters(0).unwrap()
     });
     let halfway = at_ranks(2, &layers, "adam", &hyperparameters, |rank, exchanged| {
         steps(rank, &exchanged, 0..2);
-        exchanged.leave(PATIENCE).unwrap();
+        exchanged.leave(WAIT_TIMEOUT).unwrap();
         let states = [0, 1].map(|slot| exchanged.state(0, slot).unwrap());
         (exchanged.parameters(0).unwrap(), states)
     });
@@ -324,7 +325,7 @@ fn a_layer_goes_on_elsewhere_from_its_parameters_and_state() {
             exchanged.restore_state(0, slot, weight, bias, *updates).unwrap();
         }
         steps(rank, &exchanged, 2..4);
-        exchanged.leave(PATIENCE).unwrap();
+        exchanged.leave(WAIT_TIMEOUT).unwrap();
         exchanged.parameters(0).unwrap()
     });
     assert!(resumed == at_once, "it went on otherwise");
@@ -332,7 +333,7 @@ fn a_layer_goes_on_elsewhere_from_its_parameters_and_state() {
 }
 
 #[test]
-fn ranks_at_unlike_steps_are_told_so() {
+fn ranks_at_unlike_steps_are_refused() {
     let layers = [FactorLayer::new("fc6", (4, 4), 1)];
     let failures = at_ranks(2, &layers, "sgd", &[Hyperparameters::default()], |rank, exchanged| {
         exchanged.initialise(0, &[0.0; 16], &[], rank as u32).unwrap();
@@ -402,18 +403,18 @@ fn an_optimizer_of_whole_chunks_is_refused_with_the_reason_of_the_table() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_before_anything_is_sent() {
+fn factors_that_do_not_fit_are_refused_before_anything_is_sent() {
     let layers = [FactorLayer::new("fc6", (4, 3), 2)];
     at_ranks(1, &layers, "sgd", &[Hyperparameters::default()], |_, exchanged| {
         let refused = |factors| exchange(&exchanged, 0, factors).unwrap_err().to_string();
-        let said = refused(LayerFactors::of_f32(&[0.0; 9], &[0.0; 12]));
-        assert!(said.contains("layer `fc6`: takes 2 samples a step at most, not 3"), "{said}");
-        let said = refused(LayerFactors::of_f32(&[0.0; 6], &[0.0; 4]));
-        assert!(said.contains("rows of 3 inputs and as many of 4 output gradients"), "{said}");
-        let said = exchanged.initialise(0, &[0.0; 11], &[], 0).unwrap_err().to_string();
-        assert!(said.contains("takes 12 and 0 initial parameters, not 11 and 0"), "{said}");
-        let said = exchanged.state(0, 0).unwrap_err().to_string();
-        assert!(said.contains("none numbered 0"), "{said}");
+        let message = refused(LayerFactors::of_f32(&[0.0; 9], &[0.0; 12]));
+        assert!(message.contains("layer `fc6`: takes 2 samples a step at most, not 3"), "{message}");
+        let message = refused(LayerFactors::of_f32(&[0.0; 6], &[0.0; 4]));
+        assert!(message.contains("rows of 3 inputs and as many of 4 output gradients"), "{message}");
+        let message = exchanged.initialise(0, &[0.0; 11], &[], 0).unwrap_err().to_string();
+        assert!(message.contains("takes 12 and 0 initial parameters, not 11 and 0"), "{message}");
+        let message = exchanged.state(0, 0).unwrap_err().to_string();
+        assert!(message.contains("none numbered 0"), "{message}");
         // The exchange goes on.
         exchange(&exchanged, 0, LayerFactors::of_f32(&[0.0; 6], &[0.0; 8])).unwrap();
     });

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-/// How one step's gradients become the next parameters, key by key.
+/// The way in which one step's gradients become the next parameters, key by key.
 ///
 /// Keys are counted from the front of the network, so that a smaller key is needed sooner: it is more urgent.
 ///
@@ -34,8 +34,8 @@ pub trait Exchange {
     /// When the exchange fails, now or before.
     fn push(&mut self, key: usize, gradient: Vec<f32>) -> Result<(), ExchangeError>;
 
-    /// Whether this weight, and the bias that follows it, need the factors of their gradients in place of the
-    /// gradients.
+    /// Returns whether this weight, and the bias that follows it, need the factors of their gradients in
+    /// place of the gradients.
     fn takes_factors(&self, weight: usize) -> bool {
         let _ = weight;
         false
@@ -75,7 +75,7 @@ pub trait Exchange {
     fn statistics(&self) -> ExchangeStatistics;
 }
 
-/// What an exchange has done since its beginning.
+/// The counters of an exchange since its beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ExchangeStatistics {
     /// Time during which at least one key was under way, from its push to the arrival of its parameters.
@@ -88,7 +88,7 @@ pub struct ExchangeStatistics {
     pub bytes_received: u64,
 }
 
-/// Why an exchange cannot go on.
+/// The reason why an exchange cannot go on.
 #[derive(Debug, Error)]
 pub enum ExchangeError {
     /// The network is not the one for which the exchange was made.

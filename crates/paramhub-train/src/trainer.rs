@@ -20,11 +20,11 @@ pub struct TrainConfig {
     pub batch: usize,
     /// Decides the order of the examples. Every rank must have the same.
     pub seed: u64,
-    /// When to measure accuracy on the test set.
+    /// The times at which accuracy on the test set is measured.
     pub evaluate: Evaluate,
 }
 
-/// When accuracy on the test set is measured.
+/// The times at which accuracy on the test set is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Evaluate {
     /// Never by this process.
@@ -95,7 +95,7 @@ pub struct Report {
     pub parameters: Vec<Vec<f32>>,
 }
 
-/// Why a run stopped.
+/// The reason why a run stopped.
 #[derive(Debug, Error)]
 pub enum TrainError {
     /// The data set cannot be used.

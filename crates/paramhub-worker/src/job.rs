@@ -14,7 +14,7 @@ use bytemuck::Pod;
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::placement::Imbalance;
-use paramhub_core::scheme::Book;
+use paramhub_core::scheme::InformationBook;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::Failure;
 use paramhub_transport::runtime::{on_io_thread, panic_message};
@@ -57,7 +57,7 @@ pub(crate) struct Shared {
     pub(crate) resumed_step: Option<u32>,
     pub(crate) has_checkpoints: bool,
     pub(crate) imbalance: Imbalance,
-    pub(crate) book: Book,
+    pub(crate) book: InformationBook,
     /// The layers whose factors go to a hub.
     pub(crate) blocks: Vec<FactorBlock>,
     pub(crate) index: HashMap<String, u32>,
@@ -105,7 +105,7 @@ impl Job {
 
     /// The information book: the members of the job, the model's layers, and the scheme of each layer. Every
     /// node of the job has the same book.
-    pub fn book(&self) -> &Book {
+    pub fn information_book(&self) -> &InformationBook {
         &self.shared.book
     }
 

@@ -17,7 +17,7 @@ use paramhub_core::factors::FactorBlock;
 use paramhub_core::liveness::LivenessRules;
 use paramhub_core::placement::{HubShape, Placement, RouteId};
 use paramhub_core::requests::Requests;
-use paramhub_core::scheme::{Book, Plan, Roster};
+use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Caller, Direction, FACTORS_HEAD_BYTES, Hello, State};
@@ -146,7 +146,7 @@ impl JobConfig {
             index: index.collect::<HashMap<_, _>>(),
             steps: KeySteps::new(keys.len()),
             imbalance: placement.imbalance(),
-            book: Book { job: self.name, roster: self.roster, plan },
+            book: InformationBook { job: self.name, roster: self.roster, plan },
             settings: self.settings,
             blocks: blocks.clone(),
             state_slots,

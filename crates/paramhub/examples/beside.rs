@@ -1,4 +1,5 @@
-//! How long a step of a small job takes while a large one opens and is freed on the same core of a hub.
+//! Measures how long a step of a small job takes while a large one opens and is freed on the same core of a
+//! hub.
 //!
 //! ```text
 //! cargo run --release --package paramhub --example beside -- --gib 5

@@ -37,7 +37,7 @@ impl EmbeddedConfig {
     }
 }
 
-/// Why the manager or the hub cannot start.
+/// The reason why the manager or the hub cannot start.
 #[derive(Debug, Error)]
 pub enum EmbeddedError {
     /// The connection manager cannot start.
@@ -99,7 +99,7 @@ impl EmbeddedHub {
         self.hub.memory_bytes()
     }
 
-    /// Why the hub cannot go on, if it cannot.
+    /// Returns the reason why the hub cannot go on, if it cannot.
     pub fn has_failed(&self) -> Option<String> {
         self.hub.has_failed()
     }

@@ -28,9 +28,9 @@ struct Way {
     in_place: bool,
     reproducible: bool,
     codec: Codec,
-    /// Whether the key is the weight of a layer whose factors go to the hub.
+    /// `true` if the key is the weight of a layer whose factors go to the hub.
     factors: bool,
-    /// Whether a checkpoint is taken during the steps that are counted.
+    /// `true` if a checkpoint is taken during the steps that are counted.
     kept: bool,
 }
 

@@ -26,7 +26,7 @@ from paramhub.torch._world import World
 LAYOUTS_MAX = 4096
 """The most layouts of buckets that are kept: far more than a model has."""
 REORDERINGS_MAX = 2
-"""How often the job is opened again for a new order of the buckets. DDP changes them once."""
+"""The number of times that the job is opened again for a new order of the buckets. DDP changes them once."""
 
 
 class UnknownParameter(MisuseError):

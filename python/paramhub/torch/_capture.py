@@ -57,17 +57,17 @@ class Capture:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the weight's gradient is unchanged since the last pass, or there is none."""
+        """Returns whether the weight's gradient is unchanged since the last pass, or there is none."""
         gradient = self.weight.parameter.grad
         if gradient is None or gradient is not self._gradient:
             return gradient is None
         return gradient._version == self._version
 
-    def see(self, keeper: torch.Tensor, output_gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def see(self, kept_inputs: torch.Tensor, output_gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Called before the backward pass of an output, with the result of the node that saved the input."""
         gradient = output_gradients[0]
         if gradient is not None:
-            (inputs,) = keeper.grad_fn.saved_tensors
+            (inputs,) = kept_inputs.grad_fn.saved_tensors
             rows = inputs.detach().reshape(-1, self.inputs), gradient.detach().reshape(-1, self.outputs)
             self._pending.append((torch._C._current_graph_task_id(), *rows))
 
@@ -132,7 +132,7 @@ class Factors:
     def make(
         self, gradient: torch.Tensor | None, bias: torch.Tensor | None, rows: slice | None = None
     ) -> bool:
-        """Whether the factors make these rows of the weight's gradient, by default all, and all of the bias's.
+        """Returns whether the factors make these rows of the weight's gradient, by default all, and all of the bias's.
 
         Elements that are not finite count as right: they have the same effect with every scheme.
         """
@@ -205,8 +205,8 @@ class _AfterForward:
             return
         # Autocast has rounded the input to the type of the output.
         # The prehook keeps the node's result alive, because at least up to torch 2.7 the node ends with it.
-        keeper = _Keep.apply(self.anchor, inputs.detach().to(output.dtype))
-        output.grad_fn.register_prehook(functools.partial(self.capture.see, keeper))
+        kept_inputs = _Keep.apply(self.anchor, inputs.detach().to(output.dtype))
+        output.grad_fn.register_prehook(functools.partial(self.capture.see, kept_inputs))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing_to_see, ()

@@ -287,7 +287,7 @@ class Group:
         return self._watchdog.culprits(self._watchdog.number, work.handles)
 
     def failure(self) -> BaseException | None:
-        """Why the group has failed, or None."""
+        """Returns the reason why the group has failed, or None."""
         return self._failure or self._mesh.failure()
 
     def leave(self, *, abandon: bool = False) -> None:

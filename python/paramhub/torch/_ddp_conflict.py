@@ -37,8 +37,8 @@ def refuse_in_forward(exchanges: Sequence[Exchange]) -> None:
 
 
 def is_around(parameter: torch.Tensor) -> bool:
-    """Whether some instance reduces the parameter's gradient. It looks through all objects of the process, so call it only for
-    an error message."""
+    """Returns whether some instance reduces the parameter's gradient. It looks through all objects of the process, so call it
+    only for an error message."""
     return any(
         any(each is parameter for each in thing.__dict__.get("_module_parameters", ()))
         for thing in gc.get_objects()

@@ -48,32 +48,32 @@ class StepState:
         self.stage: Stage | None = None
         """The stage of the tensors if they are staged."""
         self.is_staged = False
-        """Whether tensors are exchanged from separate host memory, as a device's tensors must be."""
+        """True if tensors are exchanged from separate host memory, as a device's tensors must be."""
         self.watch: trace.Watch | None = None
         self.is_traced = False
-        """Whether the trace has begun a span for the backward pass under way."""
+        """True if the trace has begun a span for the backward pass under way."""
         self.passes = passes
         """The number of backward passes whose gradients are added up before they are sent."""
         self.is_paused = False
-        """Whether gradients are only added up, and none is sent."""
+        """True if gradients are only added up, and none is sent."""
         self.has_begun = False
-        """Whether a gradient has been sent in this step."""
+        """True if a gradient has been sent in this step."""
         self.begin: Callable[[], None] = lambda: None
         """Called before the first gradient of a step is sent."""
         self.backward = NO_BACKWARD
         """Autograd's number of the backward pass that sends gradients. It stays set if an exception ends the pass."""
         self.is_interrupted = False
-        """Whether `step` has raised before all gradients were sent."""
+        """True if `step` has raised before all gradients were sent."""
         self.left = 0
         """The number of gradients that were sent in this step."""
         self.total = 0
         """The number of parameters that are exchanged."""
         self.needs_all = False
-        """Whether no new value may arrive before all ranks have sent all gradients."""
+        """True if no new value may arrive before all ranks have sent all gradients."""
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether an exception has ended a backward pass, or `step`, after a part of the gradients was sent."""
+        """Returns whether an exception has ended a backward pass, or `step`, after a part of the gradients was sent."""
         is_in_it = torch._C._current_graph_task_id() != NO_BACKWARD
         return self.left > 0 and not is_in_it and (self.is_interrupted or self.backward != NO_BACKWARD)
 
@@ -159,7 +159,7 @@ class Exchange:
         self.passes = 0
         """The number of gradients added up in this step."""
         self.has_left = False
-        """Whether the gradient of this step was sent."""
+        """True if the gradient of this step was sent."""
         self.gradient: torch.Tensor | None = None
         self.gradient_version = 0
         self.version = 0
@@ -276,7 +276,7 @@ class Exchange:
 
     @property
     def gradient_change(self) -> str | None:
-        """How user code changed the gradient after it was sent: ``replaced``, ``modified``, or None."""
+        """Returns how user code changed the gradient after it was sent: ``replaced``, ``modified``, or None."""
         gradient = self.gradient
         if self.parameter.grad is not gradient:
             return "replaced"

@@ -58,7 +58,7 @@ class FactorLayer:
         self.capture = capture
         self.is_ready = False
         self.is_sent = False
-        """Whether this rank has sent the factors of this step."""
+        """True if this rank has sent the factors of this step."""
         self._samples = samples
         self._queue = queue
         self.parts = [capture.weight, *([capture.bias] if capture.bias is not None else [])]
@@ -70,7 +70,7 @@ class FactorLayer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the gradient of its weight or its bias is complete in this step."""
+        """Returns whether the gradient of its weight or its bias is complete in this step."""
         return self._left > 0
 
     def leave(self, exchange: Exchange) -> None:
@@ -150,8 +150,8 @@ class FactorLayer:
             *zip(gradients, compared, strict=True),
         ]
         received = [stage.parameters[exchange.number] for exchange in self.parts]
-        landings = [(exchange.flat, memory) for exchange, memory in zip(self.parts, received, strict=True)]
-        return stage.exchange(copies, lambda: self._hand_in(on_host, row, gradients, received), landings)
+        copies_back = [(exchange.flat, memory) for exchange, memory in zip(self.parts, received, strict=True)]
+        return stage.exchange(copies, lambda: self._hand_in(on_host, row, gradients, received), copies_back)
 
     def _hand_in(
         self, factors: Factors, row: slice, compared: Sequence[torch.Tensor], received: Sequence[torch.Tensor]

@@ -80,7 +80,7 @@ class GradientExchange:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether gradients were sent since the last `synchronize`."""
+        """Returns whether gradients were sent since the last `synchronize`."""
         return bool(self._sent)
 
     def on_gradient(self, gradient: _Gradient) -> None:
@@ -128,10 +128,10 @@ class GradientExchange:
 
     def check_frozen(self) -> None:
         """Raises MisuseError for gradients that no exchange averages."""
-        thawed = [name for name, parameter in self._frozen if parameter.grad is not None]
-        if thawed:
+        unfrozen = [name for name, parameter in self._frozen if parameter.grad is not None]
+        if unfrozen:
             raise MisuseError(
-                f"{_some(thawed)}: did not require a gradient when DistributedOptimizer was constructed, but has one: "
+                f"{_some(unfrozen)}: did not require a gradient when DistributedOptimizer was constructed, but has one: "
                 "construct a new DistributedOptimizer after unfreezing parameters"
             )
 
@@ -239,7 +239,8 @@ class _Gradient:
         return torch.empty_strided(self.parameter.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def takes_order_of(self, memory: torch.Tensor) -> bool:
-        """Whether elements lie in the agreed order although strides differ: a dimension of extent 1 may have any stride."""
+        """Returns whether elements lie in the agreed order although strides differ: a dimension of extent 1 may have any
+        stride."""
         pairs = zip(memory.stride(), self.strides, memory.shape, strict=True)
         if any(mine != agreed and extent != 1 for mine, agreed, extent in pairs):
             return False
@@ -247,7 +248,7 @@ class _Gradient:
         return True
 
     def was_changed(self) -> bool:
-        """Whether user code wrote, replaced or cleared the gradient during the exchange."""
+        """Returns whether user code wrote, replaced or cleared the gradient during the exchange."""
         assert self.memory is not None
         held = self.parameter.grad
         is_held = held is self.memory or not self.parameter.requires_grad

@@ -92,7 +92,7 @@ _guards: weakref.WeakValueDictionary[int, Guards] = weakref.WeakValueDictionary(
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether this module is a result of torch.compile."""
+    """Returns whether this module is a result of torch.compile."""
     return "_orig_mod" in module._modules and "dynamo_ctx" in module.__dict__
 
 

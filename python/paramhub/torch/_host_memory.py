@@ -59,5 +59,5 @@ def together(finishes: list[Finish | None]) -> Finish | None:
 
 
 def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two ranges of memory (address, bytes) share a byte."""
+    """Returns whether two ranges of memory (address, bytes) share a byte."""
     return one[0] < other[0] + other[1] and other[0] < one[0] + one[1] and one[1] > 0 and other[1] > 0

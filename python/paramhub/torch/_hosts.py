@@ -86,7 +86,7 @@ def own_address_toward(host: str, port: int) -> str | None:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether ``host`` is this host: then packets to it have the same source and destination address."""
+    """Returns whether ``host`` is this host: then packets to it have the same source and destination address."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe, contextlib.suppress(OSError):

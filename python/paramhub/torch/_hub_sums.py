@@ -44,7 +44,7 @@ class HubSums:
         self._is_near = world.hubs.is_on_one_host or not world.hubs.access.is_embedded
 
     def takes(self, tensor: torch.Tensor, op: str) -> bool:
-        """Whether the hub, and not the mesh, sums this tensor. The result is the same on all ranks."""
+        """Returns whether the hub, and not the mesh, sums this tensor. The result is the same on all ranks."""
         return (
             tensor.nbytes >= HUB_BYTES_MIN
             and tensor.dtype in DTYPES

@@ -102,7 +102,7 @@ def current() -> World | None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` not since."""
+    """Returns whether `init` was called, and `shutdown` not since."""
     return _world is not None
 
 

@@ -15,7 +15,7 @@ _exchanged: dict[int, Exchange] = {}
 
 
 def is_exchanged(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a parameter that some optimizer of this process exchanges."""
+    """Returns whether the tensor is a parameter that some optimizer of this process exchanges."""
     return id(tensor) in _exchanged
 
 

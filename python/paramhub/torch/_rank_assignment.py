@@ -40,7 +40,7 @@ class RankAssignment:
     """None, like ``local_size``, if no source has it. Then the ranks exchange the names of their hosts."""
     local_size: int | None
     launcher: str
-    """The source: ``arguments``, ``torchrun``, ``slurm``, ``mpi``, ``environment``, ``torch.distributed``, or ``nobody`` for a
+    """The source: ``arguments``, ``torchrun``, ``slurm``, ``mpi``, ``environment``, ``torch.distributed``, or ``none`` for a
     process that no launcher has started."""
     master: tuple[str, int] | None = None
     """Host and port at which rank 0 listens for the others, if the launcher passes them."""
@@ -75,7 +75,7 @@ def find_rank_assignment(
     else:
         found = _by_variables(environment, has_group=group is not None)
     if group is not None and group != (found.rank, found.size):
-        if found.launcher != "nobody":
+        if found.launcher != "none":
             raise MisuseError(_disagreement(group, found))
         found = RankAssignment(*group, None, None, _BY_TORCH, _master(environment))
     if not 0 <= found.rank < found.size:
@@ -122,14 +122,14 @@ def _by_variables(environment: Mapping[str, str], *, has_group: bool) -> RankAss
             f"WORLD_SIZE is {environment['WORLD_SIZE']}, but nothing says which rank this process is: set RANK, or call "
             "init_process_group(rank=..., world_size=...) or paramhub.torch.init(rank=..., size=...) first"
         )
-    # Before Slurm's variables: in an allocation mpirun's daemons pass their own Slurm variables on to the ranks.
+    # These come before Slurm's variables: in an allocation mpirun's daemons pass their own Slurm variables on to the ranks.
     for names in _MPI:
         if names[0] in environment and names[1] in environment:
             found = _of(environment, names, "mpi")
             return replace(found, master=found.master or _slurm_master(environment))
     if "SLURM_PROCID" in environment and _read(environment, "SLURM_NTASKS", 1) > 1:
         return _slurm(environment)
-    return RankAssignment(0, 1, 0, 1, "nobody")
+    return RankAssignment(0, 1, 0, 1, "none")
 
 
 def _of(environment: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> RankAssignment:
@@ -164,16 +164,16 @@ def _slurm(environment: Mapping[str, str]) -> RankAssignment:
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
     counts = tasks_per_node(tasks) if tasks else []
     local_size = counts[node] if node < len(counts) else None
-    master = _master(environment) or _slurm_master(environment) or _slurm_meeting("localhost", environment)
+    master = _master(environment) or _slurm_master(environment) or _slurm_rendezvous("localhost", environment)
     return RankAssignment(rank, size, local_rank, local_size, "slurm", master)
 
 
 def _slurm_master(environment: Mapping[str, str]) -> tuple[str, int] | None:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    return _slurm_meeting(first_node(nodes), environment) if nodes else None
+    return _slurm_rendezvous(first_node(nodes), environment) if nodes else None
 
 
-def _slurm_meeting(host: str, environment: Mapping[str, str]) -> tuple[str, int]:
+def _slurm_rendezvous(host: str, environment: Mapping[str, str]) -> tuple[str, int]:
     # Any port would do. This one is the same on every rank, and another job seldom uses it.
     return host, 29400 + _read(environment, "SLURM_JOB_ID", 0) % 20000
 

@@ -8,7 +8,7 @@ from paramhub.errors import MisuseError
 
 
 class Reduction:
-    """How the tensors of several ranks are reduced to one. Use `Average`, `Sum`, `Min`, `Max` or `Product`."""
+    """The way in which the tensors of several ranks are reduced to one. Use `Average`, `Sum`, `Min`, `Max` or `Product`."""
 
     def __init__(self, name: str, collective: str) -> None:
         self.name = name

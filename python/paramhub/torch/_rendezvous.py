@@ -64,7 +64,7 @@ def rendezvous_store(assignment: RankAssignment, timeout: float) -> dist.Store:
 
 
 def has_agent_store() -> bool:
-    """Whether torchrun's agent runs the store, and not rank 0."""
+    """Returns whether torchrun's agent runs the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -24,12 +24,12 @@ from paramhub.torch._rank_assignment import RankAssignment
 
 @dataclass(frozen=True)
 class HubAccess:
-    """How the ranks of this run reach its connection manager. Rank 0 sends it to the others."""
+    """The way in which the ranks of this run reach its connection manager. Rank 0 sends it to the others."""
 
     url: str
     admin_token: str | None
     is_embedded: bool
-    """Whether rank 0's process runs the hub."""
+    """True if rank 0's process runs the hub."""
     deployment: str
     """Deployment of this run's hubs: ``cc`` or ``cs``."""
     run: str
@@ -49,7 +49,7 @@ class RunHubs:
         self.hosts = len(set(first_ranks))
         self.is_on_one_host = assignment.is_on_one_host
         self.sums_by_host = False
-        """Whether a hub on each host first sums the gradients of the host's ranks."""
+        """True if a hub on each host first sums the gradients of the host's ranks."""
         self._assignment = assignment
         self._first_rank = first_ranks[assignment.rank]
         self._options = options
@@ -63,7 +63,7 @@ class RunHubs:
 
     @property
     def runs_hub_of_run(self) -> bool:
-        """Whether this process runs the hub that all ranks use."""
+        """Returns whether this process runs the hub that all ranks use."""
         return self._run_hub is not None
 
     def choose(self, url: str | None) -> HubAccess:

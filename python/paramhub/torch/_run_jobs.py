@@ -36,7 +36,7 @@ class RunJobs:
 
     @property
     def has_launcher_job(self) -> bool:
-        """Whether `paramhub run` has created a job for this run that is not open yet."""
+        """Returns whether `paramhub run` has created a job for this run that is not open yet."""
         return self._launcher_ticket is not None
 
     def open(
@@ -89,8 +89,8 @@ class RunJobs:
         return job
 
     def _may_sum_by_host(self, settings: dict[str, Any], text: str) -> bool:
-        """Whether the hosts' hubs can sum for their ranks in a job with these settings, whose JSON is ``text``. If they cannot,
-        every rank exchanges with every hub."""
+        """Returns whether the hosts' hubs can sum for their ranks in a job with these settings, whose JSON is ``text``. If they
+        cannot, every rank exchanges with every hub."""
         if _native.conflict(["several-sites"], text) is not None:
             return False
         # With one rank on each host there is nothing to sum there, and layers can go from rank to rank.

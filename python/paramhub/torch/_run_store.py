@@ -67,12 +67,12 @@ class RunStore:
             if not self.store.check([key]):
                 self.store.set(key, message)
         if self._rank == 0 and not has_agent_store():
-            others = [f"heard/{rank}" for rank in range(1, self._size)]
+            others = [f"failure-read/{rank}" for rank in range(1, self._size)]
             atexit.register(_call_suppressed, wait_for_keys, self.store, others, EXIT_TIMEOUT)
 
     def acknowledge_failure(self) -> None:
         """Writes for rank 0 that this rank has read the failure."""
-        self.write(f"heard/{self._rank}", "")
+        self.write(f"failure-read/{self._rank}", "")
 
     def announce_exit(self) -> None:
         """Writes for rank 0 that this rank has left all jobs. It waits for no answer: rank 0, which has the store, may

@@ -126,7 +126,7 @@ class Schemes:
     def opened(self, job: _native.Job) -> None:
         """Called when the job is open. Makes the layers that the job's plan exchanges as factors."""
         if self.is_observing and job.has_checkpoints:
-            self._stay()
+            self._use_the_hub()
         if not self.settings:
             return
         is_planned = all(name in self.found for name in self._order)
@@ -152,7 +152,7 @@ class Schemes:
         if not by_factors:
             self.settings = {}
 
-    def _stay(self) -> None:
+    def _use_the_hub(self) -> None:
         """Gives every layer the scheme ``hub``, because the hubs write checkpoints."""
         conflict = _native.conflict(["factors", "checkpoint-every"])
         assert conflict is not None
@@ -237,7 +237,7 @@ def _why_not(
     users: Mapping[int, Sequence[str]],
     name: str,
 ) -> str | None:
-    """Why a Linear cannot be exchanged as factors, or None, as far as the model's definition shows it."""
+    """Returns the reason why a Linear cannot be exchanged as factors, or None, as far as the model's definition shows it."""
     for exchange in (weight, bias):
         others = [user for user in users[id(exchange.parameter)] if user != name] if exchange else []
         if others:

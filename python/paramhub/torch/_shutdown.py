@@ -12,7 +12,7 @@ EXIT_TIMEOUT_AFTER_FAILURE = 1.0
 
 
 class FailureState:
-    """Whether this run has failed: an exchange has failed, or an exception is ending the caller."""
+    """Returns whether this run has failed: an exchange has failed, or an exception is ending the caller."""
 
     def __init__(self) -> None:
         # A whole program may run within an exception handler. Its exception is no failure of the run.
@@ -25,7 +25,7 @@ class FailureState:
             self._failed_at = time.monotonic()
 
     def is_failing(self) -> bool:
-        """Whether the run has failed, so that some rank may not arrive any more."""
+        """Returns whether the run has failed, so that some rank may not arrive any more."""
         current = _current()
         return self._failed_at is not None or (current is not None and current is not self._handled)
 

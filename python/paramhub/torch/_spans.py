@@ -12,7 +12,7 @@ from paramhub.torch._ddp_instances import ddp_instances
 from paramhub.torch._work import Work
 
 LOOKS_MAX = 4
-"""How often a group searches for the models that use it. Each search takes a fraction of a second."""
+"""The interval at which a group searches for the models that use it. Each search takes a fraction of a second."""
 
 
 class Spans:

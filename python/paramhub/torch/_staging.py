@@ -120,17 +120,19 @@ class Stage:
         """Exchanges ``gradients`` with their values at this point of the current device stream, and receives into ``outs``."""
         sends, receives = [self._gradients[key] for key in keys], [self._parameters[key] for key in keys]
         places = [memory_range(tensor) for tensor in sends], [memory_range(tensor) for tensor in receives]
-        copies, landings = zip(sends, gradients, strict=True), zip(outs, receives, strict=True)
-        return self.exchange(list(copies), lambda: self._job.push_pull(keys, *places, self), list(landings))
+        copies, copies_back = zip(sends, gradients, strict=True), zip(outs, receives, strict=True)
+        return self.exchange(
+            list(copies), lambda: self._job.push_pull(keys, *places, self), list(copies_back)
+        )
 
     def exchange(
         self,
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         request: Callable[[], Handle],
-        landings: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        copies_back: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> StagedHandle:
         """Copies the device's tensors with their values at this point of the current device stream. Submits the request when
-        they are on the host, and copies its results back. ``copies`` and ``landings`` are pairs of tensors: copy to, from."""
+        they are on the host, and copies its results back. ``copies`` and ``copies_back`` are pairs of tensors: copy to, from."""
         handle = StagedHandle(self)
         ready = self._streams.Event()
         ready.record(self.current_stream())
@@ -150,7 +152,7 @@ class Stage:
                 handle._end(failure, None)
                 return
             with self.arriving():
-                for to, tensor in landings:
+                for to, tensor in copies_back:
                     to.copy_(tensor, non_blocking=True)
                 landed = self._streams.Event()
                 landed.record(self._back)

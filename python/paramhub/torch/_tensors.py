@@ -31,8 +31,8 @@ def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill its memory without gaps or overlap, in any order of dimensions. Sums and updates are
-    elementwise, so any order will do as long as all ranks have the same."""
+    """Returns whether the tensor's elements fill its memory without gaps or overlap, in any order of dimensions. Sums and
+    updates are elementwise, so any order will do as long as all ranks have the same."""
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last) or _fills(tensor)
 
 
@@ -48,7 +48,7 @@ def _fills(tensor: torch.Tensor) -> bool:
 
 
 def needs_stage(device: torch.device) -> bool:
-    """Whether the device's tensors are exchanged through a stage's host memory."""
+    """Returns whether the device's tensors are exchanged through a stage's host memory."""
     return device.type != "cpu"
 
 

@@ -112,13 +112,13 @@ class Watchdog:
             # Meanwhile, ranks that began to wait a short time ago report it.
             time.sleep(2 * INTERVAL)
             culprits = self.culprits(overdue.number, overdue.handles)
-            whom = (
+            missing = (
                 f"{format_ranks(culprits)} {'has' if len(culprits) == 1 else 'have'} not called it"
                 if culprits
-                else ("nobody knows which rank is late")
+                else "it is unknown which rank is late"
             )
             self._give_up(
-                f"group `{self._name}`, rank {self._rank}: {overdue} has not ended within {overdue.limit:g} s: {whom}",
+                f"group `{self._name}`, rank {self._rank}: {overdue} has not ended within {overdue.limit:g} s: {missing}",
                 culprits[0] if culprits else None,
             )
 

@@ -65,7 +65,7 @@ class Work:
             handle.wait(max(0.0, deadline - time.monotonic()))
 
     def done(self) -> bool:
-        """Whether the operation has ended, with or without an error."""
+        """Returns whether the operation has ended, with or without an error."""
         if not all(handle.done() for handle in self._handles):
             return False
         if self._finish is not None:

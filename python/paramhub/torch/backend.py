@@ -33,7 +33,7 @@ HAS_BACKENDS = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= FIR
 
 _lock = threading.Lock()
 _made: dict[str, int] = {}
-"""How many groups of each name this process has made. Names repeat when torch.distributed is initialised again."""
+"""The number of groups of each name that this process has made. Names repeat when torch.distributed is initialised again."""
 
 
 def register() -> None:
@@ -230,9 +230,9 @@ else:
 
 
 def _serves_all_devices(frame: Any) -> bool:
-    """Whether torch makes a group of this backend alone, and not one of ``"cpu:gloo,cuda:paramhub"``. torch does not pass this,
-    so it is read from the caller's local variables. If a later torch has others, works come in torch's wrapper, and nothing else
-    is lost."""
+    """Returns whether torch makes a group of this backend alone, and not one of ``"cpu:gloo,cuda:paramhub"``. torch does not
+    pass this, so it is read from the caller's local variables. If a later torch has others, works come in torch's wrapper, and
+    nothing else is lost."""
     caller = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
     config = caller.get("backend_config")
     if not isinstance(config, dist.distributed_c10d.BackendConfig):

@@ -125,7 +125,7 @@ class _Exchange:
         devices = [] if buckets.device.type == "cpu" else [buckets.device]
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._uncompleted = [future]
-        # Not set_exception: it sets the exception as the result, and DDP would report that the result is no
+        # This does not use set_exception: it sets the exception as the result, and DDP would report that the result is no
         # tensor.
         self.future = future.then(self._outcome)
         self._result = result

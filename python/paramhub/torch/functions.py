@@ -31,7 +31,7 @@ class Pending:
         self._finish = finish
 
     def done(self) -> bool:
-        """Whether the operation has ended, with or without an error."""
+        """Returns whether the operation has ended, with or without an error."""
         return self._work.done()
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Pending:
 
 
 def poll(handle: Pending) -> bool:
-    """Whether an asynchronous operation has ended; `synchronize` then returns at once."""
+    """Returns whether an asynchronous operation has ended; `synchronize` then returns at once."""
     return handle.done()
 
 

@@ -164,7 +164,7 @@ class HubOptimizer(torch.optim.Optimizer):
         unknown = [index for index, at in enumerate(given) if at not in names]
         if unknown:
             raise MisuseError(
-                f"parameter {unknown[0]} of those given is none of the model's: all must be, so that whoever reads them "
+                f"parameter {unknown[0]} of those given is none of the model's: all must be, so that code that reads them "
                 "through the model waits"
             )
         # The order of the model's definition, which is mostly forward order: parameters that are needed first are most urgent.
@@ -315,10 +315,10 @@ class HubOptimizer(torch.optim.Optimizer):
                 f"param_groups' {', '.join(changed)} changed between backward and step(), when gradients had left: change "
                 "them, or step a scheduler, after step() and before backward"
             )
-        thawed = [name for name, parameter in self._frozen if parameter.grad is not None]
-        if thawed:
+        unfrozen = [name for name, parameter in self._frozen if parameter.grad is not None]
+        if unfrozen:
             raise MisuseError(
-                f"{_some(thawed)}: frozen when HubOptimizer was made, and has a gradient now. close() it and make a new one "
+                f"{_some(unfrozen)}: frozen when HubOptimizer was made, and has a gradient now. close() it and make a new one "
                 "after unfreezing parameters"
             )
 
@@ -533,7 +533,7 @@ def _release(
 
 
 def _why_no_factors(optimizer: str, clips: bool, rejects_non_finite: bool) -> tuple[str, str] | None:
-    """Why no layer can be exchanged as factors, as a message and as the reason alone."""
+    """Returns the reason why no layer can be exchanged as factors, as a message and as the reason alone."""
     asked = {
         "factors": True,
         "factors-in-pytorch": True,

@@ -85,7 +85,7 @@ def _bytes_of(obj: Any) -> torch.Tensor:
 
 def _pairs(params: Any) -> list[tuple[str, Any]]:
     if isinstance(params, Mapping):
-        # In the order of names, because the mapping's own order may differ between ranks.
+        # This goes in the order of names, because the mapping's own order may differ between ranks.
         present = [(str(name), tensor) for name, tensor in params.items() if tensor is not None]
         return sorted(present, key=lambda pair: pair[0])
     if isinstance(params, torch.Tensor):

@@ -37,7 +37,7 @@ EVENTS_MAX = 1 << 17
 """The most events that a rank keeps: about 30 MB of memory, and as much in its file."""
 
 active = False
-"""Whether events are recorded. Code whose recording costs more than a call to `span` tests this first."""
+"""True if events are recorded. Code whose recording costs more than a call to `span` tests this first."""
 
 _recorder: _Recorder | None = None
 _nothing = contextlib.nullcontext()

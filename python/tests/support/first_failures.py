@@ -14,7 +14,7 @@ import paramhub.errors
 from paramhub import _native
 
 CHILDREN = 200
-PATIENCE = 20.0
+WAIT_TIMEOUT = 20.0
 """Seconds after which a process that takes milliseconds counts as hanging."""
 
 
@@ -25,8 +25,8 @@ def fail_first() -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     slots = _native.Slots([(0, 1024)])
     handle = slots.exchange((address, len(memory)), memory)
-    told = threading.Event()
-    handle.add_done_callback(lambda _: told.set())
+    is_called = threading.Event()
+    handle.add_done_callback(lambda _: is_called.set())
 
     def wait() -> None:
         try:
@@ -40,11 +40,11 @@ def fail_first() -> None:
     slots.fail("for the test", 1)
     for waiter in waiters:
         waiter.join()
-    told.wait()
+    is_called.wait()
 
 
 def stands_still(child: int) -> bool:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_TIMEOUT
     while os.waitpid(child, os.WNOHANG)[0] == 0:
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)

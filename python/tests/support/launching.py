@@ -52,7 +52,7 @@ class Program:
         self.pid = self._process.pid
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """Returns the output so far."""
         return self._output.read_text(errors="replace")
 
     def await_output(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:

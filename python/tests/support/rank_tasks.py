@@ -1,4 +1,4 @@
-"""The messages between the tests' process and the zygote."""
+"""The messages between the tests' process and the fork server."""
 
 from __future__ import annotations
 

@@ -88,13 +88,13 @@ def free_port() -> int:
     raise RuntimeError("no port is free")
 
 
-class Zygote:
+class ForkServer:
     """The process that forks ranks. There is one for all tests, started with the first team."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            program = Path(__file__).with_name("zygote.py")
+            program = Path(__file__).with_name("fork_server.py")
             self._process = subprocess.Popen(
                 [sys.executable, str(program), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -106,11 +106,11 @@ class Zygote:
         self.teams = 0
         # No team's timeout includes the import of torch.
         if not self.socket.poll(300):
-            raise TimeoutError("the zygote takes more than 300 s to import torch")
+            raise TimeoutError("the fork server takes more than 300 s to import torch")
         self.socket.recv()
 
     def close(self) -> None:
-        """Ends the zygote, and with it all remaining ranks."""
+        """Ends the fork server, and with it all remaining ranks."""
         self.socket.close()
         try:
             self._process.wait(10)
@@ -123,7 +123,7 @@ class Zygote:
 class _Run:
     """One team's processes."""
 
-    zygote: Zygote
+    fork_server: ForkServer
     number: int
     folder: Path
     size: int
@@ -139,12 +139,12 @@ class _Run:
 
     def listen(self, seconds: float) -> bool:
         """Handles one message, if one arrives in time. Returns whether it did."""
-        if not self.zygote.socket.poll(max(0.0, seconds)):
+        if not self.fork_server.socket.poll(max(0.0, seconds)):
             return False
         try:
-            message = self.zygote.socket.recv()
+            message = self.fork_server.socket.recv()
         except (EOFError, ConnectionError):
-            raise TeamError("the zygote has died: its error is among what the tests print") from None
+            raise TeamError("the fork server has died: its error is among what the tests print") from None
         if isinstance(message, Ended) and message.team == self.number:
             self.ended[message.rank] = message.code
         return True
@@ -153,7 +153,7 @@ class _Run:
         return len(self.ended) == self.size
 
     def signal(self, number: int, *, whole_group: bool = False) -> None:
-        self.zygote.socket.send(Signal(self.number, number, whole_group=whole_group))
+        self.fork_server.socket.send(Signal(self.number, number, whole_group=whole_group))
 
     def end(self) -> None:
         """Kills the remaining ranks, and returns when they have ended."""
@@ -168,8 +168,8 @@ class _Run:
 class Team:
     """Runs functions in fresh processes. The fixture `team` documents how to call it."""
 
-    def __init__(self, start_zygote: Callable[[], Zygote], folder: Path) -> None:
-        self._start_zygote = start_zygote
+    def __init__(self, start_fork_server: Callable[[], ForkServer], folder: Path) -> None:
+        self._start_fork_server = start_fork_server
         self._folder = folder
 
     def __call__(
@@ -182,11 +182,11 @@ class Team:
         dies: Iterable[int] = (),
     ) -> list[Any]:
         __tracebackhide__ = True
-        zygote = self._start_zygote()
-        zygote.teams += 1
-        folder = self._folder / f"team-{zygote.teams}"
+        fork_server = self._start_fork_server()
+        fork_server.teams += 1
+        folder = self._folder / f"team-{fork_server.teams}"
         folder.mkdir(parents=True)
-        run = _Run(zygote, zygote.teams, folder, ranks, {})
+        run = _Run(fork_server, fork_server.teams, folder, ranks, {})
         place = {
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
@@ -196,7 +196,7 @@ class Team:
         try:
             for rank in range(ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place, **(env or {})}
-                zygote.socket.send(
+                fork_server.socket.send(
                     RankTask(
                         team=run.number,
                         rank=rank,

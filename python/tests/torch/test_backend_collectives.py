@@ -36,7 +36,7 @@ def reduce_everything(rank: Rank, name: str) -> None:
     operations = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
     for size in SIZES:
         own = sample(dtype, size, rank.rank)
-        everyone = torch.stack([sample(dtype, size, each) for each in range(rank.size)])
+        of_all_ranks = torch.stack([sample(dtype, size, each) for each in range(rank.size)])
         for operation in operations:
             ours, theirs = own.clone(), own.clone()
             dist.all_reduce(ours, operation)
@@ -51,7 +51,7 @@ def reduce_everything(rank: Rank, name: str) -> None:
         if dtype.is_floating_point:
             ours = own.clone()
             dist.all_reduce(ours, dist.ReduceOp.AVG)
-            assert_close(ours, everyone.double().mean(0).to(dtype))
+            assert_close(ours, of_all_ranks.double().mean(0).to(dtype))
         else:
             for operation in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
                 ours, theirs = own.clone(), own.clone()
@@ -116,30 +116,30 @@ def move_everything(rank: Rank, name: str) -> None:
     own, ranks = rank.rank, range(rank.size)
     for size in SIZES:
         mine = sample(dtype, size, own)
-        everyone = [sample(dtype, size, each) for each in ranks]
+        of_all_ranks = [sample(dtype, size, each) for each in ranks]
         tensor = mine.clone()
         dist.broadcast(tensor, 1)
-        assert torch.equal(tensor, everyone[1])
+        assert torch.equal(tensor, of_all_ranks[1])
         outputs = [torch.empty(size, dtype=dtype) for _ in ranks]
         dist.all_gather(outputs, mine)
         theirs = [torch.empty(size, dtype=dtype) for _ in ranks]
         if size:
             dist.all_gather(theirs, mine, group=gloo)
-        for output, expected, other in zip(outputs, everyone, theirs, strict=True):
+        for output, expected, other in zip(outputs, of_all_ranks, theirs, strict=True):
             assert torch.equal(output, expected) and torch.equal(other, expected)
         single = torch.empty(size * rank.size, dtype=dtype)
         dist.all_gather_into_tensor(single, mine)
-        assert torch.equal(single, torch.cat(everyone))
+        assert torch.equal(single, torch.cat(of_all_ranks))
         # As with FSDP, the rank's own part is in its place already.
         single = torch.zeros(size * rank.size, dtype=dtype)
         part = single[own * size : (own + 1) * size]
         part.copy_(mine)
         dist.all_gather_into_tensor(single, part)
-        assert torch.equal(single, torch.cat(everyone))
+        assert torch.equal(single, torch.cat(of_all_ranks))
         gathered = [torch.empty(size, dtype=dtype) for _ in ranks] if own == 3 else None
         dist.gather(mine, gathered, 3)
         if gathered is not None:
-            assert torch.equal(torch.cat(gathered), torch.cat(everyone))
+            assert torch.equal(torch.cat(gathered), torch.cat(of_all_ranks))
         output = torch.empty(size, dtype=dtype)
         parts = [sample(dtype, size, each, 5) for each in ranks]
         dist.scatter(output, parts if own == 2 else None, 2)
@@ -262,14 +262,14 @@ def choose_ways(rank: Rank) -> None:
     world = paramhub.torch._initialization.world().group()
     text = torch.tensor([7, rank.rank], dtype=torch.uint8)
     world.broadcast(text, 1).wait()
-    told: list[int] = []
+    calls: list[int] = []
     work = world.allreduce(large, "average")
-    work.add_done_callback(lambda done: told.append(int(done.done())))
+    work.add_done_callback(lambda done: calls.append(int(done.done())))
     work.wait(60.0)
     assert text.tolist() == [7, 1] and bool((large == 6.0).all())
-    while not told:
+    while not calls:
         time.sleep(0.01)
-    assert told == [1]
+    assert calls == [1]
 
 
 def test_large_sums_go_through_the_hub_and_all_else_does_not(team: Team) -> None:
@@ -322,9 +322,9 @@ def test_messages_are_matched_by_tag_and_source(team: Team) -> None:
 def exchange_objects(rank: Rank) -> None:
     dist.init_process_group("paramhub")
     own = rank.rank
-    everyone: list = [None] * rank.size
-    dist.all_gather_object(everyone, {"rank": own, "text": "x" * 1000 * own})
-    assert [each["rank"] for each in everyone] == [0, 1, 2, 3] and len(everyone[3]["text"]) == 3000
+    of_all_ranks: list = [None] * rank.size
+    dist.all_gather_object(of_all_ranks, {"rank": own, "text": "x" * 1000 * own})
+    assert [each["rank"] for each in of_all_ranks] == [0, 1, 2, 3] and len(of_all_ranks[3]["text"]) == 3000
     given = ["a", {"b": 1}] if own == 2 else [None, None]
     dist.broadcast_object_list(given, 2)
     assert given == ["a", {"b": 1}]

@@ -118,7 +118,7 @@ def monitor(rank: Rank) -> str:
     return message
 
 
-def test_a_monitored_barrier_names_who_is_missing(team: Team) -> None:
+def test_a_monitored_barrier_names_the_missing_ranks(team: Team) -> None:
     messages = team(monitor)
     assert "ranks 1, 3 did not come" in messages[0] and "ranks 1, 3 did not come" in messages[2]
 
@@ -146,7 +146,7 @@ DISAGREEMENTS = [
 
 
 @pytest.mark.parametrize(("elements", "other", "expected"), DISAGREEMENTS)
-def test_ranks_that_call_different_collectives_are_told(
+def test_ranks_that_call_different_collectives_get_an_error(
     team: Team, elements: int, other: int, expected: tuple[str, str]
 ) -> None:
     for message in team(disagree, elements, other, ranks=3):
@@ -163,7 +163,7 @@ def die(rank: Rank, elements: int) -> str:
     with pytest.raises(RuntimeError) as failed:
         for _ in range(2):
             dist.all_reduce(tensor)
-    print(f"told after {time.monotonic() - began:.2f} s")
+    print(f"raised after {time.monotonic() - began:.2f} s")
     return str(failed.value)
 
 
@@ -237,7 +237,7 @@ def be_beside_another(rank: Rank) -> None:
     not paramhub.torch.backend.HAS_BACKENDS,
     reason="before torch 2.14 a Python class cannot be one of two backends",
 )
-def test_other_backends_can_be_beside_it(team: Team) -> None:
+def test_other_backends_can_be_beside_paramhub(team: Team) -> None:
     team(be_beside_another, ranks=2)
 
 

@@ -66,7 +66,7 @@ def compare(rank: Rank) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_it_averages_as_ddp_does(team: Team, transport: str) -> None:
+def test_the_hook_averages_as_ddp_does(team: Team, transport: str) -> None:
     for differences in team(compare, env={"PARAMHUB_TRANSPORT": transport}):
         assert len(differences) == len(OPTIONS) + len(UNUSED)
         assert max(differences) < TOLERANCE, differences
@@ -81,7 +81,7 @@ def staged(rank: Rank) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_it_averages_by_way_of_a_stage(team: Team, transport: str) -> None:
+def test_the_hook_averages_by_way_of_a_stage(team: Team, transport: str) -> None:
     for differences in team(staged, ranks=2, env={"PARAMHUB_TRANSPORT": transport}):
         assert len(differences) == len(OPTIONS) + len(UNUSED)
         assert max(differences) < TOLERANCE, differences
@@ -288,7 +288,7 @@ def refused(rank: Rank) -> dict[str, str]:
     return messages
 
 
-def test_what_it_cannot_do_is_refused_with_a_reason(team: Team) -> None:
+def test_unsupported_uses_are_refused_with_a_reason(team: Team) -> None:
     for messages in team(refused, ranks=1):
         assert "'weight' is sparse" in messages["sparse"]
         assert "'weight' has elements of torch.float64" in messages["double"]
@@ -340,7 +340,7 @@ def test_a_dying_rank_fails_the_others_passes(
 
 
 def found_without_a_search(rank: Rank) -> list[bool]:
-    """Whether each pass found its DDP instance without a search through the objects of the process."""
+    """Returns whether each pass found its DDP instance without a search through the objects of the process."""
     import paramhub.torch
     import paramhub.torch.ddp
 
@@ -389,7 +389,7 @@ def test_a_state_can_be_pickled_and_goes_on(team: Team) -> None:
 
 
 def interrupted(rank: Rank) -> bool:
-    """Whether Ctrl-C ends a backward pass that waits for another rank."""
+    """Returns whether Ctrl-C ends a backward pass that waits for another rank."""
     import paramhub.torch
 
     dist.init_process_group("gloo")

@@ -70,7 +70,7 @@ def compare(rank: Rank) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_it_steps_as_ddp_does(team: Team, transport: str) -> None:
+def test_the_optimizer_steps_as_ddp_does(team: Team, transport: str) -> None:
     for differences in team(compare, env={"PARAMHUB_TRANSPORT": transport}):
         assert max(differences) < TOLERANCE, differences
 
@@ -84,7 +84,7 @@ def staged(rank: Rank) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_it_steps_by_way_of_a_stage(team: Team, transport: str) -> None:
+def test_the_optimizer_steps_by_way_of_a_stage(team: Team, transport: str) -> None:
     for differences in team(staged, ranks=2, env={"PARAMHUB_TRANSPORT": transport}):
         assert max(differences) < TOLERANCE, differences
 
@@ -275,8 +275,8 @@ def unused(rank: Rank) -> list[Any]:
     import paramhub.torch
 
     model = make(Net)
-    nobody = nn.Parameter(torch.ones(5))
-    named = [*model.named_parameters(), ("nobody", nobody)]
+    unused_parameter = nn.Parameter(torch.ones(5))
+    named = [*model.named_parameters(), ("unused_parameter", unused_parameter)]
     optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
     optimizer = paramhub.torch.DistributedOptimizer(optimizer, named)
     loss_of(model, 0, rank.rank, rank.rank % 2).backward()
@@ -286,14 +286,14 @@ def unused(rank: Rank) -> list[Any]:
     loss_of(own, 0, 0, 0).backward()
     return [
         difference([model.heads[0].weight.grad], [own.heads[0].weight.grad / 2]),
-        nobody.grad.tolist(),
+        unused_parameter.grad.tolist(),
     ]
 
 
 def test_an_unused_parameter_contributes_zeros(team: Team) -> None:
-    for apart, nobody in team(unused, ranks=2):
+    for apart, unused_parameter in team(unused, ranks=2):
         assert apart < TOLERANCE
-        assert nobody == [0.0] * 5
+        assert unused_parameter == [0.0] * 5
 
 
 def layouts(rank: Rank) -> dict[str, Any]:

@@ -60,9 +60,9 @@ def test_the_transformer_learns_with_bf16_gradients(launch: Callable[..., Ended]
         *TORCHRUN, "--nproc-per-node=4", EXAMPLES / "char_transformer.py", "--steps=60", "--batch=4"
     )
     assert code == 0, output
-    said = re.search(r"loss ([0-9.]+) at first, ([0-9.]+) at last; a guess has ([0-9.]+)", output)
-    assert said is not None, output
-    first, last, guess = map(float, said.groups())
+    losses = re.search(r"loss ([0-9.]+) at first, ([0-9.]+) at last; a guess has ([0-9.]+)", output)
+    assert losses is not None, output
+    first, last, guess = map(float, losses.groups())
     assert abs(first - guess) < 1, "it begins as a guess"
     assert last < first - 1, output
 

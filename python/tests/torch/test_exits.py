@@ -137,7 +137,7 @@ def test_ctrl_c_ends_ddp_on_the_backend_and_its_clean_up(team: Team) -> None:
 
 
 def interrupted_in_a_step(rank: Rank) -> bool:
-    """Whether the exchange that never ends still goes on when this rank has shut down."""
+    """Returns whether the exchange that never ends still goes on when this rank has shut down."""
     import torch
 
     import paramhub.torch

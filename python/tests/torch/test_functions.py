@@ -89,9 +89,9 @@ def moves(rank: Rank) -> None:
     assert hvd.allgather(torch.tensor(rank.rank)).tolist() == list(range(hvd.size()))
     assert hvd.synchronize(hvd.allgather_async(rows.half())).dtype == torch.float16
 
-    told = {"rank": rank.rank, "text": "x" * 1000 * rank.rank}
-    assert hvd.broadcast_object(told if rank.rank == 2 else None, 2) == {"rank": 2, "text": "x" * 2000}
-    assert [each["rank"] for each in hvd.allgather_object(told)] == list(range(hvd.size()))
+    own = {"rank": rank.rank, "text": "x" * 1000 * rank.rank}
+    assert hvd.broadcast_object(own if rank.rank == 2 else None, 2) == {"rank": 2, "text": "x" * 2000}
+    assert [each["rank"] for each in hvd.allgather_object(own)] == list(range(hvd.size()))
 
     before = hvd.allgather_object(None)
     hvd.barrier()
@@ -156,7 +156,7 @@ def parameters(rank: Rank) -> None:
         assert model.tied.weight is model.tied_again.weight and model.first.weight.requires_grad
 
 
-def test_parameters_of_one_rank_become_everybodys(team: Team) -> None:
+def test_parameters_of_one_rank_become_those_of_all(team: Team) -> None:
     team(parameters, ranks=3)
 
 
@@ -193,12 +193,12 @@ def optimizer_states(rank: Rank, dtype: torch.dtype) -> None:
         assert all(
             value[2] in (dtype, torch.float32) if len(value) == 4 else value[2] is None for value in states
         )
-        everybodys = hvd.allgather_object((repr(states), [group["lr"] for group in optimizer.param_groups]))
-        assert all(each == everybodys[1] for each in everybodys)
-        assert everybodys[0][1] == [0.75]
+        gathered = hvd.allgather_object((repr(states), [group["lr"] for group in optimizer.param_groups]))
+        assert all(each == gathered[1] for each in gathered)
+        assert gathered[0][1] == [0.75]
 
 
-def test_optimizer_state_of_one_rank_becomes_everybodys(team: Team) -> None:
+def test_optimizer_state_of_one_rank_becomes_that_of_all(team: Team) -> None:
     team(optimizer_states, torch.float32, ranks=3)
     team(optimizer_states, torch.bfloat16, ranks=2)
 

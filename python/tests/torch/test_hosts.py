@@ -70,7 +70,7 @@ try:
         if step == 10 and hub_torch.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 except paramhub.JobFailedError as error:
-    sys.stdout.write(f"told: {error}\\n")
+    sys.stdout.write(f"failed: {error}\\n")
 """
 REPOSITORY = Path(__file__).resolve().parents[3]
 NOT_PERMITTED = 3
@@ -136,10 +136,10 @@ def train(
     ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting]
     starts = [[*torchrun, f"--node-rank={number}"] for number in range(2)]
-    codes, said = run(hosts, folder, text, starts, variables)
-    assert codes == [0, 0], said
-    assert "failed" not in said, said
-    return said
+    codes, output = run(hosts, folder, text, starts, variables)
+    assert codes == [0, 0], output
+    assert "failed" not in output, output
+    return output
 
 
 def run(
@@ -165,54 +165,54 @@ def run(
         for host, start in zip(HOSTS, starts, strict=True)
     ]
     try:
-        said = "".join(process.communicate(timeout=150)[0] for process in started)
+        output = "".join(process.communicate(timeout=150)[0] for process in started)
     finally:
         for process in started:
             process.kill()
             process.wait()
-    return [process.returncode for process in started], said
+    return [process.returncode for process in started], output
 
 
 @pytest.mark.parametrize("deployment", ["", "cc"])
 def test_ranks_of_two_hosts_train_alike(
     hosts: tuple[str, list[str]], tmp_path: Path, deployment: str
 ) -> None:
-    said = train(hosts, tmp_path, PROGRAM, {"PARAMHUB_DEPLOYMENT": deployment} if deployment else {})
-    ends = [line.split(" ends with ")[1] for line in said.splitlines() if " ends with " in line]
-    assert len(ends) == 4 and len(set(ends)) == 1 and ends[0].endswith("and 1.5"), said
+    output = train(hosts, tmp_path, PROGRAM, {"PARAMHUB_DEPLOYMENT": deployment} if deployment else {})
+    ends = [line.split(" ends with ")[1] for line in output.splitlines() if " ends with " in line]
+    assert len(ends) == 4 and len(set(ends)) == 1 and ends[0].endswith("and 1.5"), output
     # Every host has a hub by default.
     hubs = "rank 0 runs the hub for all 2 hosts" if deployment == "cc" else "each of the 2 hosts has a hub"
-    assert f"no PARAMHUB_URL is set, so {hubs}" in said, said
+    assert f"no PARAMHUB_URL is set, so {hubs}" in output, output
     beside = "below" if deployment == "cc" else "beside those of other hosts"
-    assert f"rank 2 runs a hub for the ranks of its host, {beside}" in said, said
+    assert f"rank 2 runs a hub for the ranks of its host, {beside}" in output, output
 
 
-def test_what_hosts_sums_cannot_serve_is_summed_for_all_ranks(
+def test_settings_that_hosts_sums_cannot_serve_are_summed_for_all_ranks(
     hosts: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    said = train(hosts, tmp_path, BY_ALL_HUBS, {})
+    output = train(hosts, tmp_path, BY_ALL_HUBS, {})
     for way in ("clipped", "one-bit", "factored"):
-        ends = [line.split(f" {way}: ")[1] for line in said.splitlines() if f" {way}: " in line]
-        assert len(ends) == 4 and len(set(ends)) == 1, (way, said)
-    assert "each of the 2 hosts has a hub" in said, said
+        ends = [line.split(f" {way}: ")[1] for line in output.splitlines() if f" {way}: " in line]
+        assert len(ends) == 4 and len(set(ends)) == 1, (way, output)
+    assert "each of the 2 hosts has a hub" in output, output
 
 
-def test_with_a_rank_on_each_host_layers_may_go_by_their_factors(
+def test_layers_may_go_by_their_factors_with_a_rank_on_each_host(
     hosts: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    said = train(hosts, tmp_path, BY_SCHEME, {}, to_a_host=1)
-    assert "each of the 2 hosts has a hub" in said, said
-    ends = [line.split(" ends with ")[1] for line in said.splitlines() if " ends with " in line]
-    assert len(ends) == 2 and len(set(ends)) == 1 and ends[0].endswith(" by factors"), said
+    output = train(hosts, tmp_path, BY_SCHEME, {}, to_a_host=1)
+    assert "each of the 2 hosts has a hub" in output, output
+    ends = [line.split(" ends with ")[1] for line in output.splitlines() if " ends with " in line]
+    assert len(ends) == 2 and len(set(ends)) == 1 and ends[0].endswith(" by factors"), output
 
 
 def test_the_end_of_a_hosts_hub_names_the_rank_that_had_it(
     hosts: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    # Not under torchrun, which would wait for torchrun on the other host.
+    # This does not run under torchrun, which would wait for torchrun on the other host.
     meeting = [f"MASTER_ADDR={hosts[1][0]}", "MASTER_PORT=29555", "WORLD_SIZE=2"]
     starts = [["env", *meeting, f"RANK={rank}", sys.executable] for rank in range(2)]
-    codes, said = run(hosts, tmp_path, DIES, starts, {})
-    assert codes == [0, -signal.SIGKILL], said
-    told = [line for line in said.splitlines() if "told: " in line]
-    assert len(told) == 1 and "/host-of-rank-1 " in told[0] and "was lost" in told[0], said
+    codes, output = run(hosts, tmp_path, DIES, starts, {})
+    assert codes == [0, -signal.SIGKILL], output
+    failures = [line for line in output.splitlines() if "failed: " in line]
+    assert len(failures) == 1 and "/host-of-rank-1 " in failures[0] and "was lost" in failures[0], output

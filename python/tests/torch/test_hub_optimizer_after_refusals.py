@@ -238,8 +238,8 @@ def within_ddp(rank: Rank) -> None:
     with pytest.raises(paramhub.MisuseError) as refused:
         ddp(torch.ones(2, 4))
     message = str(refused.value)
-    for said in ("'0.weight'", "DistributedDataParallel", "hub_hook", "Trainer", "docs/pytorch.md"):
-        assert said in message, message
+    for part in ("'0.weight'", "DistributedDataParallel", "hub_hook", "Trainer", "docs/pytorch.md"):
+        assert part in message, message
     assert "max_grad_norm" not in message
     # No gradient was sent. DDP wrote to the parameters when it was made.
     with pytest.raises(

@@ -65,7 +65,7 @@ def construction(rank: Rank) -> None:
     make(model)
 
 
-def what_other_optimizers_take(rank: Rank) -> None:
+def pass_arguments_of_other_optimizers(rank: Rank) -> None:
     model = Linear(4, 3)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, nesterov=True)
     call = r"HubOptimizer\(model, paramhub.SGD\(lr=0.3, momentum=0.9, nesterov=True\)\)"
@@ -217,12 +217,12 @@ def kinds_of_gradients(rank: Rank) -> None:
     )
 
 
-def test_what_cannot_be_made(team: Team) -> None:
+def test_arguments_that_cannot_work_are_refused(team: Team) -> None:
     team(construction, ranks=1)
 
 
-def test_what_other_optimizers_take_is_a_type_error(team: Team) -> None:
-    team(what_other_optimizers_take, ranks=1)
+def test_arguments_of_other_optimizers_are_type_errors(team: Team) -> None:
+    team(pass_arguments_of_other_optimizers, ranks=1)
 
 
 def test_steps_out_of_order(team: Team) -> None:

@@ -80,7 +80,7 @@ def ends(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", ["hub", "auto"])
-def test_it_goes_on_to_the_same_bits(run: Run, scheme: str) -> None:
+def test_a_resumed_run_goes_on_to_the_same_bits(run: Run, scheme: str) -> None:
     every = ("--checkpoint-every", "3")
     whole = ends(run(9, *every, scheme=scheme, name="whole"))
     assert len(whole) == 2 and "0 to 9" in whole[0] and "updates {9}" in whole[0], whole
@@ -95,7 +95,7 @@ def test_it_goes_on_to_the_same_bits(run: Run, scheme: str) -> None:
     assert (stays in output) == (scheme == "auto"), output
 
 
-def test_without_more_checkpoints_layers_may_leave_the_hub(run: Run) -> None:
+def test_layers_may_leave_the_hub_without_more_checkpoints(run: Run) -> None:
     run(4, "--checkpoint-every", "2")
     resumed = ("--checkpoint-every", "1000000", "--resume=4")
     expected = ends(run(8, *resumed))

@@ -95,7 +95,7 @@ def mixed(rank: Rank) -> dict[str, tuple[str, str]]:
     return optimizer.schemes
 
 
-def test_what_has_no_factors_goes_by_the_hub_with_a_reason(team: Team) -> None:
+def test_layers_without_factors_go_by_the_hub_with_a_reason(team: Team) -> None:
     found = team(mixed, ranks=2)
     assert found[0] == found[1]
     assert found[0].keys() == REASONS.keys()
@@ -152,14 +152,14 @@ def refusals(rank: Rank) -> None:
         model = begin(rank, Transformer)
         return model, HubOptimizer(model, paramhub.SGD(lr=0.01), **options)
 
-    for options, said in [
+    for options, message in [
         ({"scheme": "ps"}, "scheme is 'hub', 'factors' or 'auto', not 'ps'"),
         ({"scheme": "factors", "max_grad_norm": 1.0}, "as clipping by the global norm needs"),
         ({"scheme": "factors", "reject_non_finite": True}, "hubs look at every gradient"),
         ({"scheme": "auto", "samples": {"left": 3}}, r"samples names \['left'\]"),
         ({"scheme": "auto", "samples": 0}, "samples are numbers from 1"),
     ]:
-        with pytest.raises(paramhub.MisuseError, match=said):
+        with pytest.raises(paramhub.MisuseError, match=message):
             model_and(**options)
     with pytest.raises(paramhub.MisuseError, match="registered at hubs"):
         HubOptimizer(begin(rank, Transformer), paramhub.Optimizer("lion"), scheme="factors")
@@ -167,12 +167,12 @@ def refusals(rank: Rank) -> None:
     assert {scheme for scheme, _ in optimizer.schemes.values()} == {"hub"}
     optimizer.close()
 
-    def spoilt(said: str, spoil: Any, **options: Any) -> None:
+    def spoilt(message: str, spoil: Any, **options: Any) -> None:
         model, optimizer = model_and(scheme="factors", **options)
         model(torch.ones(4, 144)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(paramhub.MisuseError, match=said):
+        with pytest.raises(paramhub.MisuseError, match=message):
             spoil(model, optimizer)
             optimizer.step()
 
@@ -208,7 +208,7 @@ def refusals(rank: Rank) -> None:
         spoilt("is not what this step's inputs and output gradients", spoil)
 
 
-def test_what_the_factors_do_not_make_is_refused(team: Team) -> None:
+def test_gradients_that_the_factors_do_not_make_are_refused(team: Team) -> None:
     team(refusals, ranks=1)
 
 
@@ -231,7 +231,7 @@ def dies(rank: Rank) -> None:
         except paramhub.JobFailedError as error:
             assert step == 3 and error.culprit == 1, error
             return
-    raise AssertionError("nobody has noticed")
+    raise AssertionError("no rank has noticed")
 
 
 def test_a_rank_that_dies_is_named(team: Team) -> None:

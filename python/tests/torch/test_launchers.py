@@ -41,11 +41,11 @@ def test_torchrun(launch: Callable[..., Ended], program: Path) -> None:
 
 def test_a_variable_that_nothing_reads_is_named_once(launch: Callable[..., Ended], program: Path) -> None:
     wrong = {"PARAMHUB_TRASNPORT": "tcp"}
-    said = "the environment sets PARAMHUB_TRASNPORT, which nothing reads: did you mean PARAMHUB_TRANSPORT?"
+    warning = "the environment sets PARAMHUB_TRASNPORT, which nothing reads: did you mean PARAMHUB_TRANSPORT?"
     for launcher in ([*TORCHRUN, "--nproc-per-node=2"], [*PARAMHUB, "run", "-n", "2", "--", PYTHON]):
         code, output = launch(*launcher, program, env=wrong)
         assert code == 0, output
-        assert output.count(said) == 1, output
+        assert output.count(warning) == 1, output
 
 
 def test_paramhub_run(launch: Callable[..., Ended], program: Path) -> None:
@@ -55,7 +55,7 @@ def test_paramhub_run(launch: Callable[..., Ended], program: Path) -> None:
         assert f"environment: rank {rank} of 2 has 3" in output
 
 
-def test_nobody(launch: Callable[..., Ended], program: Path) -> None:
+def test_a_process_without_a_launcher(launch: Callable[..., Ended], program: Path) -> None:
     code, output = launch(PYTHON, program)
     assert code == 0, output
-    assert "nobody: rank 0 of 1 has 1" in output
+    assert "none: rank 0 of 1 has 1" in output

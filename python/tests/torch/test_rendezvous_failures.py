@@ -26,7 +26,7 @@ def lacks_the_token(rank: Rank) -> None:
         assert "rank 0 could not create the job" in str(failure.value)
 
 
-def test_ranks_hear_at_once_that_rank_0_has_no_token(team: Team) -> None:
+def test_ranks_learn_at_once_that_rank_0_has_no_token(team: Team) -> None:
     with paramhub.Hub(manager="127.0.0.1:0", admin_token="a-token-that-no-rank-has") as hub:
         team(lacks_the_token, ranks=2, env={"PARAMHUB_URL": hub.url})
 
@@ -43,5 +43,5 @@ def cannot_join(rank: Rank) -> None:
             paramhub.torch.init()
 
 
-def test_ranks_hear_at_once_that_rank_0_cannot_join(team: Team, hub: paramhub.Hub) -> None:
+def test_ranks_learn_at_once_that_rank_0_cannot_join(team: Team, hub: paramhub.Hub) -> None:
     team(cannot_join, ranks=3, env={"PARAMHUB_URL": hub.url})

@@ -144,7 +144,7 @@ def mortal(rank: Rank) -> None:
             optimizer.step()
 
 
-def test_what_survives_of_a_failed_run(team: Team, tmp_path: Path) -> None:
+def test_the_timeline_of_a_failed_run_survives(team: Team, tmp_path: Path) -> None:
     team(mortal, ranks=2, dies=[1], env={"PARAMHUB_TRACE": str(tmp_path / "trace")})
     timeline = Timeline(tmp_path / "trace" / "trace.json")
     assert timeline.names.keys() == {0}
@@ -191,7 +191,7 @@ def test_times_are_rank_0s_from_the_beginning_of_the_run(tmp_path: Path) -> None
     assert (span["ts"], span["dur"]) == (4000.0, 2500.0)
 
 
-def test_ranks_that_end_together_lose_nobodys_events(tmp_path: Path) -> None:
+def test_ranks_that_end_together_lose_no_events(tmp_path: Path) -> None:
     size = 8
 
     def end(rank: int) -> None:

@@ -36,7 +36,7 @@ class Start:
         self._variables = variables
         self._arguments = arguments
         self.begins = begins
-        """Whether the process group is always initialised, and not only for uses that need it."""
+        """True if the process group is always initialised, and not only for uses that need it."""
 
     def set_variables(self, rank: Rank, port: int) -> None:
         for name in [name for name in os.environ if name.startswith(LAUNCHERS) or name in PLACES]:
@@ -224,7 +224,7 @@ def test_slurms_batch_step_and_a_process_group_of_its_own_disagree(team: Team) -
     team(be_refused, "HubOptimizer", variables, ["rank 0 of 8", "SLURM_NTASKS", "unset"], ranks=2)
 
 
-def say_who_it_is(rank: Rank) -> None:
+def print_rank(rank: Rank) -> None:
     Start(SLURM | {"SLURM_NTASKS": "8"}, by_file, begins=True).set_variables(rank, 0)
     dist.init_process_group("gloo", **by_file(rank, 0))
     hub_torch.init(rank=dist.get_rank(), size=dist.get_world_size())
@@ -234,7 +234,7 @@ def say_who_it_is(rank: Rank) -> None:
 
 
 def test_arguments_that_agree_with_the_process_group_overrule_variables(team: Team) -> None:
-    team(say_who_it_is, ranks=2)
+    team(print_rank, ranks=2)
 
 
 def be_alone_first(rank: Rank, use: str) -> None:

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_nowhere_is_named_but_for_code() {
+    fn broken_links_are_named_except_in_code() {
         let page = "[gone](gone.md) [no heading](#nothing)\n```\n[code](x.md)\n# Nothing\n```\n`[a](y.md)` [z](z.rs)";
         assert_eq!(broken(&[("a.md", page)]), ["a.md: #nothing", "a.md: gone.md", "a.md: z.rs"]);
     }

@@ -21,6 +21,6 @@ pub(crate) fn clippy(extent: Extent) -> Result<(), Failure> {
     }
     let workspace = mpi::workspace(extent)?.iter().copied();
     Invocation::parse("cargo clippy --all-targets").args(workspace).args(deny_warnings).run()?;
-    // Without the features, as most people build it.
+    // This builds without the features, as most people do.
     Invocation::parse("cargo clippy --workspace").args(deny_warnings).run()
 }

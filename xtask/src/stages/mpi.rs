@@ -1,4 +1,5 @@
-//! What the communicator over MPI needs. It is a feature, since most people who build this have no MPI.
+//! Installs or finds what the communicator over MPI needs. It is a feature, since most people who build
+//! this have no MPI.
 
 use crate::packages::SystemProgram;
 use crate::stage::{Extent, Failure};
@@ -23,8 +24,8 @@ static NEEDED: [SystemProgram; 3] = [
     },
 ];
 
-/// What cargo builds, lints and tests: everything, and the communicator over MPI unless the run is to be quick.
-/// All stages pass the same, so that cargo builds each crate once.
+/// The features that cargo builds, lints and tests: everything, and the communicator over MPI unless the
+/// run is to be quick. All stages pass the same, so that cargo builds each crate once.
 pub(crate) fn workspace(extent: Extent) -> Result<&'static [&'static str], Failure> {
     if extent == Extent::Quick {
         return Ok(&["--workspace"]);

@@ -13,13 +13,13 @@ use super::{Problem, options};
 
 /// Like the namespaces, the folder is gone after a restart.
 const FOLDER: &str = "/run/paramhub-testbed";
-/// How long a process waits for the lock: a guard may be taking an interrupted testbed down.
-const LOCK_PATIENCE: Duration = Duration::from_secs(15);
-/// How long a guard tries to take a testbed down.
-const GUARD_PATIENCE: Duration = Duration::from_secs(10);
+/// The time that a process waits for the lock: a guard may be taking an interrupted testbed down.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(15);
+/// The time that a guard tries to take a testbed down.
+const GUARD_TIMEOUT: Duration = Duration::from_secs(10);
 /// A testbed is down if nothing was added to it for so long.
 const QUIET: Duration = Duration::from_millis(300);
-/// What the builder writes to its guard when it has succeeded.
+/// The text that the builder writes to its guard when it has succeeded.
 const ALL_IS_WELL: &[u8] = b"well";
 
 /// The right to change a testbed.
@@ -36,7 +36,7 @@ impl Lock {
         std::fs::create_dir_all(FOLDER).map_err(denied)?;
         let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let file = open.map_err(denied)?;
-        let deadline = Instant::now() + LOCK_PATIENCE;
+        let deadline = Instant::now() + LOCK_TIMEOUT;
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(Lock { name: name.to_owned(), file }),
@@ -106,9 +106,9 @@ impl Guard {
 
 /// The guard's own process.
 pub(crate) fn stand(name: &str) -> ExitCode {
-    let mut heard = Vec::new();
-    let _ = std::io::stdin().lock().read_to_end(&mut heard);
-    if heard == ALL_IS_WELL {
+    let mut received = Vec::new();
+    let _ = std::io::stdin().lock().read_to_end(&mut received);
+    if received == ALL_IS_WELL {
         return ExitCode::SUCCESS;
     }
     let result = take_down_behind(name);
@@ -127,7 +127,7 @@ pub(crate) fn stand(name: &str) -> ExitCode {
 
 /// Processes that the dead process started last may still be creating namespaces, or deleting them.
 fn take_down_behind(name: &str) -> Result<(), Problem> {
-    let deadline = Instant::now() + GUARD_PATIENCE;
+    let deadline = Instant::now() + GUARD_TIMEOUT;
     loop {
         let found = take_down(name);
         std::thread::sleep(QUIET);
@@ -135,7 +135,7 @@ fn take_down_behind(name: &str) -> Result<(), Problem> {
             (Ok(_), Ok(0)) => return Ok(()),
             (_, Err(problem)) if Instant::now() > deadline => return Err(problem),
             _ if Instant::now() > deadline => {
-                return Err(Problem::Failed(format!("somebody keeps adding to {name}")));
+                return Err(Problem::Failed(format!("processes keep being added to {name}")));
             }
             _ => {}
         }

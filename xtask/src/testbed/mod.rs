@@ -64,7 +64,7 @@ pub(crate) enum Task {
     },
 }
 
-/// Why a task cannot be done.
+/// The reason why a task cannot be done.
 #[derive(Debug)]
 enum Problem {
     /// This machine does not permit this user to create testbeds.

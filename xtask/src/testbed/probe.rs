@@ -17,14 +17,14 @@ use super::shape::Shape;
 /// of 20 and 12 of timestamps, by 1500 and a header of 14.
 const PAYLOAD_SHARE: f64 = 1448.0 / 1514.0;
 const TOLERANCE: f64 = 0.05;
-/// How often a measurement is tried at most. On a busy machine an attempt may fail.
+/// The most attempts of a measurement. On a busy machine an attempt may fail.
 const ATTEMPTS: usize = 3;
 
 /// The rates of one kind of link.
 pub(super) struct LinkMeasurement {
     what: &'static str,
     rate: Rate,
-    /// How many links were used at once, both ways.
+    /// The number of links that were used at once, both ways.
     links: usize,
     /// The payload of each link and way, in bytes a second, in order.
     ways: Vec<f64>,
@@ -128,8 +128,9 @@ fn exchange(shape: &Shape, flows: &[Flow]) -> Result<Vec<(f64, f64)>, Problem> {
         .collect::<Result<_, _>>()?;
     let mut dialled = Vec::new();
     for (flow, mut listener) in flows.iter().zip(listeners) {
-        let port = listener.hear()?;
-        let port = port.parse().map_err(|_| Problem::Failed(format!("an end of the probe said `{port}`")))?;
+        let port = listener.read_line()?;
+        let port =
+            port.parse().map_err(|_| Problem::Failed(format!("a process of the probe printed `{port}`")))?;
         let to = SocketAddr::new(flow.to.1.into(), port).to_string();
         let dialler = ProbeProcess::start(shape, &flow.from, &["dial", &flow.from.1.to_string(), &to])?;
         dialled.push((dialler, listener));
@@ -160,18 +161,18 @@ impl ProbeProcess {
         Ok(ProbeProcess { process, words })
     }
 
-    fn hear(&mut self) -> Result<String, Problem> {
+    fn read_line(&mut self) -> Result<String, Problem> {
         let mut line = String::new();
         match self.words.read_line(&mut line) {
             Ok(1..) => Ok(line.trim().to_owned()),
             // The process has printed the reason on stderr.
-            _ => Err(Problem::Failed("an end of the probe ended too early".into())),
+            _ => Err(Problem::Failed("a process of the probe ended too early".into())),
         }
     }
 
     fn speed(&mut self) -> Result<f64, Problem> {
-        let said = self.hear()?;
-        said.parse().map_err(|_| Problem::Failed(format!("an end of the probe said `{said}`")))
+        let line = self.read_line()?;
+        line.parse().map_err(|_| Problem::Failed(format!("a process of the probe printed `{line}`")))
     }
 }
 

@@ -14,8 +14,8 @@ const BURST_SECONDS: f64 = 0.001;
 /// The usual queue of a port of a rack's switch: some packets of 64 KB from each of many hosts that send to
 /// one.
 const QUEUE_BYTES: u64 = 2 << 20;
-/// How long a packet may wait for its turn, at least and at most: the queue of a fast link is longer, that of
-/// a slow one shorter.
+/// The time that a packet may wait for its turn, at least and at most: the queue of a fast link is longer,
+/// that of a slow one shorter.
 const QUEUE_SECONDS: (f64, f64) = (0.02, 0.1);
 /// Each interface of a host with several has a routing table, numbered from here.
 const TABLE_FIRST: usize = 100;

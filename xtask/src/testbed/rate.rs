@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_rate_is_refused_by_name() {
+    fn a_text_that_is_no_rate_is_refused_by_name() {
         for text in ["", "500", "mbit", "5mb", "0mbit", "999kbit", "101gbit", "1.5gbit", "99999999999999gbit"]
         {
             let problem = Rate::parse(text).expect_err(text);

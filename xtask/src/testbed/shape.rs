@@ -50,7 +50,7 @@ pub(crate) struct Link {
     /// The namespace of a host or of another switch, and its interface.
     pub(crate) end: (String, String),
     pub(crate) rate: Rate,
-    /// Whether both ends are ports of bridges.
+    /// `true` if both ends are ports of bridges.
     pub(crate) is_trunk: bool,
 }
 

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::Problem;
 
-/// How long killed processes may take to end.
-const END_PATIENCE: Duration = Duration::from_secs(10);
+/// The time that killed processes may take to end.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs a program to its end. If it fails, the error is its output on stderr.
 pub(super) fn call(program: &str, arguments: &[&str], input: &str) -> Result<String, String> {
@@ -57,7 +57,7 @@ pub(super) fn processes(namespace: &str) -> Result<Vec<String>, Problem> {
 
 /// Ends all processes in these namespaces, then removes them: one with a process inside would live on without a name.
 pub(super) fn remove(namespaces: &[String]) -> Result<(), Problem> {
-    let deadline = Instant::now() + END_PATIENCE;
+    let deadline = Instant::now() + END_TIMEOUT;
     loop {
         let mut left = Vec::new();
         for namespace in namespaces {

@@ -93,7 +93,7 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
         ablation.plot().write(path)?;
     }
     for tried in &ablation.tried {
-        tried.verdict.demand().with_context(|| tried.variant.name())?;
+        tried.verdict.require_right().with_context(|| tried.variant.name())?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -10,7 +10,7 @@ use paramhub_kernels::nontemporal::{self, NonTemporal};
 use serde::{Deserialize, Serialize};
 
 use super::idle::{NoSum, NoUpdate};
-use super::wide::{Gang, Wide};
+use super::wide::{ThreadGroup, Wide};
 
 /// One way to exchange.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -44,13 +44,13 @@ impl Variant {
         Variant::value_variants().iter().copied().filter(|variant| variant.obstacle().is_none())
     }
 
-    /// Why the variant cannot run here, if it cannot.
+    /// Returns the reason why the variant cannot run here, if it cannot.
     pub(super) fn obstacle(self) -> Option<&'static str> {
         let is_impossible = self == Variant::NonTemporal && !nontemporal::IS_SUPPORTED;
         is_impossible.then_some("this processor has no stores that bypass the cache")
     }
 
-    /// Whether the parameters must be those that the kernels compute from the gradients.
+    /// Returns whether the parameters must be those that the kernels compute from the gradients.
     pub(super) fn is_exact(self) -> bool {
         !matches!(self, Variant::NoAggregator | Variant::NoOptimizer | Variant::Communication)
     }
@@ -100,21 +100,21 @@ impl Variant {
     pub(crate) fn registry(self, cores: usize) -> anyhow::Result<Registry> {
         let normal = Registry::with_builtins();
         let mut registry = Registry::empty();
-        let gang = (self == Variant::Wide).then(|| Gang::new(cores)).transpose()?;
+        let threads = (self == Variant::Wide).then(|| ThreadGroup::new(cores)).transpose()?;
         let sum = normal.aggregator("sum")?;
-        let sum: Arc<dyn Aggregator> = match (self, &gang) {
+        let sum: Arc<dyn Aggregator> = match (self, &threads) {
             (Variant::NonTemporal, _) => Arc::new(NonTemporal::new(sum)),
             (Variant::NoAggregator | Variant::Communication, _) => Arc::new(NoSum),
-            (_, Some(gang)) => Arc::new(Wide::new(gang, sum)),
+            (_, Some(threads)) => Arc::new(Wide::new(threads, sum)),
             _ => sum,
         };
         registry.register_aggregator("sum", sum)?;
         for name in normal.optimizer_names() {
             let update = normal.optimizer(name)?;
-            let update: Arc<dyn Optimizer> = match (self, &gang) {
+            let update: Arc<dyn Optimizer> = match (self, &threads) {
                 (Variant::NonTemporal, _) => Arc::new(NonTemporal::new(update)),
                 (Variant::NoOptimizer | Variant::Communication, _) => Arc::new(NoUpdate(update)),
-                (_, Some(gang)) => Arc::new(Wide::new(gang, update)),
+                (_, Some(threads)) => Arc::new(Wide::new(threads, update)),
                 _ => update,
             };
             registry.register_optimizer(name, update)?;

@@ -1,4 +1,5 @@
-//! Wide aggregation: a gang of threads works on one array at a time, each on a piece of it (PHub section 3.2.2, figure 7).
+//! Wide aggregation: a group of threads works on one array at a time, each on a piece of it (PHub section
+//! 3.2.2, figure 7).
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,20 +11,20 @@ use paramhub_kernels::{HyperparameterError, Step};
 const PIECE_ELEMENTS: usize = 16;
 
 /// Threads that do all work in lock-step, on one array at a time.
-pub(super) struct Gang {
+pub(super) struct ThreadGroup {
     pool: rayon::ThreadPool,
-    /// Held while the whole gang works on one array.
+    /// Held while all threads work on one array.
     turn: Mutex<()>,
 }
 
-impl Gang {
-    pub(super) fn new(threads: usize) -> anyhow::Result<Arc<Gang>> {
+impl ThreadGroup {
+    pub(super) fn new(threads: usize) -> anyhow::Result<Arc<ThreadGroup>> {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
-            .thread_name(|number| format!("gang-{number}"))
+            .thread_name(|number| format!("wide-{number}"))
             .build()
-            .context("cannot start the threads of a gang")?;
-        Ok(Arc::new(Gang { pool, turn: Mutex::new(()) }))
+            .context("cannot start the threads")?;
+        Ok(Arc::new(ThreadGroup { pool, turn: Mutex::new(()) }))
     }
 
     /// Elements of each thread's piece, except the last.
@@ -41,41 +42,41 @@ impl Gang {
     }
 }
 
-/// The work of an aggregator or an optimizer, done by a gang.
+/// The work of an aggregator or an optimizer, done by a group of threads.
 pub(super) struct Wide<R> {
-    gang: Arc<Gang>,
+    threads: Arc<ThreadGroup>,
     rule: R,
 }
 
 impl<R> Wide<R> {
-    pub(super) fn new(gang: &Arc<Gang>, rule: R) -> Wide<R> {
-        Wide { gang: Arc::clone(gang), rule }
+    pub(super) fn new(threads: &Arc<ThreadGroup>, rule: R) -> Wide<R> {
+        Wide { threads: Arc::clone(threads), rule }
     }
 }
 
 impl<R: Aggregator> Aggregator for Wide<R> {
     fn assign_f32(&self, sum: &mut [f32], contribution: &[f32]) {
-        let piece = self.gang.piece(sum.len());
+        let piece = self.threads.piece(sum.len());
         let pieces = sum.chunks_mut(piece).zip(contribution.chunks(piece));
-        self.gang.work(pieces, |(sum, contribution)| self.rule.assign_f32(sum, contribution));
+        self.threads.work(pieces, |(sum, contribution)| self.rule.assign_f32(sum, contribution));
     }
 
     fn add_f32(&self, sum: &mut [f32], contribution: &[f32]) {
-        let piece = self.gang.piece(sum.len());
+        let piece = self.threads.piece(sum.len());
         let pieces = sum.chunks_mut(piece).zip(contribution.chunks(piece));
-        self.gang.work(pieces, |(sum, contribution)| self.rule.add_f32(sum, contribution));
+        self.threads.work(pieces, |(sum, contribution)| self.rule.add_f32(sum, contribution));
     }
 
     fn assign(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
-        let piece = self.gang.piece(sum.len());
+        let piece = self.threads.piece(sum.len());
         let pieces = sum.chunks_mut(piece).zip(wire.chunks(piece * codec.bytes()));
-        self.gang.work(pieces, |(sum, wire)| self.rule.assign(sum, wire, codec));
+        self.threads.work(pieces, |(sum, wire)| self.rule.assign(sum, wire, codec));
     }
 
     fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
-        let piece = self.gang.piece(sum.len());
+        let piece = self.threads.piece(sum.len());
         let pieces = sum.chunks_mut(piece).zip(wire.chunks(piece * codec.bytes()));
-        self.gang.work(pieces, |(sum, wire)| self.rule.add(sum, wire, codec));
+        self.threads.work(pieces, |(sum, wire)| self.rule.add(sum, wire, codec));
     }
 }
 
@@ -85,7 +86,7 @@ impl<R: Optimizer> Optimizer for Wide<R> {
     }
 
     fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
-        let (length, piece) = (model.len(), self.gang.piece(model.len()));
+        let (length, piece) = (model.len(), self.threads.piece(model.len()));
         let slots = state.len().checked_div(length).unwrap_or(0);
         // The state slots of a piece are side by side. No other code reads them, so they may have any order.
         let mut rest = state;
@@ -95,7 +96,7 @@ impl<R: Optimizer> Optimizer for Wide<R> {
             (model, sum, state)
         });
         let pieces: Vec<_> = pieces.collect();
-        self.gang.work(pieces.into_iter(), |(model, sum, state)| self.rule.apply(step, model, sum, state));
+        self.threads.work(pieces.into_iter(), |(model, sum, state)| self.rule.apply(step, model, sum, state));
     }
 
     fn defaults(&self) -> Hyperparameters {
@@ -118,14 +119,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gang_makes_what_one_thread_makes() {
-        for threads in [1, 2, 3] {
-            let gang = Gang::new(threads).unwrap();
+    fn a_group_of_threads_makes_what_one_thread_makes() {
+        for count in [1, 2, 3] {
+            let threads = ThreadGroup::new(count).unwrap();
             for length in [0, 1, 15, 16, 17, 1000] {
                 let wire: Vec<u8> = (0..length).flat_map(|i| (i as f32 / 8.0 - 3.0).to_le_bytes()).collect();
                 let one = step(&Sum::new(), &Adam::new(), &wire);
-                let wide = step(&Wide::new(&gang, Sum::new()), &Wide::new(&gang, Adam::new()), &wire);
-                assert_eq!(wide, one, "{threads} threads, {length} elements");
+                let wide = step(&Wide::new(&threads, Sum::new()), &Wide::new(&threads, Adam::new()), &wire);
+                assert_eq!(wide, one, "{count} threads, {length} elements");
             }
         }
     }

@@ -43,7 +43,7 @@ const WARMUP_STEPS: usize = 10;
 ///
 ///   compute                      forward and backward of all workers at once; gradients are thrown away
 ///   data copy and communication  each worker's gradients go to the hub, its parameters come back; the hub looks at
-///                                nothing, and nobody waits for anybody
+///                                nothing, and no worker waits for another
 ///   aggregation                  the hub adds every gradient to a sum
 ///   optimisation                 for every N gradients of N workers the hub runs the optimizer once
 ///   synchronisation and other    the real thing: an answer needs every worker's gradient, so they wait for each other

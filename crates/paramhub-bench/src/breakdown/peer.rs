@@ -122,7 +122,7 @@ fn run_worker(
     hub.map_or(Ok(()), |hub| Ok(hub.leave()?))
 }
 
-/// When the steps that count began and ended.
+/// The time at which the steps that count began and ended.
 #[derive(Default)]
 struct StepTimer {
     begun: Option<(usize, Instant, f64)>,

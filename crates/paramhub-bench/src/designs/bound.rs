@@ -25,11 +25,11 @@ pub(super) struct Model<'a> {
 /// The times that a run of steps has reached.
 #[derive(Default)]
 struct Run {
-    /// When the thread that pushes is free.
+    /// The time at which the thread that pushes is free.
     caller: f64,
-    /// When the computing stream is free.
+    /// The time at which the computing stream is free.
     stream: f64,
-    /// When the link, which carries one collective at a time, is free.
+    /// The time at which the link, which carries one collective at a time, is free.
     link: f64,
     /// For concom: when the sums arrive for which the next barrier waits.
     outstanding: Vec<f64>,
@@ -77,7 +77,7 @@ impl Model<'_> {
         self.layers.iter().map(|&layer| made[layer]).collect()
     }
 
-    /// When a key's sum is there.
+    /// Returns the time at which a key's sum is there.
     fn exchange(&self, run: &mut Run, gradient: f64, seconds: f64) -> f64 {
         match self.design {
             Design::Funnel => {
@@ -100,7 +100,7 @@ impl Model<'_> {
         }
     }
 
-    /// When each key is there if front keys overtake.
+    /// Returns the time at which each key is there if front keys overtake.
     fn by_priority(&self, gradients: &[f64]) -> Vec<f64> {
         let mut left = self.collectives.to_vec();
         let mut arrived: Vec<Option<f64>> = vec![None; left.len()];
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn with_the_back_sent_before_the_front_both_passes_hide_collectives() {
+    fn both_passes_hide_collectives_if_the_back_is_sent_before_the_front() {
         let order = KeyOrder::BackThenFront;
         // Key 2 travels beside the backward passes of layers 1 and 0, and key 1 beside the forward pass of
         // layer 0.

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// When all computation so far would end on a machine that takes exactly the given times.
+/// The time at which all computation so far would end on a machine that takes exactly the given times.
 pub(super) struct Clock(Mutex<Instant>);
 
 impl Clock {
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_played_ends_when_it_should_however_late_threads_wake() {
+    fn a_simulated_pass_ends_on_time_however_late_threads_wake() {
         let clock = Clock::new();
         clock.restart();
         let data = Instant::now() + Duration::from_millis(1);

@@ -29,13 +29,13 @@ pub(super) struct Program {
     /// The specification that hubs need.
     pub(super) spec: Spec,
     pub(super) hosts: Hosts,
-    /// Where `mpirun` starts ranks.
+    /// The place where `mpirun` starts ranks.
     pub(super) sites: Vec<Site>,
     pub(super) rounds: u32,
     pub(super) pace: Pace,
 }
 
-/// How long layers compute.
+/// The time that layers compute.
 #[derive(Clone, Copy)]
 pub(super) enum Pace {
     /// This many times the time in their workload.

@@ -17,14 +17,13 @@ use crate::training::TrainSection;
 /// The specification of a rank.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct RankSpec {
-    #[serde(rename = "contestant")]
     pub(super) scenario: Scenario,
     pub(super) ranks: u32,
     /// For concom: keys between two barriers.
     pub(super) outstanding: usize,
-    /// Whether the ranks of one host exchange through shared memory.
+    /// `true` if the ranks of one host exchange through shared memory.
     pub(super) shares_memory: bool,
-    /// Whether its timeline will be asked for.
+    /// `true` if its timeline will be asked for.
     pub(super) is_traced: bool,
     pub(super) work: Work,
 }
@@ -59,17 +58,11 @@ pub(super) struct WorkloadLayer {
 
 /// A message from the launcher.
 #[derive(Serialize, Deserialize)]
-#[serde(tag = "cue", rename_all = "lowercase")]
+#[serde(tag = "command", rename_all = "lowercase")]
 pub(crate) enum ScenarioCommand {
     /// Be this rank. Ranks reach one another by the interface that reaches the manager at `url`. Ranks that
     /// exchange through hubs have a job. Answered by [`ScenarioReply::Listening`].
-    Enter {
-        #[serde(rename = "part")]
-        rank_spec: Box<RankSpec>,
-        rank: u32,
-        url: String,
-        job: Option<ServiceCreated>,
-    },
+    Enter { rank_spec: Box<RankSpec>, rank: u32, url: String, job: Option<ServiceCreated> },
     /// The ranks of a native communicator listen at these addresses. Answered by [`ScenarioReply::Joined`].
     Meet { addresses: Vec<SocketAddr>, secret: Nonce },
     /// Call each key's collective alone, one after the other, from this instant of the monotonic clock on. Answered by
@@ -88,7 +81,7 @@ pub(crate) enum ScenarioCommand {
 
 /// A message to the launcher.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(tag = "heard", content = "with", rename_all = "lowercase")]
+#[serde(tag = "reply", content = "content", rename_all = "lowercase")]
 pub(crate) enum ScenarioReply {
     /// The address on which a rank of a native communicator listens.
     Listening(Option<SocketAddr>),

@@ -187,7 +187,7 @@ impl DesignsCommand {
                 Run::Measured(measured) => measured,
                 Run::Interrupted(signal) => return Ok(interrupted(signal)),
             };
-            measured.verdict.demand()?;
+            measured.verdict.require_right()?;
             // The computation is the same for all numbers of ranks.
             pace = Pace::Times(measured.stretch);
             let of_ranks = RanksResults::new(&summary.setting, &workload, scenarios, ranks, &measured);

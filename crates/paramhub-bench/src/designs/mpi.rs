@@ -23,7 +23,7 @@ const SETTINGS: [(&str, &str); 5] = [
 /// Settings that keep OpenMPI from shared memory.
 const TCP_ALONE: [(&str, &str); 2] = [("OMPI_MCA_pml", "ob1"), ("OMPI_MCA_btl", "tcp,self")];
 
-/// Why MPI cannot be used here, and how to change that.
+/// Returns the reason why MPI cannot be used here, and how to change that.
 pub(super) fn missing() -> Option<&'static str> {
     if cfg!(not(feature = "mpi")) {
         return Some(

@@ -68,8 +68,8 @@ impl RankRuntime {
                 let membership = membership.context("a hub's rank has a job")?;
                 let transport = if rank_spec.shares_memory { Transport::Auto } else { Transport::Tcp };
                 let options = Options { transport, ..Options::default() };
-                let seat = HubStoreConfig { options, ..HubStoreConfig::new(membership) };
-                StoreOptions::at_hub(Arc::clone(&engine), seat)
+                let config = HubStoreConfig { options, ..HubStoreConfig::new(membership) };
+                StoreOptions::at_hub(Arc::clone(&engine), config)
             }
         };
         let outstanding = is_concurrent.then_some(rank_spec.outstanding);

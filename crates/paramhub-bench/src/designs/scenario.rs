@@ -4,11 +4,11 @@
 use paramhub_collective::kvstore::StoreKind;
 use serde::{Deserialize, Serialize};
 
-/// How a step exchanges.
+/// The way in which a step exchanges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Design {
-    /// Whoever pushes calls the collectives
+    /// The thread that pushes calls the collectives
     Funnel,
     /// Threads of the engine, over several communicators, with barriers
     #[value(name = "concom")]
@@ -20,7 +20,7 @@ pub(crate) enum Design {
     Hub,
 }
 
-/// What carries collectives.
+/// The system that carries collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Carrier {

@@ -15,7 +15,8 @@ use crate::plot::{Lane, Panel, Stretch};
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Timeline {
     pub(super) spans: Vec<RecordedOperation>,
-    /// When the forward passes of the turn's steps began, in seconds since the origin of the spans.
+    /// The time at which the forward passes of the turn's steps began, in seconds since the origin of the
+    /// spans.
     pub(super) steps: Vec<f64>,
 }
 

@@ -15,7 +15,7 @@ const HEIGHT: u32 = 560;
 /// The space between the ranges of two series at one value.
 const RANGE_GAP: i32 = 8;
 
-/// How positions along the horizontal axis follow from values.
+/// The way in which positions along the horizontal axis follow from values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scale {
     Linear,
@@ -46,7 +46,7 @@ pub(crate) struct Lines {
 /// One line.
 pub(crate) struct Series {
     pub(crate) name: String,
-    /// Whether other series are compared with this one.
+    /// `true` if other series are compared with this one.
     pub(crate) is_bound: bool,
     /// The points, in the order of the values.
     pub(crate) points: Vec<Point>,

@@ -42,7 +42,7 @@ const SMALL: i32 = 17;
 /// The text above a picture.
 pub(super) struct Heading {
     pub(super) title: String,
-    /// What was measured and how, one item per line.
+    /// The measured quantity and the way of measuring it, one item per line.
     pub(super) notes: Vec<String>,
 }
 

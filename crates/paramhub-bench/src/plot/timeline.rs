@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_touches_in_one_colour_is_one_piece() {
+    fn adjacent_stretches_of_one_colour_are_one_piece() {
         let stretch = |from: f64, to: f64, colour| Stretch { from, to, colour };
         let stretches = [
             stretch(5.0, 5.1, 1),

@@ -43,12 +43,12 @@ mod tests {
     const EVEN: [Passes; 3] = [Passes { forward: 3.0, backward: 6.0 }; 3];
 
     #[test]
-    fn without_overlap_everything_adds_up() {
+    fn times_without_overlap_add_up() {
         assert_near(step_seconds(&EVEN, &[1.0, 2.0, 4.0], false), 34.0);
     }
 
     #[test]
-    fn what_fits_beside_computation_takes_no_time() {
+    fn a_transfer_that_fits_beside_computation_takes_no_time() {
         // The transfers of the last two layers have the 12 seconds of the backward passes that follow that of
         // the last layer.
         assert_near(step_seconds(&EVEN, &[0.0, 1.0, 11.0], true), 27.0);
@@ -64,8 +64,8 @@ mod tests {
         // pass until the first backward pass has ended.
         let step = step_seconds(&EVEN, &[40.0, 40.0, 40.0], true);
         assert!((120.0..=120.0 + 27.0).contains(&step), "{step}");
-        // From the arrival of the first layer's parameters to the next gradient of the last: three forward
-        // passes and one backward pass.
+        // This is the time from the arrival of the first layer's parameters to the next gradient of the last:
+        // three forward passes and one backward pass.
         assert_near(step, 120.0 + 9.0 + 6.0);
     }
 }

@@ -102,12 +102,12 @@ pub(super) fn poseidon(command: &PoseidonCommand) -> anyhow::Result<ExitCode> {
     check_destination("--json", command.json.as_deref())?;
     check_destination("--svg", command.svg.as_deref())?;
     // Ranks of all systems alternate, so that each system is spread over all hosts.
-    let seats = command.systems.len() as u32 * command.workers;
-    let hosts = command.hosts.hosts(seats)?;
+    let processes = command.systems.len() as u32 * command.workers;
+    let hosts = command.hosts.hosts(processes)?;
     let (worker_specs, setting) = command.worker_specs(side, &hosts)?;
     println!("{}", setting.headline());
     let program = Program { worker_specs, hosts, rounds: command.rounds };
-    let measured = match launch(&program.hosts, seats, &signals, |listener, is_over| {
+    let measured = match launch(&program.hosts, processes, &signals, |listener, is_over| {
         drive(&program, listener, is_over)
     })? {
         Run::Measured(measured) => measured,
@@ -240,7 +240,7 @@ fn busiest_sent(plan: &Plan) -> Option<f64> {
 }
 
 impl Setting {
-    /// How sizes and times differ from those of the model and the profile.
+    /// Returns the way in which sizes and times differ from those of the model and the profile.
     fn scaled(&self) -> String {
         let divided = match self.scale {
             1 => String::new(),

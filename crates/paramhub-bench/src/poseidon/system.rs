@@ -3,7 +3,7 @@
 use paramhub_core::scheme::{Scheme, SchemeChoice};
 use serde::{Deserialize, Serialize};
 
-/// How a training exchanges.
+/// The way in which a training exchanges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum System {
@@ -43,7 +43,7 @@ impl System {
         }
     }
 
-    /// Whether layers are exchanged while others compute.
+    /// Returns whether layers are exchanged while others compute.
     pub(super) fn overlaps(self) -> bool {
         self != System::Sequential
     }

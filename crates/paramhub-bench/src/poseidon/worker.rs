@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::system::System;
 use crate::profile::Passes;
 
-/// What a worker simulates.
+/// The model and times that a worker simulates.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct WorkerSpec {
     pub(super) spec: Spec,
@@ -279,7 +279,7 @@ impl SimulatedWorker {
     }
 }
 
-/// When all computation so far would end on a machine that takes exactly the profile's times.
+/// The time at which all computation so far would end on a machine that takes exactly the profile's times.
 struct Clock {
     now: Instant,
 }

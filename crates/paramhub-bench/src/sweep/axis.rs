@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_point_is_named() {
+    fn a_value_that_is_no_point_is_named() {
         for (axis, points, part) in [
             (Axis::Chunk, &["4K", "10"][..], "--points 10: expected 1K to 16M"),
             (Axis::Chunk, &["4K", "32M"], "--points 32M: expected 1K to 16M"),

@@ -76,7 +76,7 @@ pub(super) fn sweep(flags: &SweepFlags) -> anyhow::Result<ExitCode> {
     if let Some(path) = &flags.svg {
         sweep.plot().write(path)?;
     }
-    sweep.verdict().demand()?;
+    sweep.verdict().require_right()?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -20,7 +20,7 @@ pub(super) struct Sweep {
     rounds: u32,
     model: String,
     transport: Transport,
-    scenery: String,
+    setup: String,
     pub(super) points: Vec<SweepPoint>,
 }
 
@@ -129,14 +129,14 @@ impl Sweep {
         points: Vec<SweepPoint>,
     ) -> anyhow::Result<Sweep> {
         let (model, spec) = flags.spec()?;
-        let scenery =
+        let setup =
             place(&model, spec.keys.bytes(), flags.transport, &flags.settings(&spec), Some(axis.name()));
-        Ok(Sweep { axis, rounds, model, transport: flags.transport, scenery, points })
+        Ok(Sweep { axis, rounds, model, transport: flags.transport, setup, points })
     }
 
     pub(super) fn headline(&self) -> String {
         let values: Vec<String> = self.points.iter().map(|point| self.axis.text(point.value)).collect();
-        format!("{}\n{} {} in {} rounds", self.scenery, self.axis.name(), values.join(", "), self.rounds)
+        format!("{}\n{} {} in {} rounds", self.setup, self.axis.name(), values.join(", "), self.rounds)
     }
 
     pub(super) fn verdict(&self) -> Verdict {
@@ -215,7 +215,7 @@ impl Sweep {
         Lines {
             heading: Heading {
                 title: format!("{title} by {}", self.axis.name()),
-                notes: vec![self.scenery.clone(), rounds],
+                notes: vec![self.setup.clone(), rounds],
             },
             x_label: self.axis.label().into(),
             y_label: y_label.into(),

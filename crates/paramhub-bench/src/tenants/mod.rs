@@ -51,7 +51,7 @@ pub(super) fn tenants(command: &TenantsCommand) -> anyhow::Result<ExitCode> {
         command.jobs,
         headline(&model, spec.keys.bytes(), &settings)
     );
-    let seats = command.jobs * spec.workers;
+    let processes = command.jobs * spec.workers;
     let program = Program {
         jobs: command.jobs as usize,
         spec,
@@ -60,7 +60,7 @@ pub(super) fn tenants(command: &TenantsCommand) -> anyhow::Result<ExitCode> {
         iterations: flags.iters,
     };
     let measured =
-        match launch(&hosts, seats, &signals, |listener, is_over| drive(&program, listener, is_over))? {
+        match launch(&hosts, processes, &signals, |listener, is_over| drive(&program, listener, is_over))? {
             Run::Measured(measured) => measured,
             Run::Interrupted(signal) => return Ok(interrupted(signal)),
         };
@@ -69,6 +69,6 @@ pub(super) fn tenants(command: &TenantsCommand) -> anyhow::Result<ExitCode> {
     if let Some(path) = &flags.json {
         write_json(&summary, path)?;
     }
-    measured.verdict.demand()?;
+    measured.verdict.require_right()?;
     Ok(ExitCode::SUCCESS)
 }

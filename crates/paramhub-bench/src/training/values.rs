@@ -72,7 +72,7 @@ impl FromStr for TrainOptimizer {
     }
 }
 
-/// Who exchanges the gradients of `paramhub train`.
+/// The system that exchanges the gradients of `paramhub train`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum ExchangeKind {
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_learns_nothing_is_refused_with_a_reason() {
+    fn an_optimizer_that_learns_nothing_is_refused_with_a_reason() {
         for text in ["mean", "sum"] {
             let refused = text.parse::<TrainOptimizer>().unwrap_err();
             assert!(

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_printed_reads_back_the_same() {
+    fn a_printed_configuration_reads_back_the_same() {
         let mut config = parse("admin_token = 'hidden'\n[train]\nworkers = 7\nchunk_bytes = 4096\n").unwrap();
         config.train.json = Some("out.json".into());
         let printed = config.to_toml();

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use paramhub::Rate;
 use serde::{Deserialize, Serialize};
 
-/// Where a hub's connection manager is.
+/// The address of a hub's connection manager.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HubManager {
     /// The hub's own manager, which listens at this address.
@@ -99,7 +99,7 @@ impl From<InterfaceRate> for String {
     }
 }
 
-/// Whether hub cores are pinned to processors.
+/// The choice to pin hub cores to processors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Pin {

@@ -1,4 +1,4 @@
-//! How fast this machine moves bytes between two of its processes' sockets.
+//! Measures how fast this machine moves bytes between two of its processes' sockets.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};

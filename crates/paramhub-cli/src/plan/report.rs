@@ -25,7 +25,8 @@ struct Row {
     #[serde(flatten)]
     exchange: ExchangeCost,
     hub_machines: u32,
-    /// What a machine with a hub must carry, both ways together, to hide the exchange behind the computation.
+    /// The rate that a machine with a hub must carry, both ways together, to hide the exchange behind the
+    /// computation.
     hub_side_bits_per_second: Option<f64>,
     /// The cost of a step, if prices are given.
     value: Option<Value>,

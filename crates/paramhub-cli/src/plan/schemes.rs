@@ -91,7 +91,7 @@ mod tests {
 
     /// Section 5.1: "Poseidon reduces to PS" for GoogLeNet's only fully connected layer at a batch of 128 on 16 nodes.
     #[test]
-    fn it_reduces_to_the_hub_for_googlenet() {
+    fn googlenet_goes_to_the_hub_alone() {
         assert!(plan("googlenet", 128, &Cluster::beside_workers(16)).is_hub_only());
         assert!(!plan("googlenet", 8, &Cluster::beside_workers(16)).is_hub_only());
     }

@@ -1,5 +1,5 @@
-//! What serves a run: hubs that already run, or the hub that this launcher starts on its host, and on the
-//! first host also their connection manager.
+//! This module starts or finds what serves a run: hubs that already run, or the hub that this launcher
+//! starts on its host, and on the first host also their connection manager.
 
 use std::io::ErrorKind;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -21,9 +21,9 @@ use crate::checkpoints::{effective_every, kept};
 use crate::config::{Config, Deployment, RunSection};
 use crate::{Usage, checkpoints, client, deployment};
 
-/// How often a launcher polls for what the launcher of another host has yet to do.
+/// The interval at which a launcher polls for what the launcher of another host has yet to do.
 const LOOK: Duration = Duration::from_millis(200);
-/// How long the first host's connection manager outlasts a job on several hosts.
+/// The time that the first host's connection manager outlasts a job on several hosts.
 const MANAGER_GRACE: Duration = Duration::from_millis(1500);
 /// Bytes of a job's name that becomes part of its racks' names.
 const NAME_BYTES_MAX: usize = 100;
@@ -63,8 +63,8 @@ impl std::error::Error for Interrupted {}
 pub(crate) fn check(config: &Config) -> Result<(), Usage> {
     let refused = |problem: String| Err(Usage(problem));
     let section = &config.run;
-    let everybody = section.workers.checked_mul(section.hosts);
-    if everybody.is_none_or(|workers| workers > paramhub_core::limits::WORKERS_MAX) {
+    let all_workers = section.workers.checked_mul(section.hosts);
+    if all_workers.is_none_or(|workers| workers > paramhub_core::limits::WORKERS_MAX) {
         return refused(format!(
             "{} workers on each of {} hosts are too many: a job has at most {}",
             section.workers,
@@ -198,13 +198,13 @@ impl RunEnvironment {
         self.host * section.workers
     }
 
-    /// Why the hub on this host has failed, if it has.
+    /// Returns the reason why the hub on this host has failed, if it has.
     pub(super) fn has_failed(&self) -> Option<String> {
         let embedded = self.embedded.as_ref().and_then(EmbeddedHub::has_failed);
         embedded.or_else(|| self.hub.as_ref().and_then(RunningHub::has_failed))
     }
 
-    /// Whether the job's connection manager is not inside this process.
+    /// Returns whether the job's connection manager is not inside this process.
     pub(super) fn outlives_the_launcher(&self) -> bool {
         self.embedded.is_none() && self.manager.is_none()
     }

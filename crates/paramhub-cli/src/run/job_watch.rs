@@ -9,9 +9,9 @@ use anyhow::Context;
 use paramhub::ManagerClient;
 use paramhub::service::{JobState, ServiceCreated};
 
-/// How often the launcher polls the connection manager.
+/// The interval at which the launcher polls the connection manager.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// How long a failed job's workers get to end by themselves, as those do whose hub has notified them.
+/// The time that a failed job's workers get to end by themselves, as those do whose hub has notified them.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Polls on a thread of its own, since a call may take long.
@@ -24,7 +24,7 @@ pub(super) struct JobWatch {
 
 impl JobWatch {
     pub(super) fn start(client: ManagerClient, job: &ServiceCreated) -> anyhow::Result<JobWatch> {
-        let (tell, failure) = channel();
+        let (failed_sender, failure) = channel();
         let (open, closed) = channel();
         let namespace = job.namespace.to_string();
         let watch = move || {
@@ -34,7 +34,8 @@ impl JobWatch {
                 let Ok(status) = client.job(&namespace) else { continue };
                 if status.state == JobState::Failed {
                     // The launcher may have ended.
-                    let _ = tell.send(format!("job `{}` has failed: {}", status.name, status.message));
+                    let _ =
+                        failed_sender.send(format!("job `{}` has failed: {}", status.name, status.message));
                 }
                 if status.state.has_ended() {
                     return;

@@ -1,4 +1,4 @@
-//! What exchanges the gradients of a training, and how workers find it.
+//! The system that exchanges the gradients of a training, and its addresses for workers.
 
 use anyhow::Context;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
@@ -11,7 +11,7 @@ use crate::config::{Config, ExchangeKind, TrainSection};
 use crate::run::{end_job, say_left_out};
 use crate::{client, deployment};
 
-/// Where the workers of a training meet.
+/// The place where the workers of a training meet.
 pub(super) enum TrainEnvironment {
     /// One process computes the shares of all workers and exchanges with none.
     Local,
@@ -20,7 +20,7 @@ pub(super) enum TrainEnvironment {
     /// A hub that already runs.
     Running(ManagerClient, ServiceCreated),
     /// A connection manager in this process, for workers that only meet there.
-    Meeting(RunningManager, ManagerClient, ServiceCreated),
+    Rendezvous(RunningManager, ManagerClient, ServiceCreated),
 }
 
 impl TrainEnvironment {
@@ -38,7 +38,7 @@ impl TrainEnvironment {
             let manager = Manager::start(EmbeddedConfig::default().manager)?;
             let client = ManagerClient::new(&manager.url(), None)?;
             let job = create(section, &client)?;
-            return Ok(TrainEnvironment::Meeting(manager, client, job));
+            return Ok(TrainEnvironment::Rendezvous(manager, client, job));
         }
         let mut embedded = EmbeddedConfig::with_cores(section.cores);
         embedded.hub.checkpoints = section.checkpoints.clone().map(kept);
@@ -51,7 +51,7 @@ impl TrainEnvironment {
         match self {
             TrainEnvironment::Local => None,
             TrainEnvironment::Embedded(hub, job) => Some((hub.url(), job)),
-            TrainEnvironment::Running(client, job) | TrainEnvironment::Meeting(_, client, job) => {
+            TrainEnvironment::Running(client, job) | TrainEnvironment::Rendezvous(_, client, job) => {
                 Some((client.url(), job))
             }
         }
@@ -61,7 +61,7 @@ impl TrainEnvironment {
     /// are a little old.
     pub(super) fn cores(&self) -> Vec<CoreCounters> {
         match self {
-            TrainEnvironment::Local | TrainEnvironment::Meeting(..) => Vec::new(),
+            TrainEnvironment::Local | TrainEnvironment::Rendezvous(..) => Vec::new(),
             TrainEnvironment::Embedded(hub, _) => hub.cores(),
             TrainEnvironment::Running(client, _) => {
                 let hubs = client.hubs().unwrap_or_default();
@@ -73,14 +73,16 @@ impl TrainEnvironment {
     pub(super) fn failure(&self) -> Option<String> {
         match self {
             TrainEnvironment::Embedded(hub, _) => hub.has_failed(),
-            TrainEnvironment::Local | TrainEnvironment::Running(..) | TrainEnvironment::Meeting(..) => None,
+            TrainEnvironment::Local | TrainEnvironment::Running(..) | TrainEnvironment::Rendezvous(..) => {
+                None
+            }
         }
     }
 
     /// Prints how often each rank was left out.
     pub(super) fn say_left_out(&self) {
         match self {
-            TrainEnvironment::Local | TrainEnvironment::Meeting(..) => {}
+            TrainEnvironment::Local | TrainEnvironment::Rendezvous(..) => {}
             TrainEnvironment::Embedded(hub, job) => say_left_out(hub.client(), job),
             TrainEnvironment::Running(client, job) => say_left_out(client, job),
         }
@@ -91,13 +93,13 @@ impl TrainEnvironment {
         match self {
             TrainEnvironment::Local => None,
             TrainEnvironment::Embedded(hub, job) => Some((hub.client(), job)),
-            TrainEnvironment::Running(client, job) | TrainEnvironment::Meeting(_, client, job) => {
+            TrainEnvironment::Running(client, job) | TrainEnvironment::Rendezvous(_, client, job) => {
                 Some((client, job))
             }
         }
     }
 
-    /// Whether the job's connection manager is not inside this process.
+    /// Returns whether the job's connection manager is not inside this process.
     pub(super) fn outlives_the_launcher(&self) -> bool {
         matches!(self, TrainEnvironment::Running(..))
     }
@@ -132,7 +134,7 @@ impl TrainEnvironment {
         match self {
             TrainEnvironment::Local | TrainEnvironment::Running(..) => {}
             TrainEnvironment::Embedded(hub, _) => hub.stop(),
-            TrainEnvironment::Meeting(manager, ..) => manager.stop(),
+            TrainEnvironment::Rendezvous(manager, ..) => manager.stop(),
         }
     }
 }

@@ -50,7 +50,7 @@ pub(crate) struct TrainFlags {
     seed: Option<u64>,
     #[command(flatten)]
     url: ManagerUrl,
-    /// Who sums the gradients: hub; local, one process in place of all workers; or the workers by collectives: funnel, where each
+    /// What sums the gradients: hub; local, one process in place of all workers; or the workers by collectives: funnel, where each
     /// one's main thread calls them key by key, concom, over several communicators at once, or depcha, in a chain of dependencies
     /// [default: hub]
     #[arg(

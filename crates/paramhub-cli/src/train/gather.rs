@@ -1,4 +1,4 @@
-//! What ranks exchange about their results after a training.
+//! The messages that ranks exchange about their results after a training.
 
 use anyhow::Context;
 use paramhub_collective::communicator::Communicator;
@@ -20,7 +20,7 @@ pub(super) fn texts(communicator: &dyn Communicator, own: &str) -> anyhow::Resul
     communicator.allgather("texts", &block, &mut blocks)?;
     let of_rank = |(rank, length)| {
         let block = &blocks[rank * longest..][..length];
-        String::from_utf8(block.to_vec()).with_context(|| format!("what rank {rank} tells is no text"))
+        String::from_utf8(block.to_vec()).with_context(|| format!("rank {rank} sent bytes that are no text"))
     };
     lengths.into_iter().enumerate().map(of_rank).collect()
 }

@@ -63,7 +63,7 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
     let TrainingObserver { display, reported, .. } = training_observer;
     display.finish();
     environment.close(Some(&ended));
-    let reports = match judge(ended, &reported, scratch.path())? {
+    let reports = match evaluate(ended, &reported, scratch.path())? {
         TrainingOutcome::Done(reports) => reports,
         TrainingOutcome::Interrupted(signal) => {
             let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
@@ -117,7 +117,7 @@ fn commands(
 struct TrainingObserver<'a> {
     environment: &'a TrainEnvironment,
     display: Display,
-    /// Whether each worker has written its report.
+    /// `true` if each worker has written its report.
     reported: Vec<bool>,
     /// The cores' counters at the first progress message, so that their busy share covers the training alone.
     cores_before: Option<Vec<CoreCounters>>,
@@ -202,7 +202,7 @@ enum TrainingOutcome {
     Failed(String),
 }
 
-fn judge(ended: Ended, reported: &[bool], folder: &Path) -> anyhow::Result<TrainingOutcome> {
+fn evaluate(ended: Ended, reported: &[bool], folder: &Path) -> anyhow::Result<TrainingOutcome> {
     if let Some(signal) = ended.signal {
         return Ok(TrainingOutcome::Interrupted(signal));
     }

@@ -8,14 +8,14 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::spec::StepsDone;
 use crate::config::{ExchangeKind, TrainSection};
 
-/// How often a plain line is due.
+/// The interval between plain lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(3);
 const REDRAWS_PER_SECOND: u8 = 10;
 
 /// The progress display. It writes to stderr, so that stdout holds the results alone.
 pub(super) struct Display {
     bar: Option<ProgressBar>,
-    /// When the last plain line was printed.
+    /// The time at which the last plain line was printed.
     printed: Option<Instant>,
     /// Turns rank 0's examples into those of all workers.
     examples_factor: f64,
@@ -29,12 +29,12 @@ impl Display {
             1 => "1 worker".to_owned(),
             workers => format!("{workers} workers"),
         };
-        let who = match section.exchange {
+        let processes = match section.exchange {
             ExchangeKind::Local => format!("one process in place of {workers}"),
             ExchangeKind::Hub => format!("{workers} and a hub"),
             collective => format!("{workers} by {collective}"),
         };
-        let title = format!("training {} on {} with {who}", section.net, section.data);
+        let title = format!("training {} on {} with {processes}", section.net, section.data);
         let is_terminal = std::io::stderr().is_terminal();
         eprintln!("{title}");
         let bar = is_terminal.then(|| {

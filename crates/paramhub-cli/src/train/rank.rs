@@ -21,7 +21,7 @@ use super::{gather, parameters};
 use crate::config::{Config, TrainSection};
 use crate::{ExitCode, Usage};
 
-/// Where ranks that MPI has started meet.
+/// The place where ranks that MPI has started meet.
 #[derive(Serialize, Deserialize)]
 struct JobAddress {
     url: String,
@@ -187,15 +187,15 @@ impl TrainedRank {
     /// Gathers the results of all ranks at rank 0, which shows them.
     fn conclude(&self, ranks: &dyn Communicator) -> anyhow::Result<()> {
         let own = gather::difference_from_rank_0(ranks, &self.result.report.parameters)?;
-        let told = gather::texts(ranks, &serde_json::to_string(&(self.report(), own))?)?;
+        let texts = gather::texts(ranks, &serde_json::to_string(&(self.report(), own))?)?;
         if ranks.rank() != 0 {
             return Ok(());
         }
-        let told = told.iter().map(|text| serde_json::from_str(text));
-        let told: Vec<(WorkerReport, f64)> =
-            told.collect::<Result<_, _>>().context("cannot read what ranks tell")?;
-        let largest = told.iter().map(|(_, difference)| *difference).fold(0.0, f64::max);
-        self.show(told.into_iter().map(|(report, _)| report).collect(), Some(largest))
+        let texts = texts.iter().map(|text| serde_json::from_str(text));
+        let results: Vec<(WorkerReport, f64)> =
+            texts.collect::<Result<_, _>>().context("cannot read the results of the ranks")?;
+        let largest = results.iter().map(|(_, difference)| *difference).fold(0.0, f64::max);
+        self.show(results.into_iter().map(|(report, _)| report).collect(), Some(largest))
     }
 
     /// Prints the table, and writes the files that were asked for.

@@ -126,7 +126,7 @@ impl Summary {
         table.to_string()
     }
 
-    /// How the workers' tensors travelled.
+    /// Returns the way in which the workers' tensors travelled.
     fn transport(&self) -> String {
         let mut transports: Vec<(&str, usize)> = Vec::new();
         for WorkerTimes { transport, .. } in &self.workers {

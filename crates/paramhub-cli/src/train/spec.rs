@@ -1,4 +1,4 @@
-//! What the launcher passes to its workers, and what they report.
+//! The messages between the launcher and its workers.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ use crate::{Usage, deployment};
 #[derive(Serialize, Deserialize)]
 pub(super) struct Spec {
     pub(super) train: TrainSection,
-    /// Where the final parameters go.
+    /// The file for the final parameters.
     pub(super) folder: PathBuf,
 }
 
@@ -65,7 +65,7 @@ pub(super) struct WorkerReport {
     pub(super) hidden_fraction: f64,
     pub(super) bytes_sent: u64,
     pub(super) bytes_received: u64,
-    /// How the worker's tensors travelled.
+    /// The way in which the worker's tensors travelled.
     pub(super) transport: String,
     pub(super) epochs: Vec<EpochDone>,
 }

@@ -48,7 +48,7 @@ pub(super) fn train_through_hub(
     }
     let transport = if job.shares_memory() { "shared memory" } else { "tcp" };
     if rank == 0 && section.scheme != SchemeChoice::default() {
-        for planned in &job.book().plan.layers {
+        for planned in &job.information_book().plan.layers {
             eprintln!("layer {} goes by {}: {}", planned.layer.name, planned.scheme, planned.why);
         }
     }

@@ -56,13 +56,13 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
 
 /// Sends the progress of rank 0, for all ranks.
 fn progress_of(rank: u32) -> impl FnMut(&Progress) {
-    let mut told: Option<Instant> = None;
+    let mut last_sent: Option<Instant> = None;
     move |progress| {
         let is_due = progress.step == progress.of
             || progress.accuracy.is_some()
-            || told.is_none_or(|told| told.elapsed() >= PROGRESS_INTERVAL);
+            || last_sent.is_none_or(|last_sent| last_sent.elapsed() >= PROGRESS_INTERVAL);
         if rank == 0 && is_due {
-            told = Some(Instant::now());
+            last_sent = Some(Instant::now());
             send(&Message::Progress(progress.into()));
         }
     }

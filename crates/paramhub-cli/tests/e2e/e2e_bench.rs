@@ -180,23 +180,23 @@ fn a_killed_worker_or_hub_or_an_interrupt_ends_all_processes() {
     ] {
         let arguments = ["bench", "exchange", "--keys", "keys.json", "--workers", "2", "--iters", "1000000"];
         let bench = paramhub(arguments.into_iter().chain(["--raw"])).file("keys.json", KEYS).start();
-        let mut seats = Vec::new();
+        let mut found = Vec::new();
         // A worker has a second thread once its job runs.
         let threads = |pid: i32| std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
         wait_until("hub and workers exchange", || {
-            seats = seats_of(&bench);
-            seats.len() == 3 && seats.iter().all(|&(pid, _)| threads(pid) > 1)
+            found = processes_of(&bench);
+            found.len() == 3 && found.iter().all(|&(pid, _)| threads(pid) > 1)
         });
         match victim {
             Some(victim) => {
-                let (pid, _) = seats.iter().find(|(_, seat)| seat == victim).expect("it was started");
+                let (pid, _) = found.iter().find(|(_, number)| number == victim).expect("it was started");
                 kill_process(Pid::from_raw(*pid).expect("a process"), Signal::KILL).expect("it is there");
             }
             None => bench.signal(Signal::INT),
         }
         let ended = bench.finish().expect_code(code);
         assert!(ended.stderr.contains(reason), "{}", ended.stderr);
-        assert!(seats.iter().all(|&(pid, _)| !is_alive(pid)), "a process was left behind");
+        assert!(found.iter().all(|&(pid, _)| !is_alive(pid)), "a process was left behind");
     }
 }
 
@@ -454,9 +454,9 @@ fn a_sweep_over_what_cannot_be_is_refused() {
 }
 
 /// The processes of a benchmark, each with its number: a rank, or the number of workers for the hub.
-fn seats_of(bench: &Process) -> Vec<(i32, String)> {
+fn processes_of(bench: &Process) -> Vec<(i32, String)> {
     let processes = std::fs::read_dir("/proc").expect("/proc");
-    let seat = |pid: i32| {
+    let of_bench = |pid: i32| {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         let parent = stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()?;
         let command = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
@@ -464,7 +464,7 @@ fn seats_of(bench: &Process) -> Vec<(i32, String)> {
         let is_ours = Pid::from_raw(parent) == Some(bench.pid()) && words.get(1) == Some(&"bench-peer");
         is_ours.then(|| (pid, words[3].to_owned()))
     };
-    processes.filter_map(|entry| seat(entry.ok()?.file_name().to_str()?.parse().ok()?)).collect()
+    processes.filter_map(|entry| of_bench(entry.ok()?.file_name().to_str()?.parse().ok()?)).collect()
 }
 
 #[test]

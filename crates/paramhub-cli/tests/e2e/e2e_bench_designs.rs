@@ -20,12 +20,12 @@ fn designs_of_collectives_are_played_beside_a_hub_and_their_timelines_written() 
     for (of, ranks) in all.iter().zip([3.0, 2.0]) {
         let compute = of["compute_seconds"].as_f64().unwrap();
         let rows = of["rows"].as_array().unwrap();
-        let told =
+        let design_and_order =
             |row: &Value| ["design", "order"].map(|name| row[name].as_str().unwrap().to_owned()).join(" ");
         let expected = ["funnel", "concom", "depcha", "hub"]
             .iter()
             .flat_map(|design| ORDERS.map(|order| format!("{design} {order}")));
-        assert!(rows.iter().map(told).eq(expected), "{rows:?}");
+        assert!(rows.iter().map(design_and_order).eq(expected), "{rows:?}");
         for row in rows {
             let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("no {name} in {row}"));
             assert!(number("seconds") >= compute && number("lowest") <= number("highest"), "{row}");

@@ -115,7 +115,7 @@ impl Racks {
         job["reduction"].as_str().expect("text").to_owned()
     }
 
-    /// How often the hubs have probed, by the log of the first.
+    /// Returns the number of probes of the hubs, by the log of the first.
     fn probes(&self) -> usize {
         self.hubs[0].stderr().matches("from rack r0 to rack r1 go").count()
     }
@@ -145,11 +145,11 @@ fn auto_goes_by_what_the_hubs_have_probed() {
         [("10mbit", "flat", "(core at least "), ("100000gbit", "sharded", ", probed ")]
     {
         let racks = Racks::start(Where::Loopback { rate }, &[]);
-        assert_eq!(racks.links(), Value::Array(Vec::new()), "nobody has asked yet");
-        let said = racks.reduction_of("first");
+        assert_eq!(racks.links(), Value::Array(Vec::new()), "no job has asked yet");
+        let reduction = racks.reduction_of("first");
         let choice = format!("between racks: {taken} (core ");
-        assert!(said.contains(&choice) && said.contains(known), "{said}");
-        assert!(said.contains("by their interfaces' rates"), "{said}");
+        assert!(reduction.contains(&choice) && reduction.contains(known), "{reduction}");
+        assert!(reduction.contains("by their interfaces' rates"), "{choice}");
         assert!(racks.hubs[0].stderr().contains(&choice), "the manager's log has it, too");
         assert_eq!(racks.probes(), 1);
         let links = racks.links();
@@ -173,10 +173,10 @@ fn auto_goes_by_what_the_hubs_have_probed() {
 }
 
 #[test]
-fn what_the_operator_says_is_not_probed() {
+fn a_rate_that_the_operator_gives_is_not_probed() {
     let racks = Racks::start(Where::Loopback { rate: "1gbit" }, &["--core-rate", "10mbit"]);
-    let said = racks.reduction_of("told");
-    assert!(said.contains("between racks: sharded (core 10 Mbit/s as --core-rate says"), "{said}");
+    let choice = racks.reduction_of("given");
+    assert!(choice.contains("between racks: sharded (core 10 Mbit/s as --core-rate says"), "{choice}");
     assert_eq!(racks.probes(), 0);
 }
 
@@ -189,13 +189,13 @@ fn no_hub_probes_where_a_job_runs() {
     running.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
     let refused = racks.operator(&["hubs", "probe"]).finish().expect_code(1);
     refused.expect_error(&["job `busy` runs at hubs", "--core-rate"]);
-    let said = racks.reduction_of("beside");
-    assert!(said.starts_with("auto, by the hubs' places: ") && said.contains("job `busy`"), "{said}");
+    let choice = racks.reduction_of("beside");
+    assert!(choice.starts_with("auto, by the hubs' places: ") && choice.contains("job `busy`"), "{choice}");
     assert_eq!(racks.probes(), 0);
 }
 
 #[test]
-fn a_hub_that_does_not_answer_is_named_and_holds_up_nobody_for_long() {
+fn a_hub_that_does_not_answer_is_named_and_delays_no_job_for_long() {
     let racks = Racks::start(Where::Loopback { rate: "1gbit" }, &[]);
     racks.hubs[1].signal(Signal::STOP);
     let begun = Instant::now();
@@ -206,8 +206,8 @@ fn a_hub_that_does_not_answer_is_named_and_holds_up_nobody_for_long() {
     assert!(shown.contains("hub 1 (127.0.0.1:") && shown.contains("has not answered"), "{shown} {waited:?}");
     assert_eq!(racks.links()[0]["rate"], Value::Null);
     // The job goes on without a rate, and the explanation says why.
-    let said = racks.reduction_of("next");
-    assert!(said.contains("by the hubs' places") && said.contains("hub 1 (127.0.0.1:"), "{said}");
+    let choice = racks.reduction_of("next");
+    assert!(choice.contains("by the hubs' places") && choice.contains("hub 1 (127.0.0.1:"), "{choice}");
     wait_until("the hub is asked again", || {
         racks.operate(&["hubs", "probe"]);
         racks.probes() > 0
@@ -215,13 +215,13 @@ fn a_hub_that_does_not_answer_is_named_and_holds_up_nobody_for_long() {
 }
 
 #[test]
-fn a_thin_core_is_told_from_a_wide_one() {
+fn a_thin_core_is_distinguished_from_a_wide_one() {
     for (core, taken) in [("10mbit", "sharded"), ("400mbit", "flat")] {
         let flags = format!("--racks 2 --workers 2 --rate 100mbit --hub-interfaces 1 --core-rate {core}");
         let Some(testbed) = Testbed::up(&flags) else { return };
         let racks = Racks::start(Where::Testbed(testbed), &[]);
-        let said = racks.reduction_of("job");
-        assert!(said.contains(&format!("between racks: {taken} (core ")), "{core}: {said}");
+        let choice = racks.reduction_of("job");
+        assert!(choice.contains(&format!("between racks: {taken} (core ")), "{core}: {choice}");
         for link in racks.links().as_array().expect("a list") {
             let rate = link["rate"].as_str().expect("a rate").strip_suffix("bit").expect("bits");
             let mbit = rate.parse::<f64>().unwrap() / 1e6;

@@ -82,15 +82,15 @@ fn every_instruction_set_of_the_kernels_ends_at_the_same_bits() {
 }
 
 #[test]
-fn the_transport_between_workers_is_chosen_and_told() {
-    for (transport, told) in [("auto", "shared memory"), ("tcp", "tcp")] {
+fn the_transport_between_workers_is_chosen_and_shown() {
+    for (transport, shown) in [("auto", "shared memory"), ("tcp", "tcp")] {
         let common =
             ["train", "--net", "mlp", "--epochs", "2", "--exchange", "depcha", "--transport", transport];
         let ended = paramhub(common.into_iter().chain(SAVED)).finish().expect_code(0);
         let workers = &results(&ended, 4)["workers"];
-        assert!(workers.as_array().unwrap().iter().all(|worker| worker["transport"] == told), "{workers}");
+        assert!(workers.as_array().unwrap().iter().all(|worker| worker["transport"] == shown), "{workers}");
         let row = ended.stdout.lines().find(|line| line.contains("transport")).unwrap();
-        assert!(row.contains(told), "{row}");
+        assert!(row.contains(shown), "{row}");
         assert!(!ended.stdout.contains("hub core"), "{}", ended.stdout);
     }
 }
@@ -165,7 +165,7 @@ fn a_killed_worker_ends_the_training_with_its_name() {
         assert!(last.contains("worker 2 was killed by SIGKILL"), "{design}: {last}");
         let lost =
             ended.stderr.lines().filter(|line| line.starts_with('[') && line.contains("rank 2")).count();
-        assert!(lost >= 1, "{design}: the others say whom they lost: {}", ended.stderr);
+        assert!(lost >= 1, "{design}: the others name the rank that they lost: {}", ended.stderr);
         assert!(!workers.into_iter().any(is_alive));
     }
 }

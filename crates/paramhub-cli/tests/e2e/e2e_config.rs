@@ -25,7 +25,7 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 }
 
 #[test]
-fn what_is_printed_is_a_configuration_that_brings_it_about() {
+fn a_printed_configuration_reproduces_the_flags() {
     let flags = [
         "hub",
         "--cores",
@@ -94,13 +94,13 @@ fn a_variable_that_nothing_reads_is_named_with_the_nearest_one() {
         .env("PARAMHUB_PORT_7770_TCP", "tcp://10.0.0.1:7770")
         .env("PARAMHUB_TRACE", "trace.json")
         .finish();
-    let said = shown.expect_code(0).stderr;
+    let stderr = shown.expect_code(0).stderr;
     let expected = "paramhub: the environment sets PARAMHUB_HUB_CORE, which nothing reads: did you mean PARAMHUB_HUB_CORES?\n";
-    assert_eq!(said, expected);
+    assert_eq!(stderr, expected);
 }
 
 #[test]
-fn what_a_manager_refuses_as_wrong_is_wrong_usage_too() {
+fn a_value_that_a_manager_refuses_as_wrong_is_wrong_usage_too() {
     let run = |more: &[&'static str]| paramhub(more.iter().copied()).finish().expect_code(2);
     run(&["run", "--name", "no such name", "--", "true"]).expect_error(&["is no job name"]);
     run(&["run", "--dead-after", "0", "--", "true"]).expect_error(&["dead_after_s", "1 to 86400 seconds"]);

@@ -35,11 +35,11 @@ fn of_two<'a>(rank: &'a str, deployment: &'a str, url: &'a str) -> Vec<&'a str> 
 
 fn assert_exchanged(ended: &Finished, ranks: [u32; 2]) {
     for rank in ranks {
-        let told = ended
+        let line = ended
             .stdout
             .lines()
             .find(|line| line.starts_with(&format!("[{rank}] ")) && line.contains("all numbers right"));
-        assert!(told.is_some(), "rank {rank}: {}{}", ended.stdout, ended.stderr);
+        assert!(line.is_some(), "rank {rank}: {}{}", ended.stdout, ended.stderr);
     }
 }
 
@@ -123,7 +123,7 @@ fn dedicated_hubs_are_those_of_the_manager() {
 }
 
 #[test]
-fn what_contradicts_itself_is_refused() {
+fn flags_that_contradict_each_other_are_refused() {
     let two = ["--hosts", "2", "--host-rank", "1"];
     for (flags, part) in [
         (&["--deployment", "ncs"][..], "start `paramhub hub` there"),
@@ -145,7 +145,7 @@ fn what_contradicts_itself_is_refused() {
 }
 
 #[test]
-fn hosts_that_do_not_agree_are_told() {
+fn hosts_that_do_not_agree_are_refused() {
     let url = free_url();
     let script = ["sh", "-c", "sleep 300"];
     let first = run(&of_two("0", "cc", &url), &script).start();

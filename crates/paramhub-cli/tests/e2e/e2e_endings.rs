@@ -1,5 +1,5 @@
-//! How the ends of jobs are recorded: finished ones as finished, however quick their launcher is, and failed
-//! ones with the first cause, whichever process reports first.
+//! These tests show how the ends of jobs are recorded: finished ones as finished, however quick their
+//! launcher is, and failed ones with the first cause, whichever process reports first.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -57,7 +57,7 @@ struct ReportDelay {
 struct Shared {
     lets_go: Mutex<bool>,
     changed: Condvar,
-    /// Whether the hub has been asked how a job ended whose workers have ended.
+    /// `true` if the hub has been asked how a job ended whose workers have ended.
     has_asked: AtomicBool,
 }
 
@@ -153,7 +153,7 @@ fn a_launcher_that_outruns_the_hubs_reports_finds_its_job_finished() {
 }
 
 #[test]
-fn workers_that_end_without_a_goodbye_fail_their_job_at_once() {
+fn workers_that_end_without_leaving_fail_their_job_at_once() {
     let (_hub, url) = hub([]);
     let client = ManagerClient::new(&url, None).unwrap();
     let request = CreateService { name: "rude".into(), workers: 2, options: Default::default() };
@@ -234,7 +234,7 @@ fn a_killed_launcher_is_named_and_not_one_of_its_workers() {
 }
 
 #[test]
-fn a_hub_that_is_told_to_end_is_named_by_jobs_of_several_hubs_and_signs_off() {
+fn a_hub_that_is_asked_to_end_is_named_by_jobs_of_several_hubs_and_signs_off() {
     for round in 0..4 {
         let (manager, client, mut hubs) = room(2);
         let name = format!("bereft-{round}");
@@ -303,8 +303,8 @@ fn a_stopped_rank_ends_its_job_after_the_progress_timeout_of_either_launcher() {
         // The launcher would also end it, after its time to end by itself.
         rustix::process::kill_process(stopped, Signal::CONT).unwrap();
         let ended = launcher.finish().expect_code(1);
-        let told = "because of rank 1: job `".to_owned() + name + "` failed: rank 1 made no progress";
-        assert!(ended.stderr.contains(&told), "{}", ended.stderr);
+        let reason = "because of rank 1: job `".to_owned() + name + "` failed: rank 1 made no progress";
+        assert!(ended.stderr.contains(&reason), "{}", ended.stderr);
         let job = client.job(name).unwrap();
         assert!(job.message.starts_with("rank 1 made no progress: others have waited "), "{}", job.message);
         wait_until("its workers are gone", || !workers.iter().any(|&pid| crate::common::is_alive(pid)));

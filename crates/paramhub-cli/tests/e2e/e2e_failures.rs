@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use crate::common::{Process, example, hub, wait_until};
 
-/// How soon a death must be reported: the project's own promise, doubled for busy machines.
+/// The time within which a death must be reported: the project's own promise, doubled for busy machines.
 const SOON: Duration = Duration::from_secs(10);
 
 struct Job {
@@ -50,7 +50,7 @@ const ENDLESS: &[&str] = &["--steps", "100000", "--compute-ms", "1"];
 
 impl Job {
     fn await_failure(&self, part: &str) {
-        wait_until("the manager hears of it", || {
+        wait_until("the manager shows it", || {
             let status = self.client.job(&self.name).unwrap();
             status.state == JobState::Failed && status.message.contains(part)
         });
@@ -104,7 +104,7 @@ fn holdings(process: &Process) -> (usize, u64) {
 }
 
 #[test]
-fn what_killed_workers_shared_with_their_hub_is_given_back() {
+fn memory_that_killed_workers_shared_with_their_hub_is_given_back() {
     let (hub, url) = hub(["--cores", "2"]);
     // Memory that remains after a first job is the hub's own.
     for worker in job(&url, "first", "shm", 2, 30.0, &["--steps", "2"]).workers {
@@ -137,8 +137,8 @@ fn what_killed_workers_shared_with_their_hub_is_given_back() {
         for (rank, worker) in victims.workers.drain(..).enumerate() {
             let ended = worker.finish();
             if !killed.contains(&rank) {
-                let told = format!("rank {} was lost", killed[0]);
-                assert!(ended.code == 1 && ended.stderr.contains(&told), "{ended:?}");
+                let lost = format!("rank {} was lost", killed[0]);
+                assert!(ended.code == 1 && ended.stderr.contains(&lost), "{ended:?}");
             }
         }
         victims.await_failure("was lost");
@@ -172,7 +172,7 @@ fn a_frozen_worker_is_named_and_then_given_up() {
 }
 
 #[test]
-fn a_worker_that_only_naps_is_waited_for() {
+fn a_worker_that_only_pauses_is_waited_for() {
     for transport in TRANSPORTS {
         let (_hub, url) = hub([]);
         let mut job = job(&url, "nap", transport, 2, 30.0, &["--steps", "400", "--compute-ms", "2"]);
@@ -198,7 +198,7 @@ fn a_long_computation_is_no_death() {
 }
 
 #[test]
-fn a_killed_hub_is_told_by_every_worker() {
+fn a_killed_hub_is_named_by_every_worker() {
     for transport in TRANSPORTS {
         let (hub, url) = hub(["--cores", "2"]);
         let mut job = job(&url, "hubless", transport, 2, 30.0, ENDLESS);
@@ -213,10 +213,10 @@ fn a_killed_hub_is_told_by_every_worker() {
 }
 
 #[test]
-fn a_hub_that_is_asked_to_stop_tells_its_workers_and_exits_cleanly() {
+fn a_hub_that_is_asked_to_stop_notifies_its_workers_and_exits_cleanly() {
     for (signal, transport) in [Signal::TERM, Signal::INT].into_iter().zip(TRANSPORTS) {
         let (hub, url) = hub([]);
-        let mut job = job(&url, "told", transport, 2, 30.0, ENDLESS);
+        let mut job = job(&url, "hubless", transport, 2, 30.0, ENDLESS);
         hub.signal(signal);
         for worker in job.workers.drain(..) {
             let ended = worker.finish().expect_code(1);

@@ -3,18 +3,19 @@
 
 use rustix::process::Signal;
 
-use crate::common::cluster::{Cluster, HUB_PORT, MANAGER_PORT, Station};
+use crate::common::cluster::{Cluster, HUB_PORT, HostRole, MANAGER_PORT};
 use crate::common::hosts::Host;
 use crate::common::wait_until;
 
 /// Two hubs, and two hosts with two workers each.
-const STATIONS: [Station; 4] = [Station::HUB, Station::HUB, Station::workers("", 2), Station::workers("", 2)];
+const HOST_ROLES: [HostRole; 4] =
+    [HostRole::HUB, HostRole::HUB, HostRole::workers("", 2), HostRole::workers("", 2)];
 const HUBS: [usize; 2] = [0, 1];
 const WORKERS: [usize; 2] = [2, 3];
 
 #[test]
 fn a_job_across_hosts_uses_the_given_ports_and_its_workers_only_dial_out() {
-    let Some(cluster) = Cluster::of_hosts(&STATIONS) else { return };
+    let Some(cluster) = Cluster::of_hosts(&HOST_ROLES) else { return };
     // The start-up order is the reverse of the usual one: the workers' job exists before any hub, and one hub
     // starts before the manager.
     let early = cluster.start_hub(HUBS[0]);
@@ -36,8 +37,8 @@ fn a_job_across_hosts_uses_the_given_ports_and_its_workers_only_dial_out() {
         cluster.manager_host.listening(),
         [format!("{}:{MANAGER_PORT}", cluster.manager_host.address)]
     );
-    let hubs = HUBS.map(|station| cluster.host(station));
-    let hosts = WORKERS.map(|station| cluster.host(station));
+    let hubs = HUBS.map(|role| cluster.host(role));
+    let hosts = WORKERS.map(|role| cluster.host(role));
     for hub in hubs {
         assert_eq!(hub.listening(), [format!("{}:{HUB_PORT}", hub.address)]);
         wait_until("both hosts' workers have streams here", || {
@@ -77,24 +78,24 @@ fn a_job_across_hosts_uses_the_given_ports_and_its_workers_only_dial_out() {
 }
 
 #[test]
-fn who_is_missing_is_told_across_hosts() {
-    let Some(cluster) = Cluster::of_hosts(&STATIONS) else { return };
+fn a_missing_hub_is_named_across_hosts() {
+    let Some(cluster) = Cluster::of_hosts(&HOST_ROLES) else { return };
     let _manager = cluster.start_manager();
     let alone = cluster.start_hub(HUBS[0]);
     alone.wait_for("hub ready: ");
     let address = cluster.address(HUBS[0]);
     let options = ["pair", "--hubs", "2", "--rendezvous-timeout", "1"];
-    let told: Vec<String> = cluster
+    let messages: Vec<String> = cluster
         .start_job(&options, &["--steps", "1"])
         .into_iter()
         .map(|worker| worker.finish().expect_code(1).stderr)
         .collect();
     let named = format!("of the 2 hubs that it waits for only 1, hub 0 ({address})");
-    assert!(told.iter().any(|told| told.contains(&named)), "{told:?}");
+    assert!(messages.iter().any(|message| message.contains(&named)), "{messages:?}");
 
-    cluster.operate(&["jobs", "create", "nobody", "-n", "2", "--lease", "0.5"]);
+    cluster.operate(&["jobs", "create", "unjoined", "-n", "2", "--lease", "0.5"]);
     wait_until("its lease has run out", || {
-        cluster.operate(&["jobs", "show", "nobody"]).contains("lease of 0.5 s ran out")
+        cluster.operate(&["jobs", "show", "unjoined"]).contains("lease of 0.5 s ran out")
     });
 
     // The cable is pulled: the workers, on other hosts, name the hub.

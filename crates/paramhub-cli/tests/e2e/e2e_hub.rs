@@ -80,7 +80,7 @@ fn a_limit_of_open_files_refuses_the_job_that_exceeds_it_and_is_named() {
 }
 
 #[test]
-fn a_hub_bounds_its_jobs_as_it_is_told_and_says_what_they_had() {
+fn a_hub_bounds_its_jobs_by_its_flags_and_reports_their_use() {
     let limits = ["--job-memory", "1M", "--job-streams", "2", "--job-share", "40"];
     let (_hub, url) = hub(limits);
     let exchange = Path::new(env!("CARGO_BIN_EXE_paramhub")).with_file_name("examples").join("exchange");
@@ -111,8 +111,8 @@ fn a_hub_joins_a_manager_that_stands_alone() {
     let manager = paramhub(["manager", "--listen", "127.0.0.1:0"].into_iter().chain(token)).start();
     let url = manager.wait_for("manager ready: ").split_whitespace().last().unwrap().to_owned();
 
-    let stranger = paramhub(["hub", "--listen", "127.0.0.1:0", "--join", &url]).finish().expect_code(2);
-    assert!(stranger.stderr.contains("token"), "{}", stranger.stderr);
+    let refused = paramhub(["hub", "--listen", "127.0.0.1:0", "--join", &url]).finish().expect_code(2);
+    assert!(refused.stderr.contains("token"), "{}", refused.stderr);
     let joined =
         paramhub(["hub", "--listen", "127.0.0.1:0", "--join", &url].into_iter().chain(token)).start();
     joined.wait_for(&url);
@@ -173,8 +173,8 @@ fn jobs_are_listed_shown_and_stopped() {
     let again = paramhub(["jobs", "stop", "team/digits", "--hub", &url]).finish().expect_code(0);
     assert!(again.stdout.starts_with("job team/digits is stopped"), "{}", again.stdout);
     wait_until("the job has ended", || client.job("team/digits").unwrap().state.has_ended());
-    let unknown = paramhub(["jobs", "show", "nobody", "--hub", &url]).finish().expect_code(1);
-    unknown.expect_error(&["nobody"]);
+    let unknown = paramhub(["jobs", "show", "unknown", "--hub", &url]).finish().expect_code(1);
+    unknown.expect_error(&["unknown"]);
 }
 
 #[test]
@@ -194,8 +194,8 @@ fn a_job_is_created_for_workers_that_another_launcher_starts() {
     assert_eq!(ManagerClient::new(&url, None).unwrap().job("as-json").unwrap().namespace, created.namespace);
     create(&["too-many", "--hubs", "1025"]).finish().expect_code(2).expect_error(&["1025 hubs"]);
     create(&["as-json"]).finish().expect_code(1).expect_error(&["as-json", "jobs stop"]);
-    let lonely = paramhub(["run", "-n", "1", "--hubs", "2", "--", "true"]).finish().expect_code(2);
-    lonely.expect_error(&["--hub URL"]);
+    let refused = paramhub(["run", "-n", "1", "--hubs", "2", "--", "true"]).finish().expect_code(2);
+    refused.expect_error(&["--hub URL"]);
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn an_unreachable_manager_is_one_clear_line() {
 }
 
 #[test]
-fn the_doctor_measures_and_judges() {
+fn the_doctor_measures_and_reports_problems() {
     let findings = paramhub(["doctor", "--json"]).finish();
     let findings: Vec<serde_json::Value> = serde_json::from_str(&findings.stdout).unwrap();
     for what in
@@ -240,15 +240,15 @@ fn a_reader_that_goes_away_ends_no_command_in_a_panic() {
             _ => command.stdout(std::process::Stdio::piped()).stderr(writer),
         };
         let ended = command.output().unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr);
-        assert_eq!(ended.status.code(), Some(if stream == "stdout" { 0 } else { 2 }), "{said}");
-        assert!(!said.contains("panicked"), "{said}");
+        let stderr = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(if stream == "stdout" { 0 } else { 2 }), "{stderr}");
+        assert!(!stderr.contains("panicked"), "{stderr}");
     }
     let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_paramhub"));
     let ended = command.args(["jobs", "list", "--hub", &url]).stdout(full).output().unwrap();
-    let said = String::from_utf8_lossy(&ended.stderr);
-    assert!(ended.status.code() == Some(1) && said.contains("cannot write to standard output"), "{said}");
+    let stderr = String::from_utf8_lossy(&ended.stderr);
+    assert!(ended.status.code() == Some(1) && stderr.contains("cannot write to standard output"), "{stderr}");
 }
 
 #[test]
@@ -283,15 +283,15 @@ fn a_data_port_says_at_once_that_it_is_no_manager() {
         refused.expect_error(&["this is a hub's data port", "connection manager"]);
     }
     let doctor = paramhub(["doctor", "--hub", data]).finish().expect_code(1);
-    let told = doctor
+    let is_named = doctor
         .stdout
         .lines()
         .any(|line| line.starts_with("fail") && line.contains("data port: give the URL"));
-    assert!(told, "{}", doctor.stdout);
+    assert!(is_named, "{}", doctor.stdout);
     // A client of another protocol gets the verdict that follows a Hello, without having sent as many bytes
     // as one has.
     let mut stream = std::net::TcpStream::connect(data).unwrap();
-    stream.set_read_timeout(Some(crate::common::PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(crate::common::WAIT_TIMEOUT)).unwrap();
     std::io::Write::write_all(&mut stream, b"SSH-2.0-OpenSSH_9.6\r\n").unwrap();
     let mut verdict = Vec::new();
     std::io::Read::read_to_end(&mut stream, &mut verdict).unwrap();

@@ -14,7 +14,8 @@ use crate::common::{Process, example, paramhub, wait_until};
 const TOKEN: &str = "let-me-in";
 /// More steps than any test allows, with the exchange nearly always under way.
 const ENDLESS: &[&str] = &["--steps", "100000", "--compute-ms", "1"];
-/// How soon an interface that is down must be reported: the project's own promise, doubled for busy machines.
+/// The time within which an interface that is down must be reported: the project's own promise, doubled for
+/// busy machines.
 const SOON: Duration = Duration::from_secs(10);
 
 /// A hub on all interfaces that workers reach, with its manager on the first of them.
@@ -59,13 +60,13 @@ fn job(rails: &Rails, name: &str, environment: &[(&str, &str)], arguments: &[&st
 fn streams_are_spread_over_the_interfaces_of_both_ends() {
     let Some(rails) = Rails::lay() else { return };
     let hub = hub(&rails);
-    let said = hub.stderr();
+    let log = hub.stderr();
     for part in [
         "interface eth0 (10.77.8.100:7771)",
         "interface eth1 (10.77.9.100:7771)",
         "interface docker0 is left out: it is a bridge of this host's own containers",
     ] {
-        assert!(said.contains(part), "no `{part}` in {said}");
+        assert!(log.contains(part), "no `{part}` in {log}");
     }
     let shape = ask(&rails, |client| client.hubs()).unwrap().remove(0).shape;
     let addresses: Vec<&str> = shape.interfaces.iter().map(|interface| interface.address.as_str()).collect();
@@ -104,7 +105,7 @@ fn streams_are_spread_over_the_interfaces_of_both_ends() {
 }
 
 #[test]
-fn a_hubs_interface_that_goes_down_is_named_to_everybody() {
+fn a_hubs_interface_that_goes_down_is_named_to_all_workers() {
     let Some(rails) = Rails::lay() else { return };
     let hub = hub(&rails);
     let workers = job(&rails, "cut", &[], ENDLESS);
@@ -117,8 +118,8 @@ fn a_hubs_interface_that_goes_down_is_named_to_everybody() {
         assert!(error.contains(reason) && error.contains(&format!("job `cut`, rank {rank}")), "{error}");
     }
     assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
-    println!("told after {:?}", began.elapsed());
-    wait_until("the manager hears of it", || {
+    println!("named after {:?}", began.elapsed());
+    wait_until("the manager shows it", || {
         let status = ask(&rails, |client| client.job("cut")).unwrap();
         status.state == JobState::Failed && status.message.contains("interface eth1 (10.77.9.100)")
     });
@@ -140,7 +141,7 @@ fn a_hubs_interface_that_goes_down_is_named_to_everybody() {
 }
 
 #[test]
-fn a_workers_interface_that_goes_down_is_named_to_everybody() {
+fn a_workers_interface_that_goes_down_is_named_to_all_workers() {
     let Some(rails) = Rails::lay() else { return };
     let hub = hub(&rails);
     let mut workers = job(&rails, "cut", &[], ENDLESS);
@@ -153,7 +154,7 @@ fn a_workers_interface_that_goes_down_is_named_to_everybody() {
     let others = workers.remove(0).finish().expect_code(1).stderr;
     assert!(others.contains("because of rank 1") && others.contains(reason), "{others}");
     assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
-    println!("told after {:?}", began.elapsed());
+    println!("named after {:?}", began.elapsed());
     hub.signal(Signal::TERM);
     hub.finish().expect_code(0);
 }
@@ -177,11 +178,11 @@ fn a_hub_on_chosen_interfaces_weighs_them_by_their_rates() {
     let hub = hub.inside(rails.hub()).start();
     let ready = hub.wait_for("hub ready: ");
     assert!(ready.contains("data 10.77.8.100:7771,10.77.9.100:7771"), "{ready}");
-    let said = hub.stderr();
+    let log = hub.stderr();
     for part in [
         "(10.77.8.100:7771): 10gbit, weight 10000, no known node, cores 0, 2, 3, 4 on processors",
         "weight 2500, no known node, cores 1 on",
     ] {
-        assert!(said.contains(part), "no `{part}` in {said}");
+        assert!(log.contains(part), "no `{part}` in {log}");
     }
 }

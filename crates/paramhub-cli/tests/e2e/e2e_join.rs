@@ -8,7 +8,7 @@ use paramhub::service::{CreateService, JobState, RegisterHub};
 use paramhub::{Manager, ManagerClient, ManagerConfig};
 use rustix::process::Signal;
 
-use crate::common::{PATIENCE, Process, example, paramhub, wait_until};
+use crate::common::{Process, WAIT_TIMEOUT, example, paramhub, wait_until};
 
 const LOOPBACK: [&str; 2] = ["--listen", "127.0.0.1:0"];
 
@@ -25,7 +25,7 @@ fn manager(address: &str) -> Process {
 }
 
 fn client(address: &str) -> ManagerClient {
-    ManagerClient::new(address, None).unwrap().with_retry_timeout(PATIENCE)
+    ManagerClient::new(address, None).unwrap().with_retry_timeout(WAIT_TIMEOUT)
 }
 
 /// Two workers of the example, each of which exchanges until it is notified that the job is over.
@@ -67,13 +67,13 @@ fn a_hub_joins_again_when_its_manager_was_killed_and_restarted() {
     let second = manager(&address);
     wait_until("the hub has joined again", || client.hubs().unwrap().len() == 1);
     wait_until("the hub says that it is over", || hub.stderr().contains("answers again, after "));
-    let said = hub.stderr();
+    let log = hub.stderr();
     assert_eq!(
-        said.matches("no connection manager answers").count(),
+        log.matches("no connection manager answers").count(),
         1,
-        "it is said once, however long it lasts: {said}"
+        "it is said once, however long it lasts: {log}"
     );
-    assert_eq!(said.matches("answers again, after ").count(), 1, "{said}");
+    assert_eq!(log.matches("answers again, after ").count(), 1, "{log}");
     assert!(hub.stderr().contains(&format!("joined {url} again, as hub 0")), "{}", hub.stderr());
 
     for worker in workers {
@@ -186,7 +186,7 @@ fn a_hub_that_a_restarted_manager_refuses_says_so() {
 }
 
 #[test]
-fn what_a_hub_joins_is_said_once() {
+fn the_manager_that_a_hub_joins_is_named_once() {
     let both = paramhub(["hub", "--join", "http://h", "--manager", "http://h"]).finish().expect_code(2);
     assert!(both.stderr.contains("--join"), "{}", both.stderr);
     let name = paramhub(["hub", "--manager", "head:7770"]).finish().expect_code(2);
@@ -206,7 +206,7 @@ fn what_a_hub_joins_is_said_once() {
 }
 
 #[test]
-fn a_hub_that_pauses_keeps_its_jobs_where_the_manager_is_told_to_wait() {
+fn a_hub_that_pauses_keeps_its_jobs_where_the_manager_may_wait() {
     let address = free_address();
     let arguments = ["manager", "--listen", &address, "--hub-dead-after", "60"];
     let manager = paramhub(arguments).start();

@@ -26,7 +26,7 @@ const RACK: [&str; 8] =
     ["--model", "resnet18", "--workers", "8", "--rates", "worker=500mbit", "--interfaces", "8"];
 
 #[test]
-fn a_rack_is_told_what_its_hub_is_worth() {
+fn the_plan_of_a_rack_shows_the_gain_of_its_hub() {
     let report = json(plan(RACK.into_iter().chain(["--json"])));
     // 11,689,512 parameters of 4 bytes.
     assert_eq!(report["network"]["model_bytes"], 46_758_048);
@@ -44,7 +44,7 @@ fn a_rack_is_told_what_its_hub_is_worth() {
 }
 
 #[test]
-fn racks_are_told_both_sides_of_the_condition() {
+fn the_plan_of_racks_shows_both_sides_of_the_condition() {
     let racks = RACK
         .into_iter()
         .map(|part| if part == "worker=500mbit" { "worker=500mbit,core=125mbit" } else { part });
@@ -66,7 +66,7 @@ fn racks_are_told_both_sides_of_the_condition() {
 }
 
 #[test]
-fn prices_tell_what_a_step_costs() {
+fn prices_give_the_cost_of_a_step() {
     let prices = "worker=6913,worker-port=260,hub=8407,hub-port=162.5,switch-port=165,cable=31.25";
     let priced = ["--compute-ms", "54", "--prices", prices];
     let report = json(plan(RACK.into_iter().chain(priced).chain(["--json"])));
@@ -148,14 +148,14 @@ fn schemes_are_planned_without_a_job() {
     let dedicated = ["--deployment", "ncc", "--interfaces", "8"];
     let shown = plan(model.into_iter().chain(dedicated)).finish().expect_code(0).stdout;
     assert!(shown.contains("1 hub on machines of their own, each 8.00 times as wide"), "{shown}");
-    for (arguments, said) in [
+    for (arguments, expected) in [
         (vec!["--model", "vgg19", "--workers", "8", "--schemes"], "--batch"),
         (vec!["--model", "vgg19", "--workers", "0", "--schemes", "--batch", "8"], "1 to 1024"),
         (vec!["--bytes", "1M", "--workers", "8", "--schemes", "--batch", "8"], "--bytes"),
         (vec!["--model", "vgg19", "--workers", "8"], "--rates"),
     ] {
         let refused = plan(arguments).finish().expect_code(2);
-        assert!(refused.stderr.contains(said), "{}", refused.stderr);
+        assert!(refused.stderr.contains(expected), "{}", refused.stderr);
     }
 }
 

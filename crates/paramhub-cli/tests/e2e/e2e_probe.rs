@@ -11,7 +11,7 @@ fn probe<'a>(workers: &'a str, more: impl IntoIterator<Item = &'a str>) -> Progr
     paramhub(["run", "-n", workers, "--", PROBE, "probe"].into_iter().chain(more))
 }
 
-/// What rank 0 printed, without the launcher's prefix.
+/// The output of rank 0, without the launcher's prefix.
 fn json(program: Program) -> Value {
     let ended = program.finish().expect_code(0);
     let line = ended.stdout.strip_prefix("[0] ").expect("rank 0 prints");
@@ -71,7 +71,7 @@ fn ranks_of_one_machine_share_a_range_of_ports() {
 }
 
 #[test]
-fn a_links_two_directions_are_told_apart() {
+fn the_two_directions_of_a_link_are_measured_separately() {
     let Some(mut network) = Network::new() else { return };
     let [here, there] = [(); 2].map(|()| network.host());
     if !(here.shape("80mbit") && there.shape("20mbit")) {

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::common::cluster::{Cluster, HUB_PORT, Station};
+use crate::common::cluster::{Cluster, HUB_PORT, HostRole};
 use crate::common::{Process, wait_until};
 
-/// How soon all workers must be notified which hub was killed: the project's own promise.
+/// The time within which all workers must be notified which hub was killed: the project's own promise.
 const SOON: Duration = Duration::from_secs(5);
 /// More steps than any test allows, with the exchange nearly always under way.
 const ENDLESS: &[&str] = &["--steps", "100000", "--compute-ms", "1"];
@@ -29,14 +29,14 @@ fn train(cluster: &Cluster, name: &str, hubs: usize, reduction: &str) -> Outcome
 
 /// One hub for all and as many workers, all on one host.
 fn one_flat_hub(workers: usize) -> Option<Vec<u8>> {
-    let cluster = Cluster::start(&[Station::HUB, Station::workers("", workers)])?;
+    let cluster = Cluster::start(&[HostRole::HUB, HostRole::workers("", workers)])?;
     let mut outcomes = train(&cluster, "flat", 1, "flat");
     assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "workers of one hub differ");
     Some(outcomes.swap_remove(0))
 }
 
-fn hubs_of(stations: &[Station]) -> usize {
-    stations.iter().filter(|station| station.is_waited_for()).count()
+fn hubs_of(roles: &[HostRole]) -> usize {
+    roles.iter().filter(|role| role.is_waited_for()).count()
 }
 
 fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
@@ -46,64 +46,64 @@ fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
 #[test]
 fn every_deployment_has_the_numbers_of_one_hub_to_the_bit() {
     let Some(expected) = one_flat_hub(4) else { return };
-    let worker = Station::workers("", 1);
-    let beside = Station::HUB.with_workers(1);
-    let deployments: [(&str, &[Station]); 4] = [
-        ("ncc", &[Station::HUB, worker, worker, worker, worker]),
-        ("ncs", &[Station::HUB, Station::HUB, worker, worker, worker, worker]),
+    let worker = HostRole::workers("", 1);
+    let beside = HostRole::HUB.with_workers(1);
+    let deployments: [(&str, &[HostRole]); 4] = [
+        ("ncc", &[HostRole::HUB, worker, worker, worker, worker]),
+        ("ncs", &[HostRole::HUB, HostRole::HUB, worker, worker, worker, worker]),
         ("cc", &[beside, worker, worker, worker]),
         ("cs", &[beside, beside, beside, beside]),
     ];
-    for (deployment, stations) in deployments {
-        let Some(cluster) = Cluster::start(stations) else { return };
-        for (rank, outcome) in train(&cluster, deployment, hubs_of(stations), "auto").iter().enumerate() {
+    for (deployment, roles) in deployments {
+        let Some(cluster) = Cluster::start(roles) else { return };
+        for (rank, outcome) in train(&cluster, deployment, hubs_of(roles), "auto").iter().enumerate() {
             assert!(*outcome == expected, "{deployment}: rank {rank} has other parameters than with one hub");
         }
     }
 }
 
-const TWO_FLAT_HUBS: &[Station] =
-    &[Station::HUB, Station::HUB, Station::workers("", 2), Station::workers("", 1)];
-const TWO_RACKS: &[Station] = &[
-    Station::rack_hub("a"),
-    Station::workers("a", 1),
-    Station::workers("a", 1),
-    Station::rack_hub("b"),
-    Station::workers("b", 1),
-    Station::workers("b", 1),
+const TWO_FLAT_HUBS: &[HostRole] =
+    &[HostRole::HUB, HostRole::HUB, HostRole::workers("", 2), HostRole::workers("", 1)];
+const TWO_RACKS: &[HostRole] = &[
+    HostRole::rack_hub("a"),
+    HostRole::workers("a", 1),
+    HostRole::workers("a", 1),
+    HostRole::rack_hub("b"),
+    HostRole::workers("b", 1),
+    HostRole::workers("b", 1),
 ];
 /// Rank 0 is in the second rack, on the host of its hub.
-const THREE_UNEVEN_RACKS: &[Station] = &[
-    Station::rack_hub("a"),
-    Station::rack_hub("b").with_workers(1),
-    Station::workers("a", 2),
-    Station::workers("a", 1),
-    Station::rack_hub("c"),
-    Station::workers("c", 2),
+const THREE_UNEVEN_RACKS: &[HostRole] = &[
+    HostRole::rack_hub("a"),
+    HostRole::rack_hub("b").with_workers(1),
+    HostRole::workers("a", 2),
+    HostRole::workers("a", 1),
+    HostRole::rack_hub("c"),
+    HostRole::workers("c", 2),
 ];
 /// A hub for all, one for each rack below it, one for a host below one of these, and a host whose workers use
 /// their rack's hub.
-const THREE_LEVELS: &[Station] = &[
-    Station::HUB,
-    Station::rack_hub("a"),
-    Station::host_hub("a", 2),
-    Station::workers("a", 1),
-    Station::rack_hub("b"),
-    Station::workers("b", 1),
+const THREE_LEVELS: &[HostRole] = &[
+    HostRole::HUB,
+    HostRole::rack_hub("a"),
+    HostRole::host_hub("a", 2),
+    HostRole::workers("a", 1),
+    HostRole::rack_hub("b"),
+    HostRole::workers("b", 1),
 ];
 
 #[test]
 fn hubs_that_reduce_among_themselves_have_the_numbers_of_one() {
-    for (shape, stations, workers, reductions) in [
+    for (shape, roles, workers, reductions) in [
         ("two racks", TWO_RACKS, 4, &["tree", "ring", "sharded"][..]),
         ("three uneven racks", THREE_UNEVEN_RACKS, 6, &["tree", "ring", "sharded"]),
         ("host, rack and cluster", THREE_LEVELS, 4, &["tree"]),
     ] {
         let Some(expected) = one_flat_hub(workers) else { return };
-        let Some(cluster) = Cluster::start(stations) else { return };
+        let Some(cluster) = Cluster::start(roles) else { return };
         for reduction in reductions {
             let runs = ["first", "second"]
-                .map(|run| train(&cluster, &format!("{reduction}-{run}"), hubs_of(stations), reduction));
+                .map(|run| train(&cluster, &format!("{reduction}-{run}"), hubs_of(roles), reduction));
             for (rank, outcome) in runs.iter().flatten().enumerate() {
                 assert!(
                     *outcome == runs[0][0],
@@ -123,8 +123,8 @@ fn hubs_that_reduce_among_themselves_have_the_numbers_of_one() {
 }
 
 /// A job that exchanges until it is notified that a hub is lost.
-fn endless(cluster: &Cluster, stations: &[Station], reduction: &str, more: &[&str]) -> Vec<Process> {
-    let hubs = hubs_of(stations).to_string();
+fn endless(cluster: &Cluster, roles: &[HostRole], reduction: &str, more: &[&str]) -> Vec<Process> {
+    let hubs = hubs_of(roles).to_string();
     let create = ["cut", "--hubs", &hubs, "--reduction", reduction];
     let workers = cluster.start_job(&[&create, more].concat(), ENDLESS);
     workers.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
@@ -140,20 +140,20 @@ fn expect_named(cluster: &Cluster, mut workers: Vec<Process>, hub: &str, within:
         let took = began.elapsed();
         if open == 0 && shown.contains("\"failed\"") {
             assert!(shown.contains(hub), "{case}: jobs show names another than {hub}: {shown}");
-            println!("{case}: everybody was told of {hub} within {took:?}");
+            println!("{case}: all ranks named {hub} within {took:?}");
             break;
         }
         assert!(took < within, "{case}: after {took:?} {open} workers have not ended, and jobs show {shown}");
     }
     for (rank, worker) in workers.into_iter().enumerate() {
-        let told = worker.finish().expect_code(1).stderr;
-        assert!(told.contains(hub), "{case}: rank {rank} was told of another than {hub}: {told}");
+        let message = worker.finish().expect_code(1).stderr;
+        assert!(message.contains(hub), "{case}: rank {rank} named another hub than {hub}: {message}");
     }
 }
 
 #[test]
 fn a_hub_that_is_killed_is_named_everywhere() {
-    for (case, stations, reduction, lost) in [
+    for (case, roles, reduction, lost) in [
         ("one of two, flat", TWO_FLAT_HUBS, "flat", 1),
         ("a rack's in a ring", THREE_UNEVEN_RACKS, "ring", 4),
         ("a rack's among sharded ones", TWO_RACKS, "sharded", 0),
@@ -163,8 +163,8 @@ fn a_hub_that_is_killed_is_named_everywhere() {
         ("a rack's below the cluster's", THREE_LEVELS, "tree", 1),
         ("a host's", THREE_LEVELS, "tree", 2),
     ] {
-        let Some(cluster) = Cluster::start(stations) else { return };
-        let workers = endless(&cluster, stations, reduction, &["--dead-after", "300"]);
+        let Some(cluster) = Cluster::start(roles) else { return };
+        let workers = endless(&cluster, roles, reduction, &["--dead-after", "300"]);
         cluster.hub(lost).signal(Signal::KILL);
         expect_named(&cluster, workers, &cluster.address(lost), SOON, case);
     }
@@ -172,13 +172,13 @@ fn a_hub_that_is_killed_is_named_everywhere() {
 
 #[test]
 fn a_hub_whose_link_goes_down_is_named_once_it_has_been_silent() {
-    for (case, stations, reduction, lost) in [
+    for (case, roles, reduction, lost) in [
         ("one of two, flat", TWO_FLAT_HUBS, "flat", 1),
         ("in a ring", THREE_UNEVEN_RACKS, "ring", 4),
         ("below the cluster's", THREE_LEVELS, "tree", 4),
     ] {
-        let Some(cluster) = Cluster::start(stations) else { return };
-        let workers = endless(&cluster, stations, reduction, &["--dead-after", "2"]);
+        let Some(cluster) = Cluster::start(roles) else { return };
+        let workers = endless(&cluster, roles, reduction, &["--dead-after", "2"]);
         cluster.host(lost).pull_the_cable();
         let within = Duration::from_secs(2) + SOON;
         expect_named(&cluster, workers, &cluster.address(lost), within, case);
@@ -189,8 +189,7 @@ fn a_hub_whose_link_goes_down_is_named_once_it_has_been_silent() {
 fn workers_reach_the_hub_of_their_own_level_alone() {
     let Some(cluster) = Cluster::start(THREE_LEVELS) else { return };
     let workers = endless(&cluster, THREE_LEVELS, "tree", &[]);
-    let [top, rack_a, host_a, worker_a, rack_b, worker_b] =
-        [0, 1, 2, 3, 4, 5].map(|station| cluster.host(station));
+    let [top, rack_a, host_a, worker_a, rack_b, worker_b] = [0, 1, 2, 3, 4, 5].map(|role| cluster.host(role));
     for (hub, members) in [
         (top, &[rack_a, rack_b][..]),
         (rack_a, &[host_a, worker_a]),

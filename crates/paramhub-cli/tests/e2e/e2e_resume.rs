@@ -13,8 +13,8 @@ use crate::common::rails::{Rails, WORKERS};
 use crate::common::{Finished, Process, example, paramhub, wait_until};
 
 const TOKEN: &str = "let-me-in";
-/// How soon an interface that is down must be reported if there is no other: the project's own promise,
-/// doubled for busy machines.
+/// The time within which an interface that is down must be reported if there is no other: the project's own
+/// promise, doubled for busy machines.
 const SOON: Duration = Duration::from_secs(10);
 /// Enough steps that the interface goes down before they are over: at least four seconds of simulated
 /// computation.
@@ -62,10 +62,10 @@ fn finish(workers: Vec<Process>) -> Vec<Finished> {
 }
 
 /// Waits until the hub logs for every rank that it continues over an interface.
-fn everybody_moves(hub: &Process, job: &str, over: &str) {
+fn wait_until_all_ranks_move(hub: &Process, job: &str, over: &str) {
     wait_until("streams move", || {
-        let said = hub.stderr();
-        (0..WORKERS).all(|rank| said.contains(&format!("rank {rank} of job `{job}` goes on over {over}")))
+        let log = hub.stderr();
+        (0..WORKERS).all(|rank| log.contains(&format!("rank {rank} of job `{job}` goes on over {over}")))
     });
 }
 
@@ -81,8 +81,8 @@ fn mend(rails: &Rails, rank: usize, interface: &str) {
     });
 }
 
-fn streams_moved(said: &str) -> u32 {
-    let (before, _) = said.split_once(" streams moved").expect("it is said");
+fn streams_moved(output: &str) -> u32 {
+    let (before, _) = output.split_once(" streams moved").expect("it is said");
     before.rsplit(' ').next().unwrap().parse().unwrap()
 }
 
@@ -105,7 +105,7 @@ fn a_job_goes_on_when_a_hubs_interface_goes_down_and_ends_at_the_same_bits() {
     let jobs = [("cut", &fractions), ("cut-one-bit", &quantised), ("cut-factors", &factors)];
     let workers = jobs.map(|(name, arguments)| job(&rails, name, arguments));
     rails.switch_hub("eth1", "down");
-    jobs.iter().for_each(|(name, _)| everybody_moves(&hub, name, "eth0 (10.77.8.100:7771)"));
+    jobs.iter().for_each(|(name, _)| wait_until_all_ranks_move(&hub, name, "eth0 (10.77.8.100:7771)"));
     for (workers, undisturbed) in workers.into_iter().zip(&undisturbed) {
         for worker in finish(workers) {
             assert!(streams_moved(&worker.stdout) >= 2, "both cores of it: {}", worker.stdout);
@@ -115,8 +115,8 @@ fn a_job_goes_on_when_a_hubs_interface_goes_down_and_ends_at_the_same_bits() {
             );
         }
     }
-    let said = hub.stderr();
-    assert!(said.contains("the hub's interface eth1 (10.77.9.100) is down: it was switched off"), "{said}");
+    let log = hub.stderr();
+    assert!(log.contains("the hub's interface eth1 (10.77.9.100) is down: it was switched off"), "{log}");
     let status = ask(&rails, |client| client.job("cut")).unwrap();
     assert_eq!(status.state, JobState::Finished);
     assert_eq!(status.counters.streams_moved, 4, "two workers at two cores");
@@ -133,12 +133,12 @@ fn a_job_goes_on_as_often_as_an_interface_is_left() {
     // Each move is awaited while an interface is down: streams that receive again in time stay where they
     // are.
     rails.switch_hub("eth1", "down");
-    everybody_moves(&hub, "twice", "eth0");
+    wait_until_all_ranks_move(&hub, "twice", "eth0");
     wait_until("half of the streams have moved", || counters().streams_moved >= 4);
     rails.switch_hub("eth1", "up");
     wait_until("the hub sees it again", || hub.stderr().contains("eth1 (10.77.9.100:7771) is back"));
     rails.switch_hub("eth0", "down");
-    everybody_moves(&hub, "twice", "eth1");
+    wait_until_all_ranks_move(&hub, "twice", "eth1");
     wait_until("then all of them", || counters().streams_moved >= 12);
     rails.switch_hub("eth0", "up");
     let before = counters();
@@ -160,19 +160,22 @@ fn a_job_goes_on_when_a_workers_interface_goes_down() {
     let workers = job(&rails, "cut", LONG);
     rails.unplug_worker(1, "eth1");
     wait_until("streams move", || hub.stderr().contains("rank 1 of job `cut` goes on over "));
-    let said: Vec<String> = finish(workers).into_iter().map(|worker| worker.stdout).collect();
-    assert!(said.iter().all(|said| said.contains("all numbers right")), "{said:?}");
-    assert_eq!(streams_moved(&said[0]), 0, "the other rank is not concerned");
-    assert!(streams_moved(&said[1]) >= 2, "{said:?}");
-    let told = "its interface eth1 (10.77.3.1) is down: it has lost its carrier";
-    assert!(said[1].contains("notice: rank 1 goes on over ") && said[1].contains(told), "{said:?}");
+    let outputs: Vec<String> = finish(workers).into_iter().map(|worker| worker.stdout).collect();
+    assert!(outputs.iter().all(|outputs| outputs.contains("all numbers right")), "{outputs:?}");
+    assert_eq!(streams_moved(&outputs[0]), 0, "the other rank is not concerned");
+    assert!(streams_moved(&outputs[1]) >= 2, "{outputs:?}");
+    let reason = "its interface eth1 (10.77.3.1) is down: it has lost its carrier";
+    assert!(
+        outputs[1].contains("notice: rank 1 goes on over ") && outputs[1].contains(reason),
+        "{outputs:?}"
+    );
 
     // Now the streams that leave by the first interface, with the second repaired.
     mend(&rails, 1, "eth1");
     let workers = job(&rails, "again", LONG);
     rails.unplug_worker(1, "eth0");
-    let said: Vec<String> = finish(workers).into_iter().map(|worker| worker.stdout).collect();
-    assert!(said[1].contains("all numbers right") && streams_moved(&said[1]) >= 2, "{said:?}");
+    let outputs: Vec<String> = finish(workers).into_iter().map(|worker| worker.stdout).collect();
+    assert!(outputs[1].contains("all numbers right") && streams_moved(&outputs[1]) >= 2, "{outputs:?}");
     hub.signal(Signal::TERM);
     hub.finish().expect_code(0);
 }
@@ -192,7 +195,7 @@ fn a_job_without_another_interface_fails_with_the_name_of_the_last() {
         "{error}"
     );
     assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
-    println!("the worker said so after {:?}", began.elapsed());
+    println!("the worker named it after {:?}", began.elapsed());
     drop(workers);
     ask(&rails, |client| client.stop_job("worker-gone")).unwrap();
     mend(&rails, 1, "eth0");
@@ -202,14 +205,14 @@ fn a_job_without_another_interface_fails_with_the_name_of_the_last() {
     let began = Instant::now();
     rails.switch_hub("eth1", "down");
     rails.switch_hub("eth0", "down");
-    wait_until("the manager hears of it", || {
+    wait_until("the manager shows it", || {
         let status = ask(&rails, |client| client.job("hub-gone")).unwrap();
         status.state == JobState::Failed
             && status.message.contains("the hub's interface eth")
             && status.message.contains("no other of its interfaces is left")
     });
     assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
-    println!("the hub said so after {:?}", began.elapsed());
+    println!("the hub named it after {:?}", began.elapsed());
     for worker in workers {
         let error = worker.finish().expect_code(1).stderr;
         assert!(error.contains("lost the hub at") && error.contains("nothing was heard of it"), "{error}");
@@ -219,7 +222,7 @@ fn a_job_without_another_interface_fails_with_the_name_of_the_last() {
 }
 
 #[test]
-fn what_cannot_be_resumed_exactly_is_refused() {
+fn a_job_that_cannot_be_resumed_exactly_is_refused() {
     let Some(rails) = Rails::lay() else { return };
     let hub = hub(&rails);
     let options = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..Default::default() };

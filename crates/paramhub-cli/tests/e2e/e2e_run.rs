@@ -93,15 +93,15 @@ fn a_second_signal_kills_workers_that_ignore_the_first() {
 }
 
 #[test]
-fn when_one_worker_fails_the_others_get_a_grace_and_are_ended() {
+fn a_worker_that_fails_ends_the_others_after_a_grace_period() {
     let script = "case $RANK in
         0) sleep 1; echo what the hub said; exit 9;;
         1) exit 7;;
-        *) trap 'echo told to end; exit 11' TERM; while :; do sleep 0.05; done;;
+        *) trap 'echo asked to end; exit 11' TERM; while :; do sleep 0.05; done;;
         esac";
     // 11 is not a worker's own failure: it only answers the launcher's signal.
     let ended = run("3", script).finish().expect_code(9);
-    for line in ["[0] what the hub said", "[2] told to end"] {
+    for line in ["[0] what the hub said", "[2] asked to end"] {
         assert!(ended.stdout.contains(line), "no `{line}` in {}", ended.stdout);
     }
     let errors: Vec<&str> = ended.stderr.lines().filter(|line| line.starts_with("paramhub: ")).collect();
@@ -109,7 +109,7 @@ fn when_one_worker_fails_the_others_get_a_grace_and_are_ended() {
 }
 
 #[test]
-fn nothing_is_left_of_workers_nor_of_what_they_started() {
+fn workers_and_the_processes_that_they_started_leave_nothing() {
     let script = "echo pid $$; sleep 300 & echo pid $!; wait";
     // Ended by a worker's own end, by a signal, and by the launcher's sudden death.
     let ended = run("1", "sleep 300 & echo pid $!").start();

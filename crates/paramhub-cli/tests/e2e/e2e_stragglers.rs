@@ -20,19 +20,19 @@ fn run(workers: &str, more: &[&str], worker: &[&str]) -> Finished {
 }
 
 /// The steps and seconds that a rank prints at its end.
-fn finished(said: &Finished, rank: u32) -> (u32, f64) {
-    let line = said.stdout.lines().find(|line| line.contains(&format!("rank {rank} finished"))).unwrap();
+fn finished(ended: &Finished, rank: u32) -> (u32, f64) {
+    let line = ended.stdout.lines().find(|line| line.contains(&format!("rank {rank} finished"))).unwrap();
     let words: Vec<&str> = line.split(' ').collect();
     let after = |word: &str| words[words.iter().position(|&other| other == word).unwrap() + 1];
     (after("finished").parse().unwrap(), after("in").parse().unwrap())
 }
 
-fn expect_said(ended: Finished, parts: &[&str]) {
+fn expect_error_parts(ended: Finished, parts: &[&str]) {
     parts.iter().for_each(|part| assert!(ended.stderr.contains(part), "no `{part}` in: {}", ended.stderr));
 }
 
 #[test]
-fn the_others_go_on_at_their_own_pace_and_hear_who_is_late() {
+fn the_others_go_on_at_their_own_pace_and_the_late_rank_is_named() {
     for how in ["backup:1", "drop:0.5"] {
         let alone = run("3", &[], &["--steps", "150"]);
         let late = run("4", &["--stragglers", how], &["--steps", "150", "--slow", "3:10"]);
@@ -45,8 +45,8 @@ fn the_others_go_on_at_their_own_pace_and_hear_who_is_late() {
         let (of_late, _) = finished(&late, 3);
         assert!(of_late < 60, "{how}: {of_late} steps of 150 by the one that takes ten times as long");
         for rank in [0, 3] {
-            let told = format!("[{rank}] notice: rank 3 of job `");
-            assert!(late.stdout.contains(&told), "{how}: {}", late.stdout);
+            let notice = format!("[{rank}] notice: rank 3 of job `");
+            assert!(late.stdout.contains(&notice), "{how}: {}", late.stdout);
         }
         assert!(late.stderr.contains("left out because it was late: rank 3, of "), "{how}: {}", late.stderr);
         // Hub and manager are one process here, with one log.
@@ -93,7 +93,7 @@ fn a_late_worker_that_dies_ends_the_job_as_any_other() {
     for (rank, worker) in workers.into_iter().enumerate() {
         match rank {
             2 => drop(worker.finish()),
-            _ => expect_said(worker.finish().expect_code(1), &["rank 2 was lost"]),
+            _ => expect_error_parts(worker.finish().expect_code(1), &["rank 2 was lost"]),
         }
     }
     let status = client.job("mortal").unwrap();
@@ -108,7 +108,7 @@ fn training_goes_on_without_the_last_and_ends_at_the_job_s_last_step() {
     let trained = trained.expect_code(0);
     assert!(trained.stdout.contains("accuracy"), "{}", trained.stdout);
     let refused = paramhub(["train", "--workers", "2", "--stragglers", "backup:2"]).finish().expect_code(2);
-    expect_said(refused, &["cannot have stragglers = backup:2", "use backup:1 or less"]);
+    expect_error_parts(refused, &["cannot have stragglers = backup:2", "use backup:1 or less"]);
     let odd = paramhub(["run", "-n", "2", "--stragglers", "drop:0", "--", "true"]).finish().expect_code(2);
-    expect_said(odd, &["the fraction must be a number above 0"]);
+    expect_error_parts(odd, &["the fraction must be a number above 0"]);
 }

@@ -111,8 +111,8 @@ fn exchange_between_racks(testbed: &Testbed, racks: bool, more: &[&str]) -> Valu
 #[test]
 fn racks_reduce_exactly_and_cross_the_core_with_one_worker_s_bytes() {
     let Some(testbed) = Testbed::up("--racks 2 --workers 2 --rate 1gbit --core-rate 500mbit") else { return };
-    // In models per exchange, out of a rack and into it. With the flat reduction half of the four gradients
-    // go to the other rack's hub.
+    // The unit is models per exchange, out of a rack and into it. With the flat reduction half of the four
+    // gradients go to the other rack's hub.
     let crossing = |racks: bool, more: &[&str]| {
         let count = || received(&testbed, "core", "r0");
         let before = count();
@@ -169,7 +169,7 @@ fn a_scenario_measures_its_rows_on_a_testbed_of_its_own() {
     let files = format!("{} --json {} --svg {}", scenario.display(), out.display(), svg.display());
     let mut run = testbed::xtask(&format!("run {files} --name {name}"));
     let ran = run.args(["--", "--paramhub", env!("CARGO_BIN_EXE_paramhub")]).output().unwrap();
-    let (said, complaint) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    let (output, complaint) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
     match ran.status.code() {
         Some(0) => {}
         // There are no namespaces here, or too much other load to measure.
@@ -177,7 +177,7 @@ fn a_scenario_measures_its_rows_on_a_testbed_of_its_own() {
         Some(1) if complaint.contains("do not carry their rate") => {
             return println!("skipped: {}", complaint.trim());
         }
-        _ => panic!("{said}{complaint}"),
+        _ => panic!("{output}{complaint}"),
     }
     let results: Value = serde_json::from_slice(&std::fs::read(out).unwrap()).expect("valid JSON");
     for (row, (name, hubs, interfaces)) in

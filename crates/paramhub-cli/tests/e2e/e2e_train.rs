@@ -77,18 +77,22 @@ fn layers_by_factors_reach_the_parameters_of_the_hub() {
         let values = parameters(&ended.read("p.safetensors"));
         (values, ended.stderr)
     };
-    let (by_hub, said) = trained("hub");
-    assert!(!said.contains("goes by"), "{said}");
-    let (by_factors, said) = trained("factors");
+    let (by_hub, output) = trained("hub");
+    assert!(!output.contains("goes by"), "{output}");
+    let (by_factors, output) = trained("factors");
     assert!(
-        said.contains("layer fc1 goes by factors: as asked") && said.contains("layer fc3 goes by factors"),
-        "{said}"
+        output.contains("layer fc1 goes by factors: as asked")
+            && output.contains("layer fc3 goes by factors"),
+        "{output}"
     );
-    let (mixed, said) = trained("auto");
+    let (mixed, output) = trained("auto");
     // 10 outputs of 64 inputs are fewer numbers than 16 samples of both.
-    assert!(said.contains("layer fc1 goes by factors") && said.contains("layer fc3 goes by hub"), "{said}");
-    let (to_hub, said) = trained("factors-to-hub");
-    assert!(said.contains("layer fc1 goes by factors-to-hub: as asked"), "{said}");
+    assert!(
+        output.contains("layer fc1 goes by factors") && output.contains("layer fc3 goes by hub"),
+        "{output}"
+    );
+    let (to_hub, output) = trained("factors-to-hub");
+    assert!(output.contains("layer fc1 goes by factors-to-hub: as asked"), "{output}");
     assert!(trained("factors-to-hub").0 == to_hub, "another run ends at other bits");
     let untrained = ["--epochs", "1", "--lr", "1e-20", "--exchange", "local", "--save", "p.safetensors"];
     let initial = parameters(&paramhub(with(&untrained)).finish().expect_code(0).read("p.safetensors"));
@@ -104,25 +108,25 @@ fn layers_by_factors_reach_the_parameters_of_the_hub() {
 }
 
 #[test]
-fn the_transport_is_chosen_told_and_changes_no_bit() {
+fn the_transport_is_chosen_and_shown_and_changes_no_bit() {
     let (_hub, without) = hub(["--no-shared-memory"]);
-    let trained = |more: &[&str], told: &str| {
+    let trained = |more: &[&str], shown: &str| {
         let common = ["--epochs", "2", "--reproducible", "--save", "p.safetensors", "--json", "out.json"];
         let ended = paramhub(with(&common).chain(more.iter().copied())).finish().expect_code(0);
         let row = ended.stdout.lines().find(|line| line.contains("transport")).expect("a transport");
-        assert!(row.contains(&format!(" {told} ")), "{more:?}: {row}");
+        assert!(row.contains(&format!(" {shown} ")), "{more:?}: {row}");
         let results: serde_json::Value = serde_json::from_slice(&ended.read("out.json")).unwrap();
         let workers = results["workers"].as_array().unwrap();
-        assert!(workers.iter().all(|worker| worker["transport"] == told), "{more:?}: {results}");
+        assert!(workers.iter().all(|worker| worker["transport"] == shown), "{more:?}: {results}");
         ended.read("p.safetensors")
     };
     let over_tcp = trained(&["--transport", "tcp"], "tcp");
-    for (more, told) in [
+    for (more, shown) in [
         (&[][..], "shared memory"),
         (&["--transport", "shm", "--cores", "2"], "shared memory"),
         (&["--hub", &without], "tcp"),
     ] {
-        assert!(trained(more, told) == over_tcp, "{more:?} ended at other bits");
+        assert!(trained(more, shown) == over_tcp, "{more:?} ended at other bits");
     }
     let refused = paramhub(with(&["--transport", "shm", "--hub", &without])).finish().expect_code(1);
     for part in ["rank ", "the transport shm needs", "--no-shared-memory", "use the transport auto or tcp"] {
@@ -219,7 +223,7 @@ fn quantised_gradients_learn_what_exact_ones_do_with_a_fraction_of_the_bytes() {
 }
 
 #[test]
-fn what_trainings_learn_is_told_epoch_by_epoch_and_drawn() {
+fn the_progress_of_trainings_is_reported_by_epoch_and_drawn() {
     let trained = |codec: &str| {
         let more = ["--codec", codec, "--test-every", "3", "--workers", "2", "--json", "out.json"];
         paramhub(with(&more)).finish().expect_code(0).read("out.json")

@@ -71,9 +71,9 @@ impl<C: Communicator> CheckedCommunicator<C> {
         let own = call.encode(sequence);
         let mut all = vec![0; CALL_BYTES * self.inner.size() as usize];
         self.inner.allgather("calls", &own, &mut all)?;
-        let mut told = all.chunks(CALL_BYTES);
-        let zeros = told.next().expect("there is a rank 0");
-        match (1..).zip(told).find(|(_, theirs)| *theirs != zeros) {
+        let mut calls = all.chunks(CALL_BYTES);
+        let zeros = calls.next().expect("there is a rank 0");
+        match (1..).zip(calls).find(|(_, theirs)| *theirs != zeros) {
             None => Ok(()),
             Some((rank, theirs)) => Err(CommunicatorError::Mismatch {
                 rank,
@@ -91,37 +91,37 @@ impl<C: Communicator> CheckedCommunicator<C> {
 
 impl Call<'_> {
     fn encode(&self, sequence: u64) -> [u8; CALL_BYTES] {
-        let mut told = [0; CALL_BYTES];
-        told[..8].copy_from_slice(&sequence.to_le_bytes());
-        told[8..16].copy_from_slice(&(self.bytes as u64).to_le_bytes());
-        told[16..20].copy_from_slice(&self.root.map_or(u32::MAX, |root| root).to_le_bytes());
-        told[20] = KINDS.iter().position(|kind| *kind == self.kind).expect("one of them") as u8;
-        told[21] = self.dtype.map_or(0, |dtype| dtype.codec() as u8 + 1);
+        let mut call = [0; CALL_BYTES];
+        call[..8].copy_from_slice(&sequence.to_le_bytes());
+        call[8..16].copy_from_slice(&(self.bytes as u64).to_le_bytes());
+        call[16..20].copy_from_slice(&self.root.map_or(u32::MAX, |root| root).to_le_bytes());
+        call[20] = KINDS.iter().position(|kind| *kind == self.kind).expect("one of them") as u8;
+        call[21] = self.dtype.map_or(0, |dtype| dtype.codec() as u8 + 1);
         let shown = self.name.floor_char_boundary(NAME.len());
-        told[22] = shown as u8;
+        call[22] = shown as u8;
         // The digest distinguishes names with the same beginning.
-        told[24..40].copy_from_slice(&blake3::hash(self.name.as_bytes()).as_bytes()[..16]);
-        told[NAME][..shown].copy_from_slice(&self.name.as_bytes()[..shown]);
-        told
+        call[24..40].copy_from_slice(&blake3::hash(self.name.as_bytes()).as_bytes()[..16]);
+        call[NAME][..shown].copy_from_slice(&self.name.as_bytes()[..shown]);
+        call
     }
 }
 
-fn u64_at(told: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(told[at..at + 8].try_into().expect("eight bytes"))
+fn u64_at(call: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(call[at..at + 8].try_into().expect("eight bytes"))
 }
 
 /// Describes a call for people.
-fn describe(told: &[u8]) -> String {
-    let kind = KINDS.get(usize::from(told[20])).unwrap_or(&"no collective");
-    let name = String::from_utf8_lossy(&told[NAME][..usize::from(told[22]).min(NAME.len())]);
+fn describe(call: &[u8]) -> String {
+    let kind = KINDS.get(usize::from(call[20])).unwrap_or(&"no collective");
+    let name = String::from_utf8_lossy(&call[NAME][..usize::from(call[22]).min(NAME.len())]);
     let dtype =
-        [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().find(|dtype| dtype.codec() as u8 + 1 == told[21]);
-    let root = u32::from_le_bytes(told[16..20].try_into().expect("four bytes"));
+        [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().find(|dtype| dtype.codec() as u8 + 1 == call[21]);
+    let root = u32::from_le_bytes(call[16..20].try_into().expect("four bytes"));
     let mut text = kind.to_string();
     if !name.is_empty() {
         text += &format!(" of `{name}`");
     }
-    let bytes = u64_at(told, 8);
+    let bytes = u64_at(call, 8);
     match dtype {
         Some(dtype) => text += &format!(", {bytes} bytes of {dtype}"),
         None if bytes > 0 => text += &format!(", {bytes} bytes"),
@@ -131,7 +131,7 @@ fn describe(told: &[u8]) -> String {
         text += &format!(" from rank {root}");
     }
     // The ranks' counts show whether they made different calls before.
-    text + &format!(" (its call {})", u64_at(told, 0))
+    text + &format!(" (its call {})", u64_at(call, 0))
 }
 
 impl<C: Communicator> Communicator for CheckedCommunicator<C> {

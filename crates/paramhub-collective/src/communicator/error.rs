@@ -7,7 +7,7 @@ use paramhub_syncer::SyncError;
 use paramhub_worker::WorkerError;
 use thiserror::Error;
 
-/// Why a collective failed.
+/// The reason why a collective failed.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum CommunicatorError {
@@ -25,7 +25,7 @@ pub enum CommunicatorError {
     Misused {
         /// The name of the exchange.
         name: String,
-        /// What does not fit.
+        /// The part that does not fit.
         reason: String,
     },
     /// Ranks make different calls.
@@ -58,9 +58,9 @@ pub enum CommunicatorError {
     System {
         /// The rank that asked.
         rank: u32,
-        /// What the rank tried to do.
+        /// The action that failed.
         what: &'static str,
-        /// What the operating system says.
+        /// The operating system's reason.
         reason: String,
     },
 }

@@ -12,7 +12,7 @@ use paramhub_transport::lend;
 use super::error::CommunicatorError;
 use super::{Collective, Communicator, check_blocks};
 
-/// How long leaving waits until the other ranks have read this rank's goodbye.
+/// The time that leaving waits until the other ranks have read this rank's leave message.
 const LEAVE: Duration = Duration::from_secs(10);
 /// Room for an address as text.
 const ADDRESS_BYTES: usize = 64;
@@ -61,11 +61,11 @@ impl MeshCommunicator {
         let number = self.copies.fetch_add(1, Ordering::Relaxed) + 1;
         let refused = |what, reason: String| CommunicatorError::System { rank: self.rank(), what, reason };
         let listener = MeshListener::bind(*ip).map_err(|error| refused("listen", error.to_string()))?;
-        let told = self.exchange(&listener.address().to_string())?;
-        let addresses = told.iter().map(|address| FromStr::from_str(address));
+        let addresses_text = self.exchange(&listener.address().to_string())?;
+        let addresses = addresses_text.iter().map(|address| FromStr::from_str(address));
         let addresses = addresses
             .collect::<Result<Vec<_>, _>>()
-            .map_err(|_| refused("read where the others listen", format!("{told:?}")))?;
+            .map_err(|_| refused("read where the others listen", format!("{addresses_text:?}")))?;
         let name = format!("communicator {number}");
         let config = MeshConfig {
             name: format!("{}, {name}", config.name).into(),

@@ -35,7 +35,7 @@ pub trait Communicator: Send + Sync {
     /// The number of ranks.
     fn size(&self) -> u32;
 
-    /// How bytes travel between the ranks, as text for people.
+    /// Returns the way in which bytes travel between the ranks, as text for people.
     fn transport(&self) -> &'static str;
 
     /// Makes a collective call.
@@ -56,7 +56,7 @@ pub trait Communicator: Send + Sync {
         None
     }
 
-    /// Whether several threads of this process may be in collectives of this communicator and of its
+    /// Returns whether several threads of this process may be in collectives of this communicator and of its
     /// duplicates at one time, a thread in each. Calls no rank; the error says what to do where they may not.
     fn check_threads(&self) -> Result<(), CommunicatorError> {
         Ok(())

@@ -66,9 +66,9 @@ impl<'a> OperationBuilder<'a> {
         self.submit(|head| Arc::new(Task { head, work: Mutex::new(Some(work)) }))
     }
 
-    /// Like [`push`](Self::push), but the operation ends when its [`Completion`] does, which may be after the
-    /// closure has returned, if it gave the completion away. The thread that ran the closure is free until
-    /// then.
+    /// Does the same as [`push`](Self::push), but the operation ends when its [`Completion`] does, which may
+    /// be after the closure has returned, if it gave the completion away. The thread that ran the closure is
+    /// free until then.
     ///
     /// # Errors
     /// See [`push`](Self::push).

@@ -30,8 +30,8 @@ pub struct EngineConfig {
     /// most 2^24. A thread that pushes more waits until a quarter has ended; from inside an operation twice
     /// as many may be pushed.
     pub in_flight: u64,
-    /// How long an idle thread polls for work before it sleeps, one thread of each pool at a time, and how
-    /// long a waiting thread polls before it sleeps: by default 20 µs, less than waking up takes.
+    /// The time that an idle thread polls for work before it sleeps, one thread of each pool at a time, and
+    /// how long a waiting thread polls before it sleeps: by default 20 µs, less than waking up takes.
     pub spin: Duration,
     /// The observer of operations. Without one, observing costs nothing.
     pub observer: Option<Arc<dyn Observer>>,
@@ -86,7 +86,7 @@ impl fmt::Debug for EngineConfig {
     }
 }
 
-/// Why an engine cannot be made.
+/// The reason why an engine cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum EngineError {

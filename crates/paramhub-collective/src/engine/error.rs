@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-/// Why the engine refused an operation.
+/// The reason why the engine refused an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PushError {

@@ -45,7 +45,7 @@ impl<M: QueuedOperation> VariableQueue<M> {
     /// poison.
     pub(super) fn take_outcome_if_idle(&self, access: Access) -> Option<Poison> {
         let mut state = self.state.lock().expect("nothing panics under this lock");
-        let free = state.queue.nobody_waits() && state.queue.admits(access);
+        let free = state.queue.is_empty() && state.queue.admits(access);
         free.then(|| state.poison.take())
     }
 
@@ -64,7 +64,7 @@ pub(super) struct Dependencies<M> {
     /// operation without variables has only that one.
     unmet: AtomicU32,
     poison: Mutex<Poison>,
-    /// Whether it takes the poison from its variable instead of sharing it, as a wait does.
+    /// `true` if it takes the poison from its variable instead of sharing it, as a wait does.
     takes_poison: bool,
     accesses: SmallList<QueueAccess<M>>,
 }
@@ -79,7 +79,7 @@ impl<M: QueuedOperation> Dependencies<M> {
     pub(super) fn new(accesses: SmallList<QueueAccess<M>>, takes_poison: bool) -> Dependencies<M> {
         let accesses = merged(accesses);
         let unmet = u32::try_from(accesses.len()).ok().filter(|&unmet| unmet < POISONED - 1);
-        let unmet = unmet.expect("nobody has two thousand million variables") + 1;
+        let unmet = unmet.expect("an operation has fewer than two thousand million variables") + 1;
         Dependencies { unmet: AtomicU32::new(unmet), poison: Mutex::new(None), takes_poison, accesses }
     }
 

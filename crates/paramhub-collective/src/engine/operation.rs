@@ -108,7 +108,7 @@ pub(super) struct Deferred<F> {
 #[derive(Clone, Copy, Default)]
 pub(super) struct Runner {
     thread: Option<ThreadId>,
-    /// Whether the closure's panic dropped the completion.
+    /// `true` if the closure's panic dropped the completion.
     lost: bool,
 }
 

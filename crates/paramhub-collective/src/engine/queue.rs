@@ -48,13 +48,13 @@ impl<T> Queue<T> {
         }
     }
 
-    /// Whether an operation with this access can have it: it is free, or the operation reads and only readers
-    /// have it.
+    /// Returns whether an operation with this access can have it: it is free, or the operation reads and only
+    /// readers have it.
     pub(super) fn admits(&self, access: Access) -> bool {
         !self.mutated && (access == Access::Read || self.readers == 0)
     }
 
-    pub(super) fn nobody_waits(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 

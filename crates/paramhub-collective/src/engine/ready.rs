@@ -39,7 +39,7 @@ impl<T> ReadyPool<T> {
         ReadyPool { state: Mutex::new(state), length: AtomicUsize::new(0), call: Condvar::new(), spin }
     }
 
-    /// Whether the pool is empty; only a hint, for another thread may be putting an entry in.
+    /// Returns whether the pool is empty; only a hint, for another thread may be putting an entry in.
     pub(super) fn is_empty(&self) -> bool {
         self.length.load(Ordering::Relaxed) == 0
     }

@@ -152,11 +152,11 @@ impl Shared {
         for pool in &self.pools {
             self.drop_all(pool.close());
         }
-        // Last, so that a thread whose push is refused knows that no operation begins any more.
+        // This comes last, so that a thread whose push is refused knows that no operation begins any more.
         self.in_flight_limit.close();
     }
 
-    /// Whether the engine is closed.
+    /// Returns whether the engine is closed.
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::SeqCst)
     }

@@ -38,7 +38,7 @@ pub struct Span {
     pub start: Duration,
     /// The time since the trace's origin.
     pub end: Duration,
-    /// Whether another thread ended it, while this one did other things.
+    /// `true` if another thread ended it, while this one did other things.
     pub is_deferred: bool,
 }
 

@@ -93,8 +93,8 @@ impl<F: FnOnce(Result<(), Arc<Failure>>) + Send> OperationBody for WaitCallback<
             self.shared.reported(failure);
         }
         let callback = taken(&self.callback);
-        let told = catch_unwind(AssertUnwindSafe(|| callback(failure.map_or(Ok(()), Err))));
-        told.unwrap_or_else(forget);
+        let outcome = catch_unwind(AssertUnwindSafe(|| callback(failure.map_or(Ok(()), Err))));
+        outcome.unwrap_or_else(forget);
     }
 }
 

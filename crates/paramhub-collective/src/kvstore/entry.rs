@@ -21,9 +21,9 @@ pub(super) struct Entry {
     /// a pull they are the same.
     pub(super) parameters: Variable,
     weight: Mutex<Weight>,
-    /// Whether a push waits to be reduced, in a store that reduces at the pull.
+    /// `true` if a push waits to be reduced, in a store that reduces at the pull.
     is_pending: AtomicBool,
-    /// Whether the buffer has a sum.
+    /// `true` if the buffer has a sum.
     has_sum: AtomicBool,
     /// The communicator of the key, where there are several.
     line: AtomicUsize,
@@ -119,7 +119,7 @@ impl Entry {
         self.has_sum.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a gradient was ever pushed.
+    /// Returns whether a gradient was ever pushed.
     pub(super) fn has_sum(&self) -> bool {
         self.has_sum.load(Ordering::Relaxed)
     }

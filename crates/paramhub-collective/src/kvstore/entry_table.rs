@@ -111,12 +111,12 @@ impl EntryTable {
         self.state().order.clone()
     }
 
-    /// Whether values are parameters.
+    /// Returns whether values are parameters.
     pub(super) fn has_optimizer(&self) -> bool {
         self.state().updater.is_some()
     }
 
-    /// Whether a pull gets the sum itself.
+    /// Returns whether a pull gets the sum itself.
     pub(super) fn gives_sums(&self, entry: &Entry) -> bool {
         entry.has_sum() && !self.has_optimizer()
     }

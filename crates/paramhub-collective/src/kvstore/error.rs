@@ -10,7 +10,7 @@ use super::Key;
 use crate::communicator::CommunicatorError;
 use crate::engine::{Failure, PushError};
 
-/// Why a call to a store failed.
+/// The reason why a call to a store failed.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum StoreError {
@@ -22,7 +22,7 @@ pub enum StoreError {
     Key {
         /// The key.
         key: Key,
-        /// What does not fit.
+        /// The part that does not fit.
         reason: String,
     },
     /// The store is in a state that does not allow the call.

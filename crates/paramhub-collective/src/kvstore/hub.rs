@@ -24,7 +24,7 @@ pub struct HubStoreConfig {
     pub options: Options,
     /// The codec of gradients; by default they travel as they lie in memory.
     pub codec: Option<Codec>,
-    /// Whether hubs sum in rank order, so that sums have the same bits in every run.
+    /// `true` if hubs sum in rank order, so that sums have the same bits in every run.
     pub reproducible: bool,
 }
 
@@ -185,15 +185,15 @@ impl HubEntry {
 impl EntryMemory {
     fn lend(&self) -> ReceiveRegion {
         match self {
-            EntryMemory::Single(home) => ReceiveRegion::owned(home.lend().expect("it is at home")),
-            EntryMemory::Half(home) => ReceiveRegion::owned(home.lend().expect("it is at home")),
+            EntryMemory::Single(slot) => ReceiveRegion::owned(slot.lend().expect("it was returned")),
+            EntryMemory::Half(slot) => ReceiveRegion::owned(slot.lend().expect("it was returned")),
         }
     }
 
     fn lend_to_send(&self) -> SendRegion {
         match self {
-            EntryMemory::Single(home) => SendRegion::owned(home.lend().expect("it is at home")),
-            EntryMemory::Half(home) => SendRegion::owned(home.lend().expect("it is at home")),
+            EntryMemory::Single(slot) => SendRegion::owned(slot.lend().expect("it was returned")),
+            EntryMemory::Half(slot) => SendRegion::owned(slot.lend().expect("it was returned")),
         }
     }
 }

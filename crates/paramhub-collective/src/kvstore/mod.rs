@@ -49,7 +49,7 @@ pub enum Key {
     Name(Arc<str>),
 }
 
-/// How ranks exchange the values that they push.
+/// The way in which ranks exchange the values that they push.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StoreKind {
     /// Through a hub.
@@ -153,7 +153,7 @@ pub trait KvStore: Send + Sync {
     /// other threads. Exchanges under way at a hub end when the store is dropped.
     fn abort(&self, reason: &str);
 
-    /// Why the ranks cannot exchange any more, if they cannot.
+    /// Returns the reason why the ranks cannot exchange any more, if they cannot.
     fn failure(&self) -> Option<StoreError>;
 }
 
@@ -183,7 +183,9 @@ pub fn create(kind: StoreKind, options: StoreOptions) -> Result<Box<dyn KvStore>
         }
         (StoreKind::Hub, _, Some(config)) => Box::new(hub::HubStore::new(engine, config)?),
         (StoreKind::Hub, _, None) => {
-            return Err(StoreError::Options("a hub store needs a seat at a hub".into()));
+            return Err(StoreError::Options(
+                "a hub store needs a HubStoreConfig: make its options with StoreOptions::at_hub".into(),
+            ));
         }
         (_, None, _) => return Err(StoreError::Options(format!("a {kind} store needs a communicator"))),
     })
@@ -194,7 +196,7 @@ impl StoreKind {
     pub const ALL: [StoreKind; 5] =
         [StoreKind::Hub, StoreKind::Local, StoreKind::Funnel, StoreKind::ConCom, StoreKind::DepCha];
 
-    /// Whether the kind exchanges by collectives.
+    /// Returns whether the kind exchanges by collectives.
     pub fn is_collective(self) -> bool {
         matches!(self, StoreKind::Funnel | StoreKind::ConCom | StoreKind::DepCha)
     }

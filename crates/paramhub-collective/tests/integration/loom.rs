@@ -159,20 +159,20 @@ fn all_run(
     teams: &'static [&'static [&'static [(usize, Access)]]],
 ) {
     explore(preemptions, move || {
-        let world = Model::new(variables);
+        let model = Model::new(variables);
         let threads: Vec<_> = teams[1..]
             .iter()
             .map(|operations| {
-                let world = Arc::clone(&world);
+                let model = Arc::clone(&model);
                 thread::spawn(move || {
-                    operations.iter().for_each(|touched| world.push(touched, Role::Succeeds))
+                    operations.iter().for_each(|touched| model.push(touched, Role::Succeeds))
                 })
             })
             .collect();
-        teams[0].iter().for_each(|touched| world.push(touched, Role::Succeeds));
+        teams[0].iter().for_each(|touched| model.push(touched, Role::Succeeds));
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         let operations: usize = teams.iter().map(|team| team.len()).sum();
-        assert_eq!(world.ended.load(Ordering::Relaxed), operations);
+        assert_eq!(model.ended.load(Ordering::Relaxed), operations);
     });
 }
 
@@ -203,33 +203,33 @@ fn an_operation_of_several_variables_becomes_ready_once() {
 #[test]
 fn a_failure_reaches_what_is_pushed_after_it_on_any_thread() {
     explore(ALL, || {
-        let world = Model::new(2);
-        world.push(&[(0, Mutate)], Role::Fails);
+        let model = Model::new(2);
+        model.push(&[(0, Mutate)], Role::Fails);
         let other = {
-            let world = Arc::clone(&world);
-            thread::spawn(move || world.push(&[(0, Read), (1, Mutate)], Role::Succeeds))
+            let model = Arc::clone(&model);
+            thread::spawn(move || model.push(&[(0, Read), (1, Mutate)], Role::Succeeds))
         };
-        world.push(&[(1, Mutate), (0, Read)], Role::Succeeds);
+        model.push(&[(1, Mutate), (0, Read)], Role::Succeeds);
         other.join().unwrap();
-        assert_eq!(world.poisoned.load(Ordering::Relaxed), 2);
-        assert!(world.data.iter().all(|data| data.queue.take_poison().is_some()));
+        assert_eq!(model.poisoned.load(Ordering::Relaxed), 2);
+        assert!(model.data.iter().all(|data| data.queue.take_poison().is_some()));
     });
 }
 
 #[test]
-fn a_failure_is_told_by_one_wait_or_by_none_yet() {
+fn a_failure_is_returned_by_one_wait_or_by_none_yet() {
     explore(ALL, || {
-        let world = Model::new(1);
-        let waits = |world: &Arc<Model>| {
-            let world = Arc::clone(world);
-            move || world.push(&[(0, Read)], Role::Waits)
+        let model = Model::new(1);
+        let waits = |model: &Arc<Model>| {
+            let model = Arc::clone(model);
+            move || model.push(&[(0, Read)], Role::Waits)
         };
-        let other = thread::spawn(waits(&world));
-        world.push(&[(0, Mutate)], Role::Fails);
-        waits(&world)();
+        let other = thread::spawn(waits(&model));
+        model.push(&[(0, Mutate)], Role::Fails);
+        waits(&model)();
         other.join().unwrap();
-        assert_eq!(world.reported.load(Ordering::Relaxed), 1);
-        assert!(!world.data[0].queue.is_poisoned());
+        assert_eq!(model.reported.load(Ordering::Relaxed), 1);
+        assert!(!model.data[0].queue.is_poisoned());
     });
 }
 
@@ -271,11 +271,11 @@ fn a_closed_pool_lets_every_thread_go() {
 }
 
 #[test]
-fn who_waits_for_room_and_who_waits_for_the_end_are_both_woken() {
+fn waits_for_room_and_waits_for_the_end_are_both_woken() {
     explore(MANY, || {
         let progress = Arc::new(InFlightLimit::new(1, Duration::ZERO));
         drop(progress.push(false).unwrap());
-        let ender = {
+        let end_waiter = {
             let progress = Arc::clone(&progress);
             thread::spawn(move || progress.end())
         };
@@ -287,7 +287,7 @@ fn who_waits_for_room_and_who_waits_for_the_end_are_both_woken() {
             })
         };
         progress.wait_for_fewer_than(1);
-        ender.join().unwrap();
+        end_waiter.join().unwrap();
         pusher.join().unwrap();
         assert_eq!(progress.in_flight(), 0);
         drop(progress.push(true).unwrap());

@@ -1,4 +1,4 @@
-//! What a job, a rank or a command can ask for, as far as it excludes something else.
+//! The features that a job, a rank or a command can ask for, as far as they exclude others.
 
 use std::fmt;
 use std::str::FromStr;
@@ -84,7 +84,7 @@ features! {
     SocketBuffers, "socket-buffers", "a size of socket buffers";
     WorkerInterfaces, "worker-interfaces", "a choice of interfaces (`interfaces`)";
     OnlySharedMemory, "only-shared-memory", "the transport shm for all workers";
-    // Who exchanges: `train --exchange`, and the kinds of key-value stores.
+    // The values of `train --exchange`, and the kinds of key-value stores.
     ExchangeHub, "exchange-hub", "the exchange hub";
     ExchangeLocal, "exchange-local", "the exchange local";
     ExchangeFunnel, "exchange-funnel", "the exchange funnel";
@@ -162,7 +162,7 @@ impl Features {
         conditions.into_iter().filter_map(|(feature, is_asked)| is_asked.then_some(feature)).collect()
     }
 
-    /// Whether the set has `feature`.
+    /// Returns whether the set has `feature`.
     pub const fn has(self, feature: Feature) -> bool {
         self.0 & (1 << feature as u32) != 0
     }

@@ -1,4 +1,4 @@
-//! What combines: the one table of features that exclude one another, or have no effect together.
+//! This is the one table of features that exclude one another, or have no effect together.
 //!
 //! A caller (a worker, a hub, the connection manager, the command line, the Python package) collects the
 //! [`Features`] that it knows to be asked for, and [`check`] finds the first [`Rule`] that refuses two of
@@ -32,21 +32,21 @@ pub struct Topic {
 /// A line of the table: each of `these` excludes each of `those`.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// What is asked for.
+    /// The features that are asked for.
     pub these: &'static [Feature],
-    /// What excludes it.
+    /// The features that exclude them.
     pub those: &'static [Feature],
-    /// What is wrong with the two together.
+    /// The kind of the conflict.
     pub verdict: Verdict,
-    /// Why the two do not combine: a clause, which no other rule has.
+    /// The reason why the two do not combine: a clause, which no other rule has.
     pub why: &'static str,
-    /// What to do instead, as a request.
+    /// The remedy, as a request.
     pub remedy: &'static str,
-    /// Who asks the table about this rule.
+    /// The callers that ask the table about this rule.
     pub callers: &'static [Caller],
 }
 
-/// What is wrong with two features together.
+/// The kind of a conflict between two features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The results would be wrong, or the two contradict each other.
@@ -55,7 +55,7 @@ pub enum Verdict {
     NoEffect,
 }
 
-/// Who asks the table.
+/// A caller that asks the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Caller {
     /// Every rank, the manager and the hubs, about a job's settings.
@@ -130,7 +130,7 @@ impl Conflict {
         Conflict { subject: Some(subject.to_string().into()), ..self }
     }
 
-    /// Whether `feature` is one of the two.
+    /// Returns whether `feature` is one of the two.
     pub fn involves(&self, feature: Feature) -> bool {
         self.this == feature || self.other == feature
     }
@@ -141,7 +141,7 @@ impl Conflict {
     }
 }
 
-/// What begins a message about a part of a job.
+/// The beginning of a message about a part of a job.
 struct SubjectPrefix<'a>(&'a Option<Box<str>>);
 
 impl fmt::Display for SubjectPrefix<'_> {
@@ -182,7 +182,7 @@ pub fn conflict_of(feature: Feature, others: Features) -> Option<Conflict> {
     rules().filter_map(|rule| rule.conflict(asked)).find(|conflict| conflict.involves(feature))
 }
 
-/// Why two features do not combine.
+/// Returns the reason why two features do not combine.
 ///
 /// # Panics
 /// If no rule refuses them.

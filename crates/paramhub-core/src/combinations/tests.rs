@@ -28,7 +28,7 @@ fn no_pair_of_features_is_in_two_rules_and_every_rule_reads_as_a_sentence() {
     let mut pairs = HashSet::new();
     let mut texts = HashSet::new();
     for rule in rules() {
-        assert!(!rule.callers.is_empty(), "nobody asks about {rule:?}");
+        assert!(!rule.callers.is_empty(), "no caller asks about {rule:?}");
         assert!(texts.insert(rule.why), "a second rule has this reason: {}", rule.why);
         for text in [rule.why, rule.remedy] {
             assert!(!text.is_empty() && !text.ends_with('.') && !text.contains("; "), "{text}");

@@ -8,12 +8,12 @@ use super::{Composition, Crossing, OptimizeAt, Place, Reduction, Site, SiteId};
 use crate::combinations::{Conflict, Feature, conflict_of, features_of_reduction};
 use crate::placement::HubShape;
 
-/// Why hubs and workers at these places make no sites.
+/// The reason why hubs and workers at these places make no sites.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ArrangeError {
     /// No hub serves a worker.
     #[error(
-        "rank {rank} is in rack {rack:?}, which no hub serves: start one there with --rack, or one without it for everybody"
+        "rank {rank} is in rack {rack:?}, which no hub serves: start one there with --rack, or one without it for all workers"
     )]
     Unserved {
         /// The worker's rank.
@@ -22,7 +22,7 @@ pub enum ArrangeError {
         rack: String,
     },
     /// Every hub serves a single host.
-    #[error("every hub serves its own host only: start one that serves a rack or everybody")]
+    #[error("every hub serves its own host only: start one that serves a rack or all workers")]
     NoHub,
     /// The hubs do not combine with what the job asks of them.
     #[error(transparent)]
@@ -37,7 +37,7 @@ pub type Arranged = (Composition, Vec<Vec<usize>>);
 enum Scope {
     Host(String),
     Rack(String),
-    Everybody,
+    AllWorkers,
 }
 
 /// Arranges hubs and workers, each by its place, into sites.
@@ -56,13 +56,13 @@ pub fn arrange(
     let scope_of = |place: &Place| match (place.host.is_empty(), place.rack.is_empty()) {
         (false, _) => Scope::Host(place.host.clone()),
         (_, false) => Scope::Rack(place.rack.clone()),
-        _ => Scope::Everybody,
+        _ => Scope::AllWorkers,
     };
     let mut serving: BTreeMap<Scope, Vec<usize>> = BTreeMap::new();
     for (index, (_, place)) in hubs.iter().enumerate() {
         serving.entry(scope_of(place)).or_default().push(index);
     }
-    let is_placed = serving.keys().any(|scope| *scope != Scope::Everybody);
+    let is_placed = serving.keys().any(|scope| *scope != Scope::AllWorkers);
     if !is_placed {
         let asked = features_of_reduction(reduction, optimize_at);
         conflict_of(Feature::UnplacedHubs, asked).map_or(Ok(()), Err)?;
@@ -79,7 +79,7 @@ pub fn arrange(
         let host = Scope::Host(place.host.clone());
         let rack = Scope::Rack(rack_of(place, &host, &serving, hubs));
         let scope =
-            [host, rack.clone(), Scope::Everybody].into_iter().find(|scope| serving.contains_key(scope));
+            [host, rack.clone(), Scope::AllWorkers].into_iter().find(|scope| serving.contains_key(scope));
         let Some(scope) = scope else {
             let Scope::Rack(rack) = rack else { unreachable!("made above") };
             return Err(ArrangeError::Unserved { rank, rack });
@@ -132,7 +132,7 @@ fn compose(
                 format!("the host{first}")
             }
             Scope::Rack(rack) => format!("rack {rack}"),
-            Scope::Everybody => String::new(),
+            Scope::AllWorkers => String::new(),
         };
         let above = above(scope, serving, hubs).filter(|_| !crosses(scope, reduction));
         let parent = above.and_then(|above| number(&above));
@@ -152,7 +152,7 @@ fn compose(
     (Composition { sites, crossing, optimize_at }, of_sites)
 }
 
-/// Whether a site's sums go to its peers, even if a hub serves all racks.
+/// Returns whether a site's sums go to its peers, even if a hub serves all racks.
 fn crosses(scope: &Scope, reduction: Reduction) -> bool {
     matches!(scope, Scope::Rack(_)) && matches!(reduction, Reduction::Ring | Reduction::Sharded)
 }
@@ -171,9 +171,9 @@ fn rack_of(
 /// The site above `scope`, among those that hubs serve.
 fn above(scope: &Scope, serving: &BTreeMap<Scope, Vec<usize>>, hubs: &[(HubShape, Place)]) -> Option<Scope> {
     let candidates = match scope {
-        Scope::Host(_) => vec![Scope::Rack(hubs[serving[scope][0]].1.rack.clone()), Scope::Everybody],
-        Scope::Rack(_) => vec![Scope::Everybody],
-        Scope::Everybody => vec![],
+        Scope::Host(_) => vec![Scope::Rack(hubs[serving[scope][0]].1.rack.clone()), Scope::AllWorkers],
+        Scope::Rack(_) => vec![Scope::AllWorkers],
+        Scope::AllWorkers => vec![],
     };
     candidates.into_iter().find(|candidate| serving.contains_key(candidate))
 }

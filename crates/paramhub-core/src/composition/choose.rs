@@ -1,5 +1,5 @@
-//! Whether racks should sum within themselves first: PHub's condition (section 3.4), with the rates that
-//! hubs, workers and the operator state.
+//! This decides whether racks should sum within themselves first: PHub's condition (section 3.4), with the
+//! rates that hubs, workers and the operator state.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +11,7 @@ use crate::placement::HubShape;
 /// Bytes for which both sides of the condition are reported; the condition is the same for any model.
 const BYTES: u64 = 1_000_000;
 
-/// What [`Reduction::Auto`] chooses, and why.
+/// The reduction that [`Reduction::Auto`] chooses, and the reason.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     /// [`Reduction::Flat`] or a hierarchical one.

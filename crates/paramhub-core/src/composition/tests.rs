@@ -104,7 +104,7 @@ proptest! {
         }
     }
 
-    /// What leaves a peer is no more than in a ring's reduce-scatter and all-gather, in either crossing.
+    /// A peer sends no more than in a ring's reduce-scatter and all-gather, in either crossing.
     #[test]
     fn a_crossing_costs_what_a_ring_does(tops in 2usize..6, is_ring: bool) {
         let crossing = if is_ring { Crossing::Ring } else { Crossing::Sharded };
@@ -151,7 +151,7 @@ fn the_papers_condition_decides_between_flat_and_hierarchical() {
 #[test]
 fn hubs_serve_those_at_their_place() {
     let hubs = vec![
-        (hub("everybody", 1), at("", "")),
+        (hub("all-workers", 1), at("", "")),
         (hub("rack-a", 1), at("a", "")),
         (hub("host-a1", 1), at("a", "a1")),
         (hub("rack-b", 1), at("b", "")),
@@ -190,7 +190,7 @@ fn workers_without_a_hub_are_named() {
 }
 
 #[test]
-fn without_a_hub_for_everybody_the_first_rack_is_the_trees_top() {
+fn the_first_rack_is_the_trees_top_without_a_hub_for_all_workers() {
     let hubs = vec![
         (hub("host", 1), at("b", "h")),
         (hub("rack-b", 1), at("b", "")),

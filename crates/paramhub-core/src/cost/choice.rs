@@ -30,13 +30,13 @@ impl Inequality {
         self.rack_s + self.between_racks_s
     }
 
-    /// Whether it pays to sum within each rack first.
+    /// Returns whether it pays to sum within each rack first.
     pub fn holds(&self) -> bool {
         self.flat_s > self.hierarchical_s()
     }
 }
 
-/// What `--reduction auto` chooses.
+/// The reduction that `--reduction auto` chooses.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ReductionChoice {
     /// The reason.

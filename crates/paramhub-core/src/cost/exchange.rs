@@ -6,9 +6,9 @@ use serde::Serialize;
 
 use super::{CostModel, Network, Rate};
 
-/// Where hubs run and how they reduce: PHub's four deployments (section 2.1), then the reductions that sum
-/// within each rack first (section 3.4). In the latter, a rack has one hub, with as many interfaces as the
-/// other dedicated hubs.
+/// The arrangement of hubs: PHub's four deployments (section 2.1), then the reductions that sum within each
+/// rack first (section 3.4). In the latter, a rack has one hub, with as many interfaces as the other
+/// dedicated hubs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Arrangement {
     /// CC: one hub, beside a worker.
@@ -105,7 +105,7 @@ impl fmt::Display for LinkKind {
     }
 }
 
-/// What the busiest link of one kind carries in a step.
+/// The bytes that the busiest link of one kind carries in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LinkLoad {
     /// The kind of link.
@@ -116,7 +116,7 @@ pub struct LinkLoad {
     pub received_bytes: f64,
     /// The rate of the link in each direction.
     pub rate: Rate,
-    /// How long the busier direction takes.
+    /// The time that the busier direction takes.
     pub seconds: f64,
 }
 
@@ -136,7 +136,7 @@ impl LinkLoad {
     }
 }
 
-/// What an exchange costs in one arrangement.
+/// The costs of an exchange in one arrangement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ExchangeCost {
     /// The arrangement.
@@ -157,8 +157,9 @@ impl ExchangeCost {
         self.loads.iter().find(|load| load.link == link)
     }
 
-    /// What the busiest machine with a hub must carry so that the exchange fits into `seconds` of computation, in bits per
-    /// second, both directions and all its interfaces together (PHub, table 2). `hub_interfaces` is the network's.
+    /// The rate that the busiest machine with a hub must carry so that the exchange fits into `seconds` of
+    /// computation, in bits per second, both directions and all its interfaces together (PHub, table 2).
+    /// `hub_interfaces` is the network's.
     pub fn hub_side_bits_per_second(&self, hub_interfaces: u32, seconds: f64) -> f64 {
         let of_machine = |load: &LinkLoad| {
             let interfaces = match load.link {
@@ -173,7 +174,7 @@ impl ExchangeCost {
 }
 
 impl CostModel {
-    /// What one exchange costs.
+    /// The costs of one exchange.
     pub fn exchange(&self, arrangement: Arrangement) -> ExchangeCost {
         let mut loads = self.within_racks(arrangement);
         let mut core_bytes = 0.0;
@@ -250,8 +251,8 @@ impl CostModel {
         }
     }
 
-    /// What a rack hub sends to the others, in models: in a ring all parts but one, twice; in a sharded
-    /// reduction its sums of the others' parts, and its own part to each of them.
+    /// The amount that a rack hub sends to the others, in models: in a ring all parts but one, twice; in a
+    /// sharded reduction its sums of the others' parts, and its own part to each of them.
     fn between_hubs(&self) -> f64 {
         let racks = f64::from(self.network.racks);
         2.0 * (racks - 1.0) / racks

@@ -1,6 +1,6 @@
-//! What an exchange costs the network, as pure functions: bytes on each kind of link, a lower bound of the
-//! time they take, and the deployment or reduction that takes least (PHub sections 2.1, 2.3.1 and 3.4); then
-//! what a cluster costs to buy (section 4.9).
+//! These pure functions compute what an exchange costs the network: bytes on each kind of link, a lower
+//! bound of the time they take, and the deployment or reduction that takes least (PHub sections 2.1, 2.3.1
+//! and 3.4); then what a cluster costs to buy (section 4.9).
 //!
 //! Every worker has a gradient of M bytes at the start of a step and needs M bytes of parameters at its end.
 //! Links are full duplex, so a link takes as long as its busier direction. The model assumes that hubs
@@ -64,7 +64,7 @@ pub struct Rates {
     pub core: Option<Rate>,
 }
 
-/// Why a network is invalid.
+/// The reason why a network is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum NetworkError {
     /// A count out of bounds.
@@ -116,7 +116,7 @@ impl Network {
         Ok(())
     }
 
-    /// How many of `count` things, dealt to the racks in turn, `rack` gets.
+    /// Returns how many of `count` things `rack` gets if they are dealt to the racks in turn.
     fn share(&self, count: u32, rack: u32) -> u32 {
         count / self.racks + u32::from(rack < count % self.racks)
     }

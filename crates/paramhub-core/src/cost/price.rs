@@ -1,4 +1,4 @@
-//! What a cluster costs to buy, and how much training that buys (PHub section 4.9).
+//! These functions compute the price of a cluster, and the training that it buys (PHub section 4.9).
 
 use serde::Serialize;
 
@@ -19,12 +19,12 @@ pub struct Prices {
     pub switch_port: f64,
     /// A cable to a switch port.
     pub cable: f64,
-    /// How many times narrower the racks' links to the core are than all machines' links together: 1 for full
-    /// bisection bandwidth.
+    /// The factor by which the racks' links to the core are narrower than all machines' links together: 1 for
+    /// full bisection bandwidth.
     pub oversubscription: f64,
 }
 
-/// What one arrangement costs and achieves.
+/// The price and the speed of one arrangement.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Value {
     /// Price of everything, for each worker.
@@ -52,7 +52,7 @@ impl Prices {
 }
 
 impl CostModel {
-    /// What an arrangement achieves for its price if each step computes for `compute_s`.
+    /// The steps that an arrangement makes for its price if each step computes for `compute_s`.
     pub fn value(&self, exchange: &ExchangeCost, compute_s: f64, prices: &Prices) -> Value {
         let network = self.network();
         let hubs = hubs_per_worker(network, exchange.arrangement);

@@ -6,12 +6,13 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// What a link carries in one direction, in bits per second: finite and above zero. Written as `500mbit` or `25Gbit`.
+/// The rate of a link in one direction, in bits per second: finite and above zero. Written as `500mbit` or
+/// `25Gbit`.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Rate(f64);
 
-/// Why a rate cannot be read.
+/// The reason why a rate cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("`{text}` is no rate: {problem}")]
 pub struct RateError {
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_rate_is_refused_with_a_reason() {
+    fn a_text_that_is_no_rate_is_refused_with_a_reason() {
         for (text, reason) in [
             ("10", "write a number and bit"),
             ("10gb", "write a number and bit"),

@@ -1,11 +1,11 @@
-//! What members wait for at a chunk, and which member must send it.
+//! These functions find what members wait for at a chunk, and which member must send it.
 
 use super::rules::{Exchange, MemberRequest, StepStage};
 use super::violation::Awaited;
 use crate::consistency::Consistency;
 
 impl Exchange {
-    /// What members wait for at this chunk, if they do. The answer stays the same until it has come.
+    /// Returns what members wait for at this chunk, if they do. The answer stays the same until it has come.
     pub fn awaits(&self, slot: u32) -> Option<Awaited> {
         let chunk = self.chunks[slot as usize];
         let step = chunk.version as u32;
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn initial_parameters_are_awaited_once_somebody_asks_for_them() {
+    fn initial_parameters_are_awaited_once_a_rank_asks_for_them() {
         let mut exchange = Exchange::new(rules(Consistency::Synchronous, false), 1);
         assert_eq!(exchange.awaits(0), None);
         exchange.pull(0, 2, 0).unwrap();
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_too_far_ahead_waits_for_the_slowest() {
+    fn a_rank_too_far_ahead_waits_for_the_slowest() {
         let mut exchange = begun(Consistency::BoundedStaleness(1), false, 1);
         push(&mut exchange, 0, 1, 0);
         assert_eq!(exchange.awaits(0), None);
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_sum_that_went_up_lacks_is_not_awaited_here() {
+    fn the_sum_of_the_site_above_is_not_awaited_here() {
         let rules = Rules { workers: 6, ..rules(Consistency::Synchronous, false) };
         let reach = ChunkReach { members: 3, has_above: true };
         let mut exchange = Exchange::among_sites(rules, [reach]);

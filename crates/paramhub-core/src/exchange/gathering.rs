@@ -21,7 +21,7 @@ pub struct Gathering {
 /// A layer, and the slots of its chunks on the route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GatheredLayer {
-    /// How the layer's blocks are cut.
+    /// The way in which the layer's blocks are cut.
     pub block: FactorBlock,
     /// The slots of the weight; in frames the first one's chunk names the layer.
     pub weight: Range<u32>,
@@ -42,16 +42,16 @@ struct IncomingBlock {
     samples: u32,
     /// The piece that is due.
     piece: u32,
-    /// Whether the whole block was here before the member's stream was cut.
+    /// `true` if the whole block was here before the member's stream was cut.
     is_repeat: bool,
 }
 
-/// What to do with a piece that has arrived whole.
+/// The handling of a piece that has arrived whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gathered {
     /// The place of its elements in the member's block; `None` if they were here before.
     pub piece: Option<Piece>,
-    /// What to do with the sum of each chunk of the layer, with the last piece of a block: all of them have
+    /// The action for the sum of each chunk of the layer, with the last piece of a block: all of them have
     /// this contribution now.
     pub then: Option<SumAction>,
 }

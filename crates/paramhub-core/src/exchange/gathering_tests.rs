@@ -88,7 +88,7 @@ fn the_last_piece_of_the_last_rank_lets_the_layer_be_made() {
 }
 
 #[test]
-fn what_breaks_the_rules_is_told_and_changes_nothing() {
+fn a_piece_that_breaks_the_rules_is_refused_and_changes_nothing() {
     let mut hub = hub(|_| ());
     let mut refused = |member, step, samples, number, elements| {
         hub.1.piece(&mut hub.0, (0, member), step, (samples, number), elements).unwrap_err()
@@ -138,7 +138,7 @@ fn factors_wait_for_the_parameters_to_start_from() {
 }
 
 #[test]
-fn in_two_phases_what_is_made_is_held() {
+fn a_gradient_made_of_factors_is_held_in_two_phases() {
     let mut hub = hub(|rules| (rules.two_phase, rules.has_parameters) = (true, true));
     for slot in 0..SLOTS {
         hub.0.initialise(slot, Some(0), 0).unwrap();

@@ -1,4 +1,4 @@
-//! What a hub may do with a chunk next: the rules of Push, Pull and PushPull for the chunks of one route.
+//! These are the rules of Push, Pull and PushPull for the chunks of one route.
 //!
 //! One [`Exchange`] keeps the state of the chunks that one core owns for one job on one route. It never sees
 //! a byte of data, a socket or a clock. The core reports each frame that has arrived whole. The exchange

@@ -140,7 +140,7 @@ impl TestJob {
     }
 
     /// A worker takes the next answer whole.
-    fn hear(&mut self, rank: u32) {
+    fn receive_answer(&mut self, rank: u32) {
         let first_step = self.first_step();
         let worker = &mut self.workers[rank as usize];
         let Some((slot, answer, version)) = worker.to_worker.pop_front() else { return };
@@ -189,7 +189,7 @@ impl TestJob {
             if self.is_over() {
                 return;
             }
-            assert!(turn < 200_000, "somebody starved");
+            assert!(turn < 200_000, "a worker starved");
             let rank = rng.random_range(0..self.rules.workers);
             let slot = rng.random_range(0..SLOTS);
             match rng.random_range(0..16u32) {
@@ -197,7 +197,7 @@ impl TestJob {
                 0 if cuts => self.cut(rank, rng),
                 0..=4 => self.take(rank),
                 5..=8 => self.answer(rank, slot),
-                9..=11 => self.hear(rank),
+                9..=11 => self.receive_answer(rank),
                 _ => {
                     let worker = &self.workers[rank as usize];
                     if worker.waits[slot as usize].is_none() && worker.next_step[slot as usize] < last {
@@ -237,7 +237,7 @@ proptest! {
 }
 
 #[test]
-fn what_was_taken_is_dropped_and_what_was_answered_is_answered_again() {
+fn a_repeated_contribution_is_dropped_and_a_repeated_request_is_answered_again() {
     let mut job = TestJob::new(2, false, false);
     let exchange = &mut job.exchange;
     exchange.push(0, 0, 0, Answer::Parameters).unwrap();

@@ -17,13 +17,13 @@ pub struct Rules {
     pub sites_from: u32,
     /// The member that is rank 0, if rank 0 exchanges here.
     pub rank_0: Option<u32>,
-    /// When contributions take effect and answers may leave.
+    /// The rule for the time at which contributions take effect and answers may leave.
     pub consistency: Consistency,
-    /// Whether contributions are summed in the order of members.
+    /// `true` if contributions are summed in the order of members.
     pub reproducible: bool,
-    /// Whether rank 0 must send the initial parameters, to this site or to another one that passes them on.
+    /// `true` if rank 0 must send the initial parameters, to this site or to another one that passes them on.
     pub has_parameters: bool,
-    /// Whether a complete chunk is held until rank 0 releases the step. Such a job is synchronous and has
+    /// `true` if a complete chunk is held until rank 0 releases the step. Such a job is synchronous and has
     /// parameters.
     pub two_phase: bool,
     /// In a job that leaves out late members: the condition that ends a chunk's step without them. Such a job
@@ -40,7 +40,7 @@ pub struct Exchange {
     members: Vec<MemberState>,
     pub(super) left: Vec<bool>,
     departures: u32,
-    /// How many chunks are held and not released yet.
+    /// The number of chunks that are held and not released yet.
     held: u32,
     /// The next slot that the release under way updates; the number of chunks if there is no release.
     release_at: u32,
@@ -50,12 +50,12 @@ pub struct Exchange {
     pub(super) left_out: Vec<u64>,
 }
 
-/// Which members and sites a chunk's sum involves. It may differ from chunk to chunk.
+/// The members and sites that a chunk's sum involves. It may differ from chunk to chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkReach {
     /// The number of members that contribute to the chunk, counted from member 0.
     pub members: u32,
-    /// Whether the sum goes on to a site above.
+    /// `true` if the sum goes on to a site above.
     pub has_above: bool,
 }
 
@@ -68,20 +68,20 @@ pub(super) struct ChunkState {
     updates: u64,
     /// Contributions to the step under way.
     pub(super) arrived: u32,
-    /// How many of them are in the sum; fewer than `arrived` only while some are parked.
+    /// The number of them that are in the sum; fewer than `arrived` only while some are parked.
     pub(super) folded: u32,
     /// In a job that leaves out late members: how many members have, or are about to receive, the parameters
     /// that the step under way starts from, and have not contributed to it.
     pub(super) awaited: u32,
-    /// How many of those members were counted in the step before.
+    /// The number of those members that were counted in the step before.
     pub(super) prompt: u32,
     pub(super) initialised: bool,
-    /// Whether members contribute factors.
+    /// `true` if members contribute factors.
     by_factors: bool,
     pub(super) stage: StepStage,
 }
 
-/// How far the step under way is.
+/// The progress of the step under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum StepStage {
     /// Some contributions are missing.
@@ -101,7 +101,7 @@ pub(super) struct MemberState {
     /// parameters that it has or waits for.
     pub(super) next_step: u32,
     pub(super) request: MemberRequest,
-    /// Whether the member was counted in the step before, or there was no step before.
+    /// `true` if the member was counted in the step before, or there was no step before.
     pub(super) is_prompt: bool,
 }
 
@@ -132,7 +132,7 @@ impl ChunkState {
     }
 }
 
-/// What a member waits for on a chunk.
+/// The request of a member for a chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum MemberRequest {
     #[default]
@@ -145,7 +145,7 @@ pub(super) enum MemberRequest {
     Sendable(Answer),
 }
 
-/// How the hub answers a request.
+/// The way in which the hub answers a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// The newest parameters, to Pull and PushPull.
@@ -159,16 +159,16 @@ pub enum Answer {
 /// A job keeps one `MemberState` per chunk and member.
 const _: () = assert!(size_of::<MemberState>() == 8);
 
-/// What to do with a contribution that has arrived whole.
+/// The handling of a contribution that has arrived whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arrival {
-    /// Where the payload goes.
+    /// The destination of the payload.
     pub fold: Fold,
-    /// What to do with the sum after the fold.
+    /// The action for the sum after the fold.
     pub then: SumAction,
 }
 
-/// What to do with a chunk's sum.
+/// The action for a chunk's sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SumAction {
     /// Wait: the sum lacks contributions.
@@ -187,13 +187,13 @@ pub enum SumAction {
     Late,
 }
 
-/// Where a contribution's payload goes.
+/// The destination of a contribution's payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fold {
     /// Add the payload to the sum now, then the contributions that the members of `parked` have parked, in
     /// that order.
     Sum {
-        /// Whether the sum starts with this payload instead of adding to it.
+        /// `true` if the sum starts with this payload instead of adding to it.
         first: bool,
         /// Members whose parked contributions are due.
         parked: Range<u32>,
@@ -222,8 +222,8 @@ impl Exchange {
         Self::among_sites(rules, std::iter::repeat_n(reach, chunks as usize))
     }
 
-    /// As [`Exchange::new`], for a site among others. `reach` states for each chunk which members contribute
-    /// to it and whether its sum goes to a site above.
+    /// Does the same as [`Exchange::new`], for a site among others. `reach` states for each chunk which
+    /// members contribute to it and whether its sum goes to a site above.
     pub fn among_sites(rules: Rules, reach: impl IntoIterator<Item = ChunkReach>) -> Self {
         let chunks: Vec<ChunkState> =
             reach.into_iter().map(|reach| ChunkState::new(reach, !rules.has_parameters)).collect();
@@ -256,7 +256,7 @@ impl Exchange {
         }
     }
 
-    /// Whether members contribute factors to the chunk.
+    /// Returns whether members contribute factors to the chunk.
     pub fn takes_factors(&self, slot: u32) -> bool {
         self.chunks[slot as usize].by_factors
     }
@@ -298,8 +298,8 @@ impl Exchange {
             ..ChunkState::new(chunk.reach, true)
         };
         for member in 0..self.rules.members {
-            let book = self.member_mut(slot, member);
-            (book.next_step, book.is_prompt) = (version, true);
+            let member_state = self.member_mut(slot, member);
+            (member_state.next_step, member_state.is_prompt) = (version, true);
         }
         self.count_awaited(slot);
         if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
@@ -308,7 +308,8 @@ impl Exchange {
         Ok(true)
     }
 
-    /// Whether `member` may send what only rank 0 may send: it is rank 0, or a site that passes it on.
+    /// Returns whether `member` may send what only rank 0 may send: it is rank 0, or a site that passes it
+    /// on.
     fn speaks_for_rank_0(&self, member: Option<u32>) -> bool {
         member.is_none_or(|member| self.rules.rank_0 == Some(member) || member >= self.rules.sites_from)
     }
@@ -355,7 +356,7 @@ impl Exchange {
         self.chunks[slot as usize].version as u32
     }
 
-    /// Whether the chunk has its initial parameters.
+    /// Returns whether the chunk has its initial parameters.
     pub fn has_begun(&self, slot: u32) -> bool {
         self.chunks[slot as usize].initialised
     }
@@ -421,17 +422,17 @@ impl Exchange {
         Ok(Arrival { fold, then })
     }
 
-    /// Why a contribution of this member to `step` cannot be taken now, unless it is a
+    /// Returns the reason why a contribution of this member to `step` cannot be taken now, unless it is a
     /// [repetition](Self::is_repeat). It changes nothing.
     pub fn may_push(&self, slot: u32, member: u32, step: u32) -> Result<(), ProtocolViolation> {
-        let (chunk, book) = (self.chunks[slot as usize], self.member(slot, member));
+        let (chunk, member_state) = (self.chunks[slot as usize], self.member(slot, member));
         if !chunk.initialised {
             return Err(ProtocolViolation::NotInitialised);
         }
-        if !matches!(book.request, MemberRequest::None | MemberRequest::Cut) {
+        if !matches!(member_state.request, MemberRequest::None | MemberRequest::Cut) {
             return Err(ProtocolViolation::Unanswered);
         }
-        let expected = book.next_step;
+        let expected = member_state.next_step;
         match step {
             got if got < expected => return Err(ProtocolViolation::StepBehind { expected, got }),
             got if got > expected => return Err(ProtocolViolation::StepAhead { expected, got }),
@@ -466,10 +467,10 @@ impl Exchange {
         }
     }
 
-    /// Whether a contribution to `step` was taken before the member's stream was cut.
+    /// Returns whether a contribution to `step` was taken before the member's stream was cut.
     pub fn is_repeat(&self, slot: u32, member: u32, step: u32) -> bool {
-        let book = self.member(slot, member);
-        book.request == MemberRequest::Cut && step.checked_add(1) == Some(book.next_step)
+        let member_state = self.member(slot, member);
+        member_state.request == MemberRequest::Cut && step.checked_add(1) == Some(member_state.next_step)
     }
 
     /// Takes the answer of the site above to a sum that went up at `step`: the sum of all workers' gradients.
@@ -519,7 +520,7 @@ impl Exchange {
         Some((slot, chunk.update(chunk.version as u32, self.rules.workers)))
     }
 
-    /// Whether chunks of a released step wait for their update.
+    /// Returns whether chunks of a released step wait for their update.
     pub fn is_releasing(&self) -> bool {
         (self.release_at as usize) < self.chunks.len()
     }
@@ -527,13 +528,13 @@ impl Exchange {
     /// Takes a request for parameters of at least `version`. The answer may be due at once: see [`Exchange::settle`].
     pub fn pull(&mut self, slot: u32, member: u32, version: u32) -> Result<(), ProtocolViolation> {
         let chunk = self.chunks[slot as usize];
-        let book = self.member(slot, member);
+        let member_state = self.member(slot, member);
         if self.is_unanswered(slot, member) {
             return Err(ProtocolViolation::Unanswered);
         }
         let newest = match self.rules.consistency {
             Consistency::Synchronous => chunk.version as u32,
-            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => book.next_step,
+            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => member_state.next_step,
         };
         // Before rank 0 has sent parameters, the version that they start from is unknown.
         if chunk.initialised && version > newest {
@@ -659,8 +660,8 @@ impl Exchange {
             .filter(move |&member| u64::from(self.member(slot, member).next_step) <= version)
     }
 
-    /// Where the contribution goes: contributions are summed in the order of members if the job is
-    /// reproducible, else in order of arrival.
+    /// Returns the destination of the contribution: contributions are summed in the order of members if the
+    /// job is reproducible, else in order of arrival.
     fn fold(&mut self, slot: u32, member: u32) -> Fold {
         let chunk = self.chunks[slot as usize];
         if !self.rules.reproducible {

@@ -78,7 +78,7 @@ fn all_but_one_end_a_step_and_the_last_gets_what_they_made() {
     }
     assert_eq!(push(&mut exchange, 0, 3), SumAction::Wait);
     assert_eq!(push(&mut exchange, 1, 0), SumAction::Late);
-    assert_eq!(owed(&mut exchange, 0), [1], "nobody waits because it was late");
+    assert_eq!(owed(&mut exchange, 0), [1], "no rank waits because it was late");
     assert_eq!(answer(&mut exchange, 1), 3);
     let again = exchange.push(0, 1, 0, Answer::Parameters);
     assert_eq!(
@@ -92,7 +92,7 @@ fn all_but_one_end_a_step_and_the_last_gets_what_they_made() {
 }
 
 #[test]
-fn who_is_behind_is_not_waited_for() {
+fn a_rank_that_is_behind_is_not_waited_for() {
     let mut exchange = begun(3, Quorum::Clock, 1);
     push(&mut exchange, 0, 0);
     assert!(!exchange.has_median(0));
@@ -104,7 +104,7 @@ fn who_is_behind_is_not_waited_for() {
     push(&mut exchange, 1, 1);
     assert!(exchange.has_median(0), "one of two");
     assert!(matches!(push(&mut exchange, 0, 1), SumAction::Update(Update { contributions: 2, .. })));
-    assert_eq!(exchange.end_step(0), None, "a step needs somebody");
+    assert_eq!(exchange.end_step(0), None, "a step needs a contribution");
     owed(&mut exchange, 0);
     all_answered(&mut exchange, &[0, 1]);
     assert_eq!(push(&mut exchange, 2, 0), SumAction::Late);
@@ -138,7 +138,7 @@ fn an_answer_that_has_not_begun_leaves_with_the_newest() {
 }
 
 #[test]
-fn who_leaves_is_not_waited_for_and_strands_nobody() {
+fn a_rank_that_leaves_is_not_waited_for_and_strands_no_other() {
     let mut exchange = begun(3, Quorum::Count(3), 1);
     push(&mut exchange, 1, 0);
     for member in [0, 2] {
@@ -149,7 +149,7 @@ fn who_leaves_is_not_waited_for_and_strands_nobody() {
     assert_eq!(owed(&mut exchange, 0), [1]);
     answer(&mut exchange, 1);
     assert_eq!(push(&mut exchange, 1, 1), SumAction::Update(Update { step: 1, number: 2, contributions: 1 }));
-    assert_eq!(exchange.left_out(), [0; 3], "who has left is not left out");
+    assert_eq!(exchange.left_out(), [0; 3], "a rank that has left is not left out");
 }
 
 #[test]
@@ -269,7 +269,7 @@ impl TestJob {
                 }
             }
             Event::Deadline(slot) => {
-                let update = self.exchange.end_step(slot).expect("somebody has contributed");
+                let update = self.exchange.end_step(slot).expect("a rank has contributed");
                 self.update(slot, update);
                 self.settle(slot);
             }
@@ -328,7 +328,7 @@ proptest! {
             let choice = usize::from(choices.next().unwrap_or(0)) % events.len();
             job.happen(events[choice]);
         }
-        prop_assert!(job.programs.iter().all(|program| program.gone), "somebody waits for ever");
+        prop_assert!(job.programs.iter().all(|program| program.gone), "a rank waits for ever");
         prop_assert_eq!(job.exchange.left_out(), &job.left_out[..]);
     }
 }

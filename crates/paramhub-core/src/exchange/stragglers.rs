@@ -37,10 +37,10 @@ impl Exchange {
         chunk.arrived += 1;
         chunk.folded += 1;
         chunk.awaited -= 1;
-        let book = self.member(slot, member);
-        self.chunks[slot as usize].prompt -= u32::from(book.is_prompt);
+        let state = self.member(slot, member);
+        self.chunks[slot as usize].prompt -= u32::from(state.is_prompt);
         *self.member_mut(slot, member) =
-            MemberState { next_step: step + 1, request: MemberRequest::Waiting(answer), ..book };
+            MemberState { next_step: step + 1, request: MemberRequest::Waiting(answer), ..state };
         let then = self.end_if_complete(slot).map_or(SumAction::Wait, SumAction::Update);
         Ok(Arrival { fold, then })
     }
@@ -65,9 +65,9 @@ impl Exchange {
             return None;
         }
         for member in 0..self.rules.members {
-            let book = self.member_mut(slot, member);
-            let is_missing = u64::from(book.next_step) <= chunk.version;
-            book.is_prompt = !is_missing;
+            let state = self.member_mut(slot, member);
+            let is_missing = u64::from(state.next_step) <= chunk.version;
+            state.is_prompt = !is_missing;
             self.left_out[member as usize] += u64::from(is_missing && !self.left[member as usize]);
         }
         let update = self.chunks[slot as usize].update(chunk.version as u32, chunk.arrived);
@@ -75,8 +75,8 @@ impl Exchange {
         Some(update)
     }
 
-    /// Whether at least half of the members that are expected to contribute to the step under way have done
-    /// so, or all members that contributed to the step before.
+    /// Returns whether at least half of the members that are expected to contribute to the step under way
+    /// have done so, or all members that contributed to the step before.
     pub fn has_median(&self, slot: u32) -> bool {
         let chunk = self.chunks[slot as usize];
         chunk.arrived > 0 && (chunk.arrived >= chunk.awaited || chunk.prompt == 0)
@@ -105,10 +105,10 @@ impl Exchange {
             let version = self.chunks[slot as usize].version;
             let (mut awaited, mut prompt) = (0, 0);
             for member in (0..self.rules.members).filter(|&member| !self.left[member as usize]) {
-                let book = self.member(slot, member);
-                let is_awaited = u64::from(book.next_step) == version;
+                let state = self.member(slot, member);
+                let is_awaited = u64::from(state.next_step) == version;
                 awaited += u32::from(is_awaited);
-                prompt += u32::from(is_awaited && book.is_prompt);
+                prompt += u32::from(is_awaited && state.is_prompt);
             }
             let chunk = &mut self.chunks[slot as usize];
             (chunk.awaited, chunk.prompt) = (awaited, prompt);

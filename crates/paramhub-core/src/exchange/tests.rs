@@ -120,7 +120,7 @@ impl TestJob {
                 assert_eq!(
                     self.model.len() as u32,
                     step,
-                    "nobody sees a step before all contributed, nor two at once"
+                    "no rank sees a step before all contributed, nor two at once"
                 );
             }
             Consistency::Asynchronous => {}
@@ -183,7 +183,7 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
         job.exchange.initialise_state(0, Some(0), UPDATES_BEFORE).unwrap();
         job.exchange.answer_begun(0, 0);
         job.settle();
-        assert!(job.owed.is_empty(), "state alone answers nobody");
+        assert!(job.owed.is_empty(), "state alone answers no request");
         job.exchange.initialise(0, Some(0), 0).unwrap();
         job.workers[0].waiting = Some(Answer::Applied);
         job.settle();
@@ -221,7 +221,7 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
         } else if !able.is_empty() {
             act(&mut job, able[rng.random_range(0..able.len())], &mut rng);
             if stranded(&job) {
-                assert!(job.exchange.stranded_at(0).is_err(), "a job that cannot go on must be told");
+                assert!(job.exchange.stranded_at(0).is_err(), "a job that cannot go on must get an error");
                 return;
             }
             assert_eq!(job.exchange.stranded_at(0), Ok(()));
@@ -274,7 +274,7 @@ fn leave(job: &mut TestJob, rng: &mut TestRng) -> bool {
     outcome.is_err()
 }
 
-/// Whether a present rank waits for a step to which a rank that left has not contributed.
+/// Returns whether a present rank waits for a step to which a rank that left has not contributed.
 fn stranded(job: &TestJob) -> bool {
     let step = job.model.len() as u32;
     let incomplete = job.workers.iter().any(|worker| worker.left && worker.next_step <= step);
@@ -413,7 +413,7 @@ fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_bef
 }
 
 #[test]
-fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
+fn an_answer_may_still_be_sent_when_its_rank_has_left() {
     let consistency = Consistency::Asynchronous;
     let rules = Rules {
         members: 1,
@@ -434,7 +434,7 @@ fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
 }
 
 #[test]
-fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
+fn a_rank_that_waits_for_parameters_is_stranded_by_rank_zero_alone() {
     for consistency in [Consistency::Synchronous, Consistency::Asynchronous, Consistency::BoundedStaleness(1)]
     {
         let rules = Rules {
@@ -454,7 +454,7 @@ fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
         assert_eq!(
             exchange.leave(0, |_, _, _| {}).unwrap_err().member,
             0,
-            "{consistency}: nobody will send them"
+            "{consistency}: no rank will send them"
         );
     }
 }
@@ -529,7 +529,7 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
             (None, Err(ProtocolViolation::Released(20)))
         );
         push(&mut exchange, slot, 20);
-        assert_eq!(answer_all(&mut exchange, slot), 0, "nobody is answered before the release");
+        assert_eq!(answer_all(&mut exchange, slot), 0, "no rank is answered before the release");
     }
     assert_eq!(exchange.held_step(), Some(20));
     assert_eq!(exchange.release(1, 20), Err(ProtocolViolation::Released(20)), "from another rank");
@@ -549,7 +549,7 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
 }
 
 #[test]
-fn in_two_phases_all_chunks_start_from_one_version() {
+fn all_chunks_of_a_two_phase_job_start_from_one_version() {
     let mut exchange = two_phases(2);
     exchange.initialise(1, Some(0), 5).unwrap();
     assert_eq!(exchange.initialise(0, Some(0), 6), Err(ProtocolViolation::Versions { expected: 5, got: 6 }));
@@ -573,7 +573,7 @@ fn rank_zero_must_stay_to_release_what_is_held() {
     let mut exchange = two_phases(2);
     start(&mut exchange);
     (0..2).for_each(|slot| push(&mut exchange, slot, 0).unwrap());
-    assert_eq!(exchange.leave(0, |_, _, _| {}), Ok(()), "nobody waits yet");
+    assert_eq!(exchange.leave(0, |_, _, _| {}), Ok(()), "no rank waits yet");
     assert_eq!(push(&mut exchange, 0, 1), stranded);
     // It leaves while all members wait, and after it has released.
     for released in [false, true] {

@@ -48,7 +48,7 @@ pub enum ProtocolViolation {
     },
     /// A release from another rank than 0, of another step than the one whose norm was sent last, or a second
     /// one.
-    #[error("step {0} was released, but a step is released by rank 0, once, after its norm was told")]
+    #[error("step {0} was released, but a step is released by rank 0, once, after its norm was sent")]
     Released(u32),
     /// Optimizer state from another rank than 0, or when members may already have contributed.
     #[error("optimizer state to start from comes from rank 0, before its parameters to start from")]
@@ -106,11 +106,11 @@ pub enum ProtocolViolation {
 pub struct LeftWhileAwaited {
     /// The member that left; the caller names it.
     pub member: u32,
-    /// What it will not send.
+    /// The part that it will not send.
     pub awaited: Awaited,
 }
 
-/// What members wait for at a chunk.
+/// The event that members wait for at a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Awaited {
     /// Rank 0's parameters.

@@ -1,11 +1,12 @@
-//! How a job advances whose ranks are all there, and when hubs first probe the network between racks.
+//! This part decides how a job advances whose ranks are all there, and when hubs first probe the network
+//! between racks.
 
 use std::collections::BTreeSet;
 
 use super::hubs::OfferedHub;
 use super::job::{Job, Transition};
 use super::probes::{CoreBandwidth, HubCommands, ROUND_S, RackProber, probers, serves_one_of};
-use super::{Answer, CallId, Membership, News, Now, Output};
+use super::{Answer, CallId, LogEvent, Membership, Now, Output};
 use crate::auth::Namespace;
 use crate::composition::{Place, Reduction, served_racks};
 use crate::placement::HubShape;
@@ -43,7 +44,7 @@ impl Membership {
             let transition = job.begin_initialising(shapes, &core);
             if transition != Transition::None && !job.reduction().is_empty() {
                 let (job, reduction) = (job.name.clone(), job.reduction().to_string());
-                self.outputs.push(Output::News(News::ReductionChosen { job, reduction }));
+                self.outputs.push(Output::Log(LogEvent::ReductionChosen { job, reduction }));
             }
             self.follow(namespace, transition);
         }
@@ -143,7 +144,7 @@ impl Membership {
         call
     }
 
-    /// What is known of the links between racks.
+    /// The measured rates of the links between racks.
     pub fn link_statuses(&self, now: Now) -> Vec<LinkStatus> {
         self.probes.statuses(now)
     }
@@ -152,7 +153,7 @@ impl Membership {
     /// did.
     pub(super) fn go_on_probing(&mut self, now: Now) {
         let (commands, is_last) = self.probes.step(now);
-        self.outputs.extend(self.probes.take_news().into_iter().map(Output::News));
+        self.outputs.extend(self.probes.take_log_events().into_iter().map(Output::Log));
         self.send(commands);
         if is_last {
             for call in std::mem::take(&mut self.probe_calls) {

@@ -9,7 +9,7 @@ use crate::auth::{Incarnation, Namespace};
 use crate::service::{ConnectService, ErrorCode, ServiceError, ServiceInitialised, StopWhen};
 use crate::settings::Settings;
 
-/// How an InitService call continues.
+/// The continuation of an InitService call.
 #[derive(Debug)]
 pub enum Submission {
     /// The job runs: a repeated call, with its answer.
@@ -110,10 +110,10 @@ impl Membership {
     ) -> Result<WaitingCall, ServiceError> {
         let namespace = self.find(text)?.namespace;
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
-        let (patience, transition) = job.stop(reason, when, now);
+        let (timeout, transition) = job.stop(reason, when, now);
         let call = self.wait(namespace, JobCall::Stop(when));
         self.follow(namespace, transition);
-        Ok(WaitingCall { call, deadline: now.monotonic + patience })
+        Ok(WaitingCall { call, deadline: now.monotonic + timeout })
     }
 
     /// A call's deadline has passed. The call is answered, unless that has happened already.

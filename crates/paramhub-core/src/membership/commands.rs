@@ -28,7 +28,7 @@ impl<C: AsRef<[u8]> + Clone + PartialEq> CommandQueue<C> {
         self.commands.push_back((self.newest, command));
     }
 
-    /// Whether this command waits already.
+    /// Returns whether this command waits already.
     pub fn has(&self, command: &C) -> bool {
         self.commands.iter().any(|(_, waiting)| waiting == command)
     }

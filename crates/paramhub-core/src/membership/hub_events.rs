@@ -3,7 +3,7 @@
 use super::job::Transition;
 use super::job::cause::Cause;
 use super::job::members::describe_hub;
-use super::{Job, Membership, News, Now, Output, bounded, stop_command};
+use super::{Job, LogEvent, Membership, Now, Output, bounded, stop_command};
 use crate::auth::Namespace;
 use crate::limits::CORES_MAX;
 use crate::service::{
@@ -96,16 +96,16 @@ impl Membership {
             HubEvent::Noticed { namespace, message } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 let message = bounded(&message).to_string();
-                let news = News::HubNoticed { job: job.name.clone(), hub, message: message.clone() };
-                self.outputs.push(Output::News(news));
+                let event = LogEvent::HubNoticed { job: job.name.clone(), hub, message: message.clone() };
+                self.outputs.push(Output::Log(event));
                 (namespace, job.hub_noticed(hub, message))
             }
             HubEvent::Awaited { namespace, message, awaited } => {
                 let message = bounded(&message).to_string();
                 self.pass_on(hub, namespace, &message, awaited.as_ref());
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
-                let news = News::RanksAwaited { job: job.name.clone(), hub, message: message.clone() };
-                self.outputs.push(Output::News(news));
+                let event = LogEvent::RanksAwaited { job: job.name.clone(), hub, message: message.clone() };
+                self.outputs.push(Output::Log(event));
                 job.hub_awaits(hub, awaited, now);
                 (namespace, job.hub_noticed(hub, message))
             }
@@ -139,8 +139,8 @@ impl Membership {
         });
         let others: Vec<u32> = job.hubs().filter(|&hub| hub != from).collect();
         for hub in others {
-            let tell = HubCommand::Tell { namespace, rank, message: message.to_owned() };
-            self.command_once(hub, tell);
+            let notice = HubCommand::Tell { namespace, rank, message: message.to_owned() };
+            self.command_once(hub, notice);
         }
     }
 
@@ -156,7 +156,7 @@ impl Membership {
     pub(super) fn lose_hub(&mut self, hub: u32, what: &str, now: Now) {
         let Some((name, heard)) = self.hubs.remove(hub) else { return };
         let message = format!("{name} {what}");
-        self.outputs.push(Output::News(News::HubLost { message: message.clone() }));
+        self.outputs.push(Output::Log(LogEvent::HubLost { message: message.clone() }));
         self.forget_hub(hub, &Cause { kind: CauseKind::HubLost, rank: None, began: heard, message }, now);
     }
 
@@ -176,7 +176,7 @@ impl Membership {
     /// A hub has reported that it has shut down.
     fn dismiss_hub(&mut self, hub: u32, now: Now) {
         let Some((name, _)) = self.hubs.remove(hub) else { return };
-        self.outputs.push(Output::News(News::HubLeft { hub }));
+        self.outputs.push(Output::Log(LogEvent::HubLeft { hub }));
         // The hub has ended its own jobs itself. This is for jobs that were placed on it while it shut down.
         self.forget_hub(hub, &Cause::known(format!("{name} has shut down"), now), now);
     }

@@ -1,4 +1,4 @@
-//! The hubs that have joined: who may join, who calls, and who has been silent for too long.
+//! The hubs that have joined: which may join, which hub calls, and which has been silent for too long.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ const ADDRESS_BYTES_MAX: usize = 255;
 /// The most bytes of a rack's or host's name.
 const PLACE_BYTES_MAX: usize = 128;
 
-/// A hub's number, what it offers and whom it serves.
+/// A hub's number, what it offers and the workers that it serves.
 pub(crate) type OfferedHub = (u32, (HubShape, Place));
 
 /// All living hubs, by number.
@@ -32,12 +32,12 @@ pub(crate) struct Hub {
     place: Place,
     /// The machine that the hub runs on; empty if unknown.
     machine: String,
-    /// Whether the hub keeps checkpoints; `None` if unknown.
+    /// `true` if the hub keeps checkpoints; `None` if unknown.
     keeps_checkpoints: Option<bool>,
     token: String,
     pub(crate) cores: Vec<CoreCounters>,
     heard: Now,
-    /// Whether the hub is about to stop. It takes no further jobs then.
+    /// `true` if the hub is about to stop. It takes no further jobs then.
     pub(crate) is_leaving: bool,
 }
 
@@ -109,13 +109,13 @@ impl Hubs {
         Ok(joined)
     }
 
-    /// Whether a hub of this number has joined and is not lost.
+    /// Returns whether a hub of this number has joined and is not lost.
     pub(crate) fn has(&self, hub: u32) -> bool {
         self.hubs.contains_key(&hub)
     }
 
-    /// Whether no hub that could serve a job keeps checkpoints: `awaited` hubs have joined, one of them
-    /// serves all racks, and all report that they keep none.
+    /// Returns whether no hub that could serve a job keeps checkpoints: `awaited` hubs have joined, one of
+    /// them serves all racks, and all report that they keep none.
     pub(crate) fn keep_no_checkpoints(&self, awaited: u32) -> bool {
         self.hubs.len() >= awaited.max(1) as usize
             && self.hubs.values().any(|hub| hub.place == Place::default())
@@ -143,7 +143,7 @@ impl Hubs {
         self.hubs.values_mut().for_each(|hub| hub.heard = now);
     }
 
-    /// All hubs that take jobs, and whom they serve, in the order in which they joined.
+    /// All hubs that take jobs, and the workers that they serve, in the order in which they joined.
     pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
         let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving);
         here.map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()

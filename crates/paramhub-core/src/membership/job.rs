@@ -4,10 +4,10 @@
 //! [`Transition`]. Calls that wait for the job are answered as its [`JobPhase`] advances.
 
 mod arrangement;
-mod book;
 mod calls;
 pub(crate) mod cause;
 mod ending;
+mod information_book;
 pub(crate) mod members;
 mod rank_assignments;
 mod rendezvous;
@@ -27,7 +27,7 @@ use crate::composition::{Composition, Place};
 use crate::lease::Lease;
 use crate::membership::{CallId, Now};
 use crate::placement::Imbalance;
-use crate::scheme::Book;
+use crate::scheme::InformationBook;
 use crate::service::{
     CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceError, StopWhen, refusal,
 };
@@ -39,10 +39,10 @@ use members::Member;
 use rank_assignments::RankAssignments;
 pub(crate) use rendezvous::JobSubmission;
 
-/// How long a rank whose InitService connection broke may take to call again before the job fails.
+/// The time that a rank whose InitService connection broke may take to call again before the job fails.
 pub(crate) const COME_BACK_S: f64 = 2.0;
 
-/// How far a job has come, for calls that wait. The phases are ordered: a job never goes back.
+/// The phase of a job, for calls that wait. The phases are ordered: a job never goes back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum JobPhase {
     Connecting,
@@ -89,7 +89,7 @@ pub struct Job {
     pub order: u64,
     /// Its name, for people.
     pub name: String,
-    /// What names it everywhere.
+    /// Its identity everywhere.
     pub namespace: Namespace,
     /// Its secret.
     pub nonce: Nonce,
@@ -109,27 +109,27 @@ pub struct Job {
     members: Vec<Member>,
     /// The sites of these hubs; `None` while the job is connecting.
     composition: Option<Arc<Composition>>,
-    /// How the sites reduce and why, for people.
+    /// The way in which the sites reduce and why, for people.
     reduction: String,
-    /// What hubs counted for the job under an earlier manager.
+    /// The counters of hubs for the job under an earlier manager.
     recorded_counters: JobCounters,
     recorded_left_out: Vec<u64>,
     /// The job's checkpoints under an earlier manager.
     recorded_checkpoints: Option<CheckpointStatus>,
     /// The first rank's settings, until every rank has agreed.
     proposed: Option<(u32, Arc<Settings>)>,
-    /// Whether every rank has agreed. The placement is then made or being made.
+    /// `true` if every rank has agreed. The placement is then made or being made.
     agreed: bool,
     summary: SettingsSummary,
     /// The placement of every site; empty until it is made.
     placements: Vec<SitePlacement>,
     /// The information book; none until the placement is made.
-    book: Option<Arc<Book>>,
+    information_book: Option<Arc<InformationBook>>,
     /// The refusal for ranks that still wait or come late.
     failure: Option<ServiceError>,
-    /// Why the job has failed, as long as a later report may change that.
+    /// The reason why the job has failed, as long as a later report may change that.
     cause: Option<Cause>,
-    /// Why the job will have failed if it does not finish.
+    /// The reason why the job will have failed if it does not finish.
     announced: Option<Cause>,
     concluding: Option<PendingConclusion>,
     /// The calls that wait for the job.
@@ -143,7 +143,7 @@ pub struct Job {
 pub struct SitePlacement {
     /// Its digest, in hexadecimal digits.
     pub hash: String,
-    /// How uneven it is.
+    /// Its imbalance.
     pub imbalance: Imbalance,
 }
 
@@ -187,7 +187,7 @@ impl Job {
             agreed: false,
             summary: SettingsSummary::default(),
             placements: Vec::new(),
-            book: None,
+            information_book: None,
             failure: None,
             cause: None,
             announced: None,
@@ -232,17 +232,17 @@ impl Job {
         self.composition.clone()
     }
 
-    /// Whether the job's hubs have streams among one another.
+    /// Returns whether the job's hubs have streams among one another.
     pub(crate) fn has_several_sites(&self) -> bool {
         self.composition.as_ref().is_some_and(|composition| !composition.is_flat())
     }
 
-    /// Why the job has failed, or the newest notice while it runs.
+    /// Returns the reason why the job has failed, or the newest notice while it runs.
     pub(crate) fn message(&self) -> &str {
         &self.message
     }
 
-    /// How the sites reduce and why; empty before the hubs are chosen.
+    /// Returns the way in which the sites reduce and why; empty before the hubs are chosen.
     pub(crate) fn reduction(&self) -> &str {
         &self.reduction
     }
@@ -252,7 +252,7 @@ impl Job {
         &self.places
     }
 
-    /// How far the job has come.
+    /// Returns the phase of the job.
     pub fn state(&self) -> JobState {
         self.state
     }

@@ -1,4 +1,5 @@
-//! What the membership tells the rest of the manager: answers, commands, records and news.
+//! The outputs of the membership to the rest of the manager: answers, commands, records and events for the
+//! log.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,8 +19,8 @@ pub struct CallId(pub(super) u64);
 pub struct WaitingCall {
     /// The number under which the answer comes.
     pub call: CallId,
-    /// When the caller must report that the call [has expired](super::Membership::expire), on the clock of
-    /// [`Now::monotonic`](super::Now::monotonic).
+    /// The time at which the caller must report that the call [has expired](super::Membership::expire), on
+    /// the clock of [`Now::monotonic`](super::Now::monotonic).
     pub deadline: Duration,
 }
 
@@ -62,7 +63,7 @@ pub enum Output {
         hub: u32,
         /// The command.
         command: HubCommand,
-        /// Whether to leave the command out if the same is already waiting for the hub.
+        /// `true` to leave the command out if the same is already waiting for the hub.
         unless_queued: bool,
     },
     /// The record of a job has changed and is to be saved.
@@ -70,12 +71,12 @@ pub enum Output {
     /// A job is forgotten, and its record is to be removed.
     Remove(Namespace),
     /// Something has changed that people should know.
-    News(News),
+    Log(LogEvent),
 }
 
 /// Something that people should know. It goes to the manager's log.
 #[derive(Clone, Debug, PartialEq)]
-pub enum News {
+pub enum LogEvent {
     /// A job was created.
     JobCreated {
         /// The job's name.
@@ -114,9 +115,9 @@ pub enum News {
         job: String,
         /// The job.
         namespace: Namespace,
-        /// Why it failed.
+        /// The reason why it failed.
         message: String,
-        /// Whether a hub has reported the failure and has logged it itself.
+        /// `true` if a hub has reported the failure and has logged it itself.
         was_logged: bool,
     },
     /// It is known better why a job has failed.
@@ -125,12 +126,12 @@ pub enum News {
         job: String,
         /// The job.
         namespace: Namespace,
-        /// Why it failed.
+        /// The reason why it failed.
         message: String,
     },
     /// A hub was lost.
     HubLost {
-        /// Which hub, and why it counts as lost.
+        /// The hub, and the reason why it counts as lost.
         message: String,
     },
     /// A hub has shut down.

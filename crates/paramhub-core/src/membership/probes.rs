@@ -1,5 +1,5 @@
-//! What hubs of different racks have measured of the network between them: a state machine without clock and
-//! sockets.
+//! The measurements by hubs of different racks of the network between them: a state machine without clock
+//! and sockets.
 //!
 //! One hub of each rack takes part, the one whose interfaces carry most. Pairs of disjoint racks probe at the
 //! same time, in rounds. A round ends when every hub has answered or at its deadline, and names the hubs that
@@ -19,11 +19,12 @@ use crate::placement::HubShape;
 use crate::service::{HubCommand, LinkStatus, ProbeOrder, ProbeOutcome, ProbeReport};
 
 use crate::membership::hubs::OfferedHub;
-use crate::membership::{News, Now};
+use crate::membership::{LogEvent, Now};
 
 use crate::membership::job::members::describe_hub;
 
-/// How long a round may take: the most that hubs need, and as long again for commands and answers to travel.
+/// The time that a round may take: the most that hubs need, and as long again for commands and answers to
+/// travel.
 pub(crate) const ROUND_S: f64 = 2.0;
 /// The most rounds of one probe run: all pairs of up to 8 racks. Of more racks, each still probes to this
 /// many others.
@@ -39,7 +40,7 @@ const STREAMS_MAX: usize = 16;
 /// no slower. A twentieth goes to headers.
 const FILLED: f64 = 0.85;
 
-/// What is known of the links between racks, and the probe run that is under way.
+/// The measured links between racks, and the probe run that is under way.
 pub(crate) struct Probes {
     /// The secret from which those of all probes are derived.
     secret: Nonce,
@@ -47,8 +48,8 @@ pub(crate) struct Probes {
     /// Links by the names of their racks, from and to.
     links: BTreeMap<[String; 2], ProbedLink>,
     probe_run: Option<ProbeRun>,
-    /// What was measured since it was last taken, for people.
-    news: Vec<News>,
+    /// The measurements since the last call of `take_log_events`, for people.
+    log_events: Vec<LogEvent>,
 }
 
 /// One direction between two racks.
@@ -56,9 +57,9 @@ struct ProbedLink {
     /// The numbers of the sending and the receiving hub.
     hubs: [u32; 2],
     outcome: Result<Rate, String>,
-    /// Whether the measured rate is all that the hubs' interfaces carry.
+    /// `true` if the measured rate is all that the hubs' interfaces carry.
     is_at_least: bool,
-    /// Whether the rate of one of the hubs' interfaces is a guess.
+    /// `true` if the rate of one of the hubs' interfaces is a guess.
     is_guess: bool,
     at: Now,
 }
@@ -109,9 +110,9 @@ pub(crate) enum CoreBandwidth {
     Known {
         /// The rate, each way.
         rate: Rate,
-        /// Where the rate comes from.
+        /// The source of the rate.
         source: String,
-        /// Where the rate of the hubs comes from.
+        /// The source of the rate of the hubs.
         hubs_source: &'static str,
     },
 }
@@ -138,7 +139,7 @@ pub(crate) fn probers(hubs: &[OfferedHub], racks: &BTreeSet<String>) -> Vec<Rack
     chosen.values().map(|(number, (shape, place))| RackProber::new(*number, shape, place)).collect()
 }
 
-/// Whether a hub serves one of these racks as such.
+/// Returns whether a hub serves one of these racks as such.
 pub(crate) fn serves_one_of(place: &Place, racks: &BTreeSet<String>) -> bool {
     place.host.is_empty() && racks.contains(&place.rack)
 }
@@ -159,7 +160,7 @@ impl RackProber {
 
 impl Probes {
     pub(crate) fn new(secret: Nonce) -> Probes {
-        Probes { secret, drawn: 0, links: BTreeMap::new(), probe_run: None, news: Vec::new() }
+        Probes { secret, drawn: 0, links: BTreeMap::new(), probe_run: None, log_events: Vec::new() }
     }
 
     pub(crate) fn are_under_way(&self) -> bool {
@@ -193,9 +194,9 @@ impl Probes {
         })
     }
 
-    /// What hubs have measured since the last call.
-    pub(crate) fn take_news(&mut self) -> Vec<News> {
-        std::mem::take(&mut self.news)
+    /// Returns the measurements by hubs since the last call.
+    pub(crate) fn take_log_events(&mut self) -> Vec<LogEvent> {
+        std::mem::take(&mut self.log_events)
     }
 
     /// Begins a probe run. None may be under way.
@@ -311,7 +312,11 @@ impl Probes {
                 (None, None) => unreachable!("a hub that has not answered is silent"),
             };
             let (sender, receiver) = (from.rack.clone(), to.rack.clone());
-            self.news.push(News::LinkProbed { from: sender, to: receiver, outcome: outcome.clone() });
+            self.log_events.push(LogEvent::LinkProbed {
+                from: sender,
+                to: receiver,
+                outcome: outcome.clone(),
+            });
             let is_at_least = outcome.as_ref().is_ok_and(|rate| rate.bits_per_second() >= FILLED * carry);
             let link = ProbedLink { hubs: [from.hub, to.hub], outcome, is_at_least, is_guess, at: now };
             self.links.insert([from.rack.clone(), to.rack.clone()], link);

@@ -64,12 +64,12 @@ fn a_probe_holds_up_jobs_while_it_lasts_and_makes_none_fail() {
     // Its ranks would give up now.
     state.advance_job_without_probing(waits, now);
     assert!(is_begun(&state, waits) && !is_begun(&state, beside));
-    let said = state.job(waits).unwrap().status(now).reduction;
-    assert!(said.contains("not known, and its ranks could not wait for a probe to end"), "{said}");
+    let reduction = state.job(waits).unwrap().status(now).reduction;
+    assert!(reduction.contains("not known, and its ranks could not wait for a probe to end"), "{reduction}");
     // No hub answers.
     let end = at(2.0);
     hubs.iter().for_each(|&hub| state.report(hub, Some("token"), HubReport::default(), end).unwrap());
     assert!(is_begun(&state, asks) && is_begun(&state, beside));
-    let said = state.job(asks).unwrap().status(now).reduction;
-    assert!(said.contains("has not answered a probe within 2 s"), "{said}");
+    let reduction = state.job(asks).unwrap().status(now).reduction;
+    assert!(reduction.contains("has not answered a probe within 2 s"), "{reduction}");
 }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// The longest time by which what an event reports may lie before the event. Times further back are not told
-/// apart.
+/// The longest time by which what an event reports may lie before the event. Times further back are not
+/// distinguished.
 pub const REPORTED_BACK_MAX: Duration = Duration::from_secs(86_400);
 
 /// A moment on two clocks: one that never jumps, for waits, and the calendar's, for listings.

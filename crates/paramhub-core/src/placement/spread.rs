@@ -1,10 +1,10 @@
-//! How the chunks of a key are dealt, depending on what of it is exchanged in a step.
+//! This decides how the chunks of a key are dealt, depending on what of it is exchanged in a step.
 
 use super::{sizes_of, sorted};
 use crate::chunk::{ChunkId, ChunkMap};
 use crate::key::KeyTable;
 
-/// How a key's chunks are dealt to hubs, interfaces and cores.
+/// The way in which a key's chunks are dealt to hubs, interfaces and cores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spread {
     /// Each chunk by itself.
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_aside_does_not_unbalance_the_others() {
+    fn keys_that_are_placed_aside_do_not_unbalance_the_others() {
         let sizes = [3000, 90_000, 5000, 7000];
         let spreads = [Spread::Chunks, Spread::Aside, Spread::Chunks, Spread::Chunks];
         let (map, placement) = place(&sizes, 3, &spreads);
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_together_is_at_one_core() {
+    fn keys_that_stay_together_are_at_one_core() {
         let spreads = [Spread::Chunks, Spread::Together(4), Spread::Together(4), Spread::Together(9)];
         let (map, placement) = place(&[60_000, 40_000, 100, 30_000], 2, &spreads);
         let routes_of = |keys: &[u32]| -> std::collections::BTreeSet<u16> {

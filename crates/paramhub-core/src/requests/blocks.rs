@@ -103,7 +103,7 @@ impl Requests {
         Some((id, header, piece))
     }
 
-    /// Whether pieces of a block in flight remain to be sent.
+    /// Returns whether pieces of a block in flight remain to be sent.
     pub fn has_pieces(&self, block: usize) -> bool {
         let BlockProgress { block: cut, samples, next } = self.blocks[block];
         self.is_underway(block) && next < cut.pieces(samples)
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_cut_all_of_it_is_sent_and_answered_again() {
+    fn a_block_is_sent_and_answered_again_after_a_cut() {
         let mut requests = requests();
         assert!(!requests.resend_block(0), "nothing is under way");
         requests.begin_block(0, 0, 0).unwrap();

@@ -16,7 +16,7 @@ use crate::key::{Key, elements_of};
 use crate::limits::{FACTOR_ELEMENTS_MAX, KEY_NAME_BYTES_MAX, LAYERS_MAX};
 use crate::settings::Settings;
 
-/// How the settings ask to exchange a layer: `auto`, or a scheme by its name.
+/// The way in which the settings ask to exchange a layer: `auto`, or a scheme by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum SchemeChoice {
@@ -93,14 +93,14 @@ impl From<SchemeChoice> for String {
 pub struct LayerSettings {
     /// The layer's name, unique in the job; queries of the information book use it.
     pub name: String,
-    /// What it computes.
+    /// Its kind of computation.
     #[serde(rename = "type", default)]
     pub kind: LayerKind,
     /// Its keys, by their positions in the table; a key is in one layer at most. For a fully connected layer
     /// the weight of shape `[outputs, inputs]`, then the bias of shape `[outputs]` if it has one.
     pub keys: Vec<u32>,
-    /// How to exchange it: `auto`, `hub`, `factors` or `factors-to-hub`; the job's choice by default. A choice
-    /// that cannot be followed is refused.
+    /// The way to exchange it: `auto`, `hub`, `factors` or `factors-to-hub`; the job's choice by default. A
+    /// choice that cannot be followed is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub scheme: Option<SchemeChoice>,
@@ -108,7 +108,7 @@ pub struct LayerSettings {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub factor_codec: Option<Codec>,
-    /// Whether another part of the model uses the weight, too; its gradient is then more than this layer's
+    /// `true` if another part of the model uses the weight, too; its gradient is then more than this layer's
     /// factors make.
     #[serde(default)]
     pub tied: bool,
@@ -138,7 +138,7 @@ impl fmt::Display for LayerSettings {
     }
 }
 
-/// What a layer computes.
+/// The kind of computation of a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -157,7 +157,7 @@ pub enum LayerKind {
     Other,
 }
 
-/// Why layers cannot be used.
+/// The reason why layers cannot be used.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub enum LayerError {
     /// More layers than a job may have.
@@ -438,8 +438,11 @@ mod tests {
             (&[1, 0], [10, 20, 1]),
             (&[1], [10, 20, 0]),
         ] {
-            let told = with(keys, size).unwrap_err().to_string();
-            assert!(told.contains("layer `fc` is fully connected with") && told.contains("it has"), "{told}");
+            let message = with(keys, size).unwrap_err().to_string();
+            assert!(
+                message.contains("layer `fc` is fully connected with") && message.contains("it has"),
+                "{message}"
+            );
         }
         let mut mixed = settings(vec![fc()]);
         let mut keys = mixed.keys.keys().to_vec();
@@ -451,14 +454,14 @@ mod tests {
     #[test]
     fn factors_travel_in_floats_if_there_are_any() {
         assert_eq!(settings(vec![fc().with_factors_in(Codec::BF16)]).check(), Ok(()));
-        let told = refused(vec![fc().with_factors_in(Codec::OneBit)]);
-        assert!(told.contains("cannot travel as one-bit: ask for f32, f16 or bf16"), "{told}");
-        let told = refused(vec![LayerSettings::other("conv", [0]).with_factors_in(Codec::F16)]);
+        let message = refused(vec![fc().with_factors_in(Codec::OneBit)]);
+        assert!(message.contains("cannot travel as one-bit: ask for f32, f16 or bf16"), "{message}");
+        let message = refused(vec![LayerSettings::other("conv", [0]).with_factors_in(Codec::F16)]);
         assert!(
-            told.starts_with(
+            message.starts_with(
                 "layer `conv`: `factor_codec` would have no effect with a layer that is not fully"
             ),
-            "{told}"
+            "{message}"
         );
     }
 
@@ -466,10 +469,10 @@ mod tests {
     fn a_scheme_can_be_forced_only_where_it_works() {
         let factors = SchemeChoice::Only(Scheme::Factors);
         assert_eq!(settings(vec![fc().by(factors)]).check(), Ok(()));
-        let told = refused(vec![LayerSettings::other("conv", [0]).by(factors)]);
+        let message = refused(vec![LayerSettings::other("conv", [0]).by(factors)]);
         assert!(
-            told.starts_with("layer `conv`: the scheme factors cannot be combined with a layer that"),
-            "{told}"
+            message.starts_with("layer `conv`: the scheme factors cannot be combined with a layer that"),
+            "{message}"
         );
         assert!(refused(vec![LayerSettings { tied: true, ..fc() }.by(factors)]).contains("tied"));
         let asynchronous =
@@ -495,8 +498,8 @@ mod tests {
         let late = Settings { consistency: Consistency::Asynchronous, clip_norm: None, ..to_hub.clone() };
         assert!(late.check().unwrap_err().to_string().contains("a step of all workers"));
         let many = LayerSettings::fully_connected("fc", [1, 2], [10, 20, 1 << 28]);
-        let told = Settings { layers: vec![many], ..to_hub }.check().unwrap_err().to_string();
-        assert!(told.contains("its factors of a step are 8053063680 numbers, more than"), "{told}");
+        let message = Settings { layers: vec![many], ..to_hub }.check().unwrap_err().to_string();
+        assert!(message.contains("its factors of a step are 8053063680 numbers, more than"), "{message}");
         let auto = Settings { scheme: SchemeChoice::Auto, ..asynchronous };
         let auto = Settings { layers: vec![fc()], ..auto };
         assert_eq!(auto.check(), Ok(()), "auto takes what works");
@@ -521,12 +524,12 @@ mod tests {
     #[test]
     fn disagreement_names_the_layer() {
         let mine = settings(vec![fc()]);
-        let told = mine.agree(1, 0, &settings(vec![fc().by(SchemeChoice::Auto)])).unwrap_err().to_string();
-        assert!(told.contains("disagree on layer 0") && told.contains("`fc`"), "{told}");
-        let told = mine.agree(1, 0, &settings(vec![])).unwrap_err().to_string();
-        assert!(told.contains("rank 0 has no such layer"), "{told}");
+        let message = mine.agree(1, 0, &settings(vec![fc().by(SchemeChoice::Auto)])).unwrap_err().to_string();
+        assert!(message.contains("disagree on layer 0") && message.contains("`fc`"), "{message}");
+        let message = mine.agree(1, 0, &settings(vec![])).unwrap_err().to_string();
+        assert!(message.contains("rank 0 has no such layer"), "{message}");
         let other = Settings { scheme: SchemeChoice::Auto, ..mine.clone() };
-        let told = other.agree(1, 0, &mine).unwrap_err().to_string();
-        assert!(told.contains("the scheme: rank 1 has auto, rank 0 has hub"), "{told}");
+        let message = other.agree(1, 0, &mine).unwrap_err().to_string();
+        assert!(message.contains("the scheme: rank 1 has auto, rank 0 has hub"), "{message}");
     }
 }

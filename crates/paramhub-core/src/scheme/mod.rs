@@ -1,5 +1,5 @@
-//! How a layer's gradients are exchanged, and what each scheme costs: Poseidon's hybrid communication
-//! (sections 3.2 and 4.1).
+//! This module decides how a layer's gradients are exchanged, and computes what each scheme costs:
+//! Poseidon's hybrid communication (sections 3.2 and 4.1).
 //!
 //! The gradient of a fully connected layer with M outputs and N inputs is a sum of K outer products, one for
 //! each sample of the batch, of `u`, the input of the layer (N numbers), and `v`, the gradient of its output
@@ -21,7 +21,7 @@
 //! assert_eq!(cluster.best_scheme(&layer.with_samples(32 * 2048)), Scheme::Hub);
 //! ```
 
-mod book;
+mod information_book;
 mod layers;
 mod plan;
 pub mod published;
@@ -32,15 +32,17 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-pub use book::{BestScheme, Book, BookError, Found, HubEntry, Roster, WorkerEntry, addresses};
+pub use information_book::{
+    BestScheme, Found, HubEntry, InformationBook, InformationBookError, Roster, WorkerEntry, addresses,
+};
 pub use layers::{LayerError, LayerKind, LayerSettings, SchemeChoice};
 pub(crate) use layers::{check, read_layers};
 pub use plan::{Plan, PlannedLayer, Why};
 pub use traffic::{Cluster, Direction, Encoding, HubPlace, Traffic};
 
-/// How a layer is exchanged. `hub`: gradients go to the hubs, parameters come back. `factors`: workers send one
-/// another factors, and each makes the gradient and the update itself. `factors-to-hub`: factors go to the one
-/// hub that has the whole layer, parameters come back.
+/// The way in which a layer is exchanged. `hub`: gradients go to the hubs, parameters come back. `factors`:
+/// workers send one another factors, and each makes the gradient and the update itself. `factors-to-hub`:
+/// factors go to the one hub that has the whole layer, parameters come back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -82,7 +84,7 @@ impl FromStr for Scheme {
     }
 }
 
-/// What a layer computes, as far as the form of its gradient depends on it.
+/// The kind of computation of a layer, as far as the form of its gradient depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case", tag = "type")]
@@ -96,7 +98,7 @@ pub enum LayerType {
         inputs: u64,
         /// K, for one worker.
         samples: u64,
-        /// Whether the layer adds a vector of `outputs` numbers; its gradient follows from the factors.
+        /// `true` if the layer adds a vector of `outputs` numbers; its gradient follows from the factors.
         has_bias: bool,
     },
     /// Any other layer; its gradient has no factors.
@@ -112,7 +114,7 @@ pub enum LayerType {
 pub struct Layer {
     /// The layer's name in the model.
     pub name: String,
-    /// What it computes.
+    /// Its kind of computation.
     #[serde(flatten)]
     pub kind: LayerType,
 }
@@ -149,7 +151,7 @@ impl Layer {
         }
     }
 
-    /// How many numbers one worker's factors have; `None` if the layer has none.
+    /// Returns how many numbers one worker's factors have; `None` if the layer has none.
     pub fn factors(&self) -> Option<u64> {
         match self.kind {
             LayerType::FullyConnected { outputs, inputs, samples, .. } => {

@@ -1,4 +1,5 @@
-//! How each layer of a job is exchanged, why, and what traffic that makes. Every node computes the same plan.
+//! The plan states how each layer of a job is exchanged, why, and what traffic that makes. Every node
+//! computes the same plan.
 
 use std::fmt;
 
@@ -34,13 +35,13 @@ pub struct PlannedLayer {
     pub keys: Vec<u32>,
     /// The scheme that exchanges it.
     pub scheme: Scheme,
-    /// Why this scheme was chosen.
+    /// The reason why this scheme was chosen.
     pub why: Why,
-    /// How its numbers are encoded.
+    /// The way in which its numbers are encoded.
     pub encoding: Encoding,
 }
 
-/// Why a layer is exchanged by its scheme, or cannot be exchanged by the one that was asked for.
+/// The reason why a layer is exchanged by its scheme, or cannot be exchanged by the one that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -81,7 +82,7 @@ impl Why {
         Why::OBSTACLES.iter().find(|(why, _)| *why == self).map(|(_, features)| features[0])
     }
 
-    /// Why a layer cannot be exchanged by a scheme that conflicts with `obstacle`.
+    /// Returns the reason why a layer cannot be exchanged by a scheme that conflicts with `obstacle`.
     fn of(obstacle: Feature) -> Why {
         let found = Why::OBSTACLES.iter().find(|(_, features)| features.contains(&obstacle));
         found.map(|(why, _)| *why).expect("every obstacle to factors has a reason")
@@ -161,7 +162,7 @@ impl Plan {
         self.layers.iter().chain(&self.rest)
     }
 
-    /// Whether everything goes through the hubs.
+    /// Returns whether everything goes through the hubs.
     pub fn is_hub_only(&self) -> bool {
         self.layers.iter().all(|planned| planned.scheme == Scheme::Hub)
     }
@@ -172,12 +173,14 @@ impl Plan {
         Cluster { encoding: planned.encoding, ..self.cluster }.traffic(&planned.layer, scheme)
     }
 
-    /// As [`Self::traffic`], in numbers instead of bytes: parameters moved, as the paper counts them.
+    /// Does the same as [`Self::traffic`], in numbers instead of bytes: parameters moved, as the paper counts
+    /// them.
     pub fn numbers(&self, planned: &PlannedLayer, scheme: Scheme) -> Option<Traffic> {
         Cluster { encoding: Encoding::NUMBERS, ..self.cluster }.traffic(&planned.layer, scheme)
     }
 
-    /// How long the planned exchange of one layer keeps the busiest link busy, in bytes of a worker's link.
+    /// Returns the time that the planned exchange of one layer keeps the busiest link busy, in bytes of a
+    /// worker's link.
     pub fn cost(&self, planned: &PlannedLayer) -> f64 {
         self.traffic(planned, planned.scheme).map_or(0.0, |traffic| self.cluster.busiest(&traffic))
     }
@@ -202,14 +205,14 @@ impl Plan {
         self.sum(|planned| self.numbers(planned, Scheme::Hub))
     }
 
-    /// How long a step keeps the busiest link busy, as planned and through the hubs, in bytes of a worker's
-    /// link.
+    /// Returns the time that a step keeps the busiest link busy, as planned and through the hubs, in bytes of
+    /// a worker's link.
     pub fn costs(&self) -> (f64, f64) {
         (self.cluster.busiest(&self.total()), self.cluster.busiest(&self.total_by_hub()))
     }
 
-    /// How the chunks of each key are dealt to the hubs; empty if all keys go through the hubs in the same
-    /// way.
+    /// Returns the way in which the chunks of each key are dealt to the hubs; empty if all keys go through
+    /// the hubs in the same way.
     pub fn spreads(&self, keys: usize) -> Vec<Spread> {
         if self.is_hub_only() {
             return Vec::new();
@@ -260,8 +263,9 @@ fn choose(settings: &Settings, cluster: &Cluster, layer: &LayerSettings, costed:
     }
 }
 
-/// How the numbers of a layer travel: parameters in the dtype of the layer's key, unless changes to them are
-/// quantised, and factors in that dtype, too, unless another codec was asked for.
+/// Returns the way in which the numbers of a layer travel: parameters in the dtype of the layer's key,
+/// unless changes to them are quantised, and factors in that dtype, too, unless another codec was asked
+/// for.
 fn encoding(settings: &Settings, key: &Key) -> Encoding {
     let (codec, memory) = (settings.codec_of(key), key.dtype.codec());
     let parameter = if codec.is_quantised() { codec } else { memory };
@@ -339,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_who_says_nothing_gets_anything_but_the_hub() {
+    fn a_job_that_chooses_no_scheme_uses_the_hub_for_all_layers() {
         let said_nothing = settings(1, SchemeChoice::default());
         let cluster = Cluster::beside_workers(4);
         assert!(schemes(&said_nothing, &cluster)[..3].iter().all(|found| *found == HUB_AS_ASKED));

@@ -85,7 +85,7 @@ mod tests {
 
     /// Section 5.1: GoogLeNet's one fully connected layer, 1000 x 1024, with a batch of 128 on 16 nodes.
     #[test]
-    fn it_reduces_to_the_parameter_server_for_googlenet() {
+    fn the_choice_reduces_to_the_parameter_server_for_googlenet() {
         let problem = FullyConnectedLayer { m: 1000.0, n: 1024.0, k: 128.0, workers: 16.0, servers: 16.0 };
         assert_eq!(problem.best_scheme(), Scheme::Hub);
     }

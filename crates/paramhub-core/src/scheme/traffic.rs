@@ -1,10 +1,11 @@
-//! What each scheme puts on the link of each machine, with the two directions apart.
+//! These functions compute the bytes of each scheme on the link of each machine, with the two directions
+//! apart.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Layer, Scheme};
 
-/// Where hubs run.
+/// The place where hubs run.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -52,9 +53,9 @@ pub struct Cluster {
     pub machines: u32,
     /// P2, over which layers are spread evenly; at most one on each machine that has workers.
     pub hubs: u32,
-    /// Where the hubs run.
+    /// The place where the hubs run.
     pub place: HubPlace,
-    /// How numbers are encoded.
+    /// The way in which numbers are encoded.
     pub encoding: Encoding,
 }
 
@@ -75,7 +76,7 @@ impl Direction {
     }
 }
 
-/// What the exchange of one layer puts on the busiest machine of each kind.
+/// The numbers that the exchange of one layer moves at the busiest machine of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Traffic {
@@ -100,8 +101,8 @@ impl Cluster {
         Cluster { workers, machines: workers, hubs: 1, place, encoding: Encoding::F32 }
     }
 
-    /// What a scheme puts on the machines; `None` if the scheme sends factors and the layer has none, or
-    /// there are several sites.
+    /// Returns the numbers that a scheme moves at the machines; `None` if the scheme sends factors and the
+    /// layer has none, or there are several sites.
     pub fn traffic(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
         if self.place == HubPlace::Sites {
             return self.traffic_at_sites(layer, scheme);
@@ -159,13 +160,13 @@ impl Cluster {
         (scheme == Scheme::Hub).then_some(Traffic { worker: Some(worker), hub: None, both: None })
     }
 
-    /// How long a scheme keeps the busiest link busy, in bytes of a worker's link; `None` if
+    /// Returns the time that a scheme keeps the busiest link busy, in bytes of a worker's link; `None` if
     /// [`Self::traffic`] is `None`.
     pub fn cost(&self, layer: &Layer, scheme: Scheme) -> Option<f64> {
         self.traffic(layer, scheme).map(|traffic| self.busiest(&traffic))
     }
 
-    /// How long the busiest link is busy, in bytes of a worker's link.
+    /// Returns the time that the busiest link is busy, in bytes of a worker's link.
     pub fn busiest(&self, traffic: &Traffic) -> f64 {
         let width = match self.place {
             HubPlace::BesideWorkers | HubPlace::Sites => 1.0,
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_factors_goes_to_the_hub() {
+    fn a_layer_without_factors_goes_to_the_hub() {
         let layer = Layer::other("conv", 1_000_000);
         for cluster in [Cluster::beside_workers(2), Cluster::balanced_hub(2)] {
             assert_eq!(cluster.best_scheme(&layer), Scheme::Hub);

@@ -1,4 +1,4 @@
-//! What a manager, hubs and operators exchange about the network between racks.
+//! The messages of a manager, hubs and operators about the network between racks.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,7 +19,7 @@ pub struct ProbeOrder {
     pub dial: Vec<String>,
 }
 
-/// What a hub found in a probe.
+/// The result of a probe at a hub.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ProbeReport {
@@ -27,7 +27,7 @@ pub struct ProbeReport {
     pub probe: Namespace,
     /// The rate at which the other hub's bytes arrived, or why none did.
     pub outcome: ProbeOutcome,
-    /// Whether the rates of the hub's own interfaces are known; if not, their weights are guesses.
+    /// `true` if the rates of the hub's own interfaces are known; if not, their weights are guesses.
     pub is_rated: bool,
 }
 
@@ -63,9 +63,9 @@ pub struct LinkStatus {
     /// failed.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub rate: Option<Rate>,
-    /// Whether the rate is only a lower bound of the link's, since the hubs' own interfaces carry no more.
+    /// `true` if the rate is only a lower bound of the link's, since the hubs' own interfaces carry no more.
     pub is_at_least: bool,
-    /// Why the probe failed; empty if it did not.
+    /// The reason why the probe failed; empty if it did not.
     pub problem: String,
     /// Seconds since the probe.
     pub age_s: f64,

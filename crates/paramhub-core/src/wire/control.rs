@@ -15,7 +15,7 @@ use crate::limits::{CONTROL_BYTES_MAX, MESSAGE_BYTES_MAX};
 pub struct Failure {
     /// The rank at fault, if one is.
     pub rank: Option<u32>,
-    /// The text: who, what, and what to do.
+    /// The text: which rank or hub, what happened, and what to do.
     pub message: String,
 }
 
@@ -24,7 +24,7 @@ pub struct Failure {
 pub struct Notice {
     /// The rank that the notice is about, if any.
     pub rank: Option<u32>,
-    /// The text: who and what.
+    /// The text: which rank or hub, and what happened.
     pub message: String,
 }
 

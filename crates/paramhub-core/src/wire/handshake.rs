@@ -3,13 +3,14 @@
 //!
 //! ```text
 //! worker                                   hub
-//!   | -- Hello: who, which route, challenge --> |
+//!   | -- Hello: rank, route, challenge -------> |
 //!   | <-- Challenge ---------------------------- |
 //!   | -- proof over both challenges -----------> |
 //!   | <-- Verdict: welcome and proof, or why not |
 //!   | === frames both ways ==================== |
 //! ```
-//! The hub challenges the caller of an unknown job too, so a stranger cannot find out which jobs exist.
+//! The hub challenges the caller of an unknown job too, so that a caller without a nonce cannot find out
+//! which jobs exist.
 
 use thiserror::Error;
 
@@ -39,10 +40,10 @@ pub enum Caller {
     Worker {
         /// Its rank.
         rank: u32,
-        /// Whether it reads parameters from the arena that all workers of its host share; on local streams
+        /// `true` if it reads parameters from the arena that all workers of its host share; on local streams
         /// only.
         shares_parameters: bool,
-        /// Whether the stream replaces one that the rank had on this route and lost.
+        /// `true` if the stream replaces one that the rank had on this route and lost.
         resumes: bool,
     },
     /// A hub of a site below or beside the called one.
@@ -83,7 +84,7 @@ pub struct Hello {
     pub challenge: Challenge,
 }
 
-/// Why bytes are not a valid handshake message.
+/// The reason why bytes are not a valid handshake message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum HandshakeError {
     /// The bytes are not paramhub's.
@@ -165,7 +166,7 @@ pub fn stream_proofs(nonce: &Nonce, hello: &Hello, hub_challenge: &Challenge) ->
     (nonce.prove(Purpose::StreamWorker, &parts), nonce.prove(Purpose::StreamHub, &parts))
 }
 
-/// Why a hub refuses a stream.
+/// The reason why a hub refuses a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Refusal {
@@ -277,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn hello_round_trips_and_strangers_are_told_apart() {
+    fn a_hello_round_trips_and_other_protocols_are_recognised() {
         let wire = hello().encode();
         assert_eq!(Hello::decode(&wire), Ok(hello()));
         let hub = Hello { caller: Caller::Hub { site: 300, route: 700 }, ..hello() };
@@ -287,9 +288,9 @@ mod tests {
         assert_eq!(Hello::decode(&resumed.encode()), Ok(resumed));
         let prober = Hello { caller: Caller::Prober, ..hello() };
         assert_eq!(Hello::decode(&prober.encode()), Ok(prober));
-        let mut stranger = wire;
-        stranger[0] = b'G';
-        assert_eq!(Hello::decode(&stranger), Err(HandshakeError::Magic));
+        let mut other_protocol = wire;
+        other_protocol[0] = b'G';
+        assert_eq!(Hello::decode(&other_protocol), Err(HandshakeError::Magic));
         let mut newer = wire;
         newer[4] = 2;
         assert_eq!(Hello::decode(&newer), Err(HandshakeError::Version(2)));

@@ -19,7 +19,7 @@ use crate::wire::{FACTORS_HEAD_BYTES, Norm, Release, STATE_HEAD_BYTES};
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 16;
 
-/// What a frame means.
+/// The meaning of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Operation {
@@ -115,14 +115,14 @@ impl Operation {
         }
     }
 
-    /// Whether the payload is a chunk of a tensor. On a stream with an arena such payloads are in the arena
-    /// and do not follow their headers. Optimizer state moves at checkpoints only, and factors are few, so
-    /// these have no place in an arena and always follow.
+    /// Returns whether the payload is a chunk of a tensor. On a stream with an arena such payloads are in the
+    /// arena and do not follow their headers. Optimizer state moves at checkpoints only, and factors are few,
+    /// so these have no place in an arena and always follow.
     pub const fn carries_tensor(self) -> bool {
         matches!(self, Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters)
     }
 
-    /// Whether the header names a chunk.
+    /// Returns whether the header names a chunk.
     pub const fn is_about_a_chunk(self) -> bool {
         match self {
             Operation::Push
@@ -146,7 +146,7 @@ impl Operation {
         }
     }
 
-    /// Whether workers send the operation, hubs send it, or both do.
+    /// Returns whether workers send the operation, hubs send it, or both do.
     pub const fn goes(self) -> Direction {
         match self {
             Operation::Heartbeat | Operation::Failure => Direction::Both,
@@ -161,7 +161,7 @@ impl Operation {
     }
 }
 
-/// Which way an operation travels.
+/// The direction of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Frames from workers.
@@ -175,7 +175,7 @@ pub enum Direction {
 /// A frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame says.
+    /// The meaning of the frame.
     pub operation: Operation,
     /// Encoding of a tensor payload; `F32` where there is none.
     pub codec: Codec,
@@ -187,7 +187,7 @@ pub struct Header {
     pub length: u32,
 }
 
-/// Why sixteen bytes are not a valid header.
+/// The reason why sixteen bytes are not a valid header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FrameError {
     /// No such operation.

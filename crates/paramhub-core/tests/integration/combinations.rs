@@ -43,7 +43,7 @@ for some values only, as for checkpoints every so many steps, is in the tables b
 
 ";
 
-/// Who asks, for people.
+/// The callers as text for people.
 fn callers(callers: &[Caller]) -> String {
     callers.iter().map(|caller| caller.name()).collect::<Vec<_>>().join(", ")
 }

@@ -364,7 +364,7 @@ proptest! {
     }
 
     #[test]
-    fn with_prices_the_recommendation_makes_the_most_steps_for_its_price(
+    fn the_recommendation_makes_the_most_steps_for_its_price(
         network in network(), compute_s in 0.0001_f64..100.0, hub in 0.0_f64..1e6
     ) {
         let model = model(network);

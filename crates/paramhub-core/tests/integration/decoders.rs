@@ -43,7 +43,8 @@ fn no_bytes_break_the_frame_decoder() {
     }
 }
 
-/// What well-behaved peers send, for each end: its handshake message, and one frame of each operation.
+/// The messages that well-behaved peers send, for each end: its handshake message, and one frame of each
+/// operation.
 fn sound_streams() -> Vec<Vec<u8>> {
     let hello = Hello {
         caller: Caller::Worker { rank: 3, shares_parameters: false, resumes: false },

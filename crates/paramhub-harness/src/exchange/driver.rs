@@ -19,10 +19,10 @@ use super::spec::{
 use super::statistics::mean;
 use super::usage;
 
-/// How long processes may take to start.
-const START_PATIENCE: Duration = Duration::from_secs(60);
-/// How long one answer may take: for a very large exchange, or for the check of its numbers.
-const ANSWER_PATIENCE: Duration = Duration::from_secs(600);
+/// The time that processes may take to start.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// The time that one answer may take: for a very large exchange, or for the check of its numbers.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(600);
 /// The time from the first command of a turn to its start. All workers have their commands by then.
 pub const LEAD: Duration = Duration::from_millis(5);
 
@@ -30,7 +30,7 @@ pub const LEAD: Duration = Duration::from_millis(5);
 pub struct Program {
     /// The exchange.
     pub spec: Spec,
-    /// Where its processes run.
+    /// The place where its processes run.
     pub hosts: Hosts,
     /// Iterations that do not count, before the others.
     pub warmup: u32,
@@ -51,7 +51,7 @@ pub struct Measured {
     pub worker_peak_bytes: u64,
     /// The peak of the largest hub.
     pub hub_peak_bytes: u64,
-    /// Whether the numbers of the last exchange are right.
+    /// The comparison of the numbers of the last exchange with the expected ones.
     pub verdict: Verdict,
 }
 
@@ -220,7 +220,7 @@ impl BenchProcesses {
 pub fn hub_use(hubs: &mut [JsonConnection]) -> anyhow::Result<HubUse> {
     let mut all = HubUse::default();
     for hub in hubs {
-        match ask("a hub", hub, &LauncherCommand::Tell)? {
+        match ask("a hub", hub, &LauncherCommand::ReportUse)? {
             ProcessReport::Used(used) => all = all.and(used),
             other => bail!("a hub answered {other:?}"),
         }
@@ -306,7 +306,7 @@ pub fn accept(
     is_over: &AtomicBool,
 ) -> anyhow::Result<Vec<JsonConnection>> {
     listener.set_nonblocking(true)?;
-    let deadline = Instant::now() + START_PATIENCE;
+    let deadline = Instant::now() + START_TIMEOUT;
     let mut connections: Vec<Option<JsonConnection>> = (0..count).map(|_| None).collect();
     while connections.iter().any(Option::is_none) {
         match listener.accept() {
@@ -322,7 +322,7 @@ pub fn accept(
                 }
                 std::thread::sleep(Duration::from_millis(5));
             }
-            Err(error) => return Err(error).context("cannot hear from the processes"),
+            Err(error) => return Err(error).context("cannot read the reports of the processes"),
         }
     }
     Ok(connections.into_iter().flatten().collect())
@@ -330,7 +330,7 @@ pub fn accept(
 
 fn identify(socket: UnixStream) -> anyhow::Result<(usize, JsonConnection)> {
     socket.set_nonblocking(false)?;
-    socket.set_read_timeout(Some(ANSWER_PATIENCE))?;
+    socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
     let mut connection = JsonConnection::new(socket);
     match receive("a process", &mut connection)? {
         ProcessReport::Here { process } => Ok((process, connection)),

@@ -1,4 +1,4 @@
-//! What further benchmarks add to the processes of the exchange.
+//! The extension points by which further benchmarks add to the processes of the exchange.
 
 use std::net::SocketAddr;
 
@@ -9,9 +9,9 @@ use serde_json::Value;
 
 use super::spec::{JsonConnection, Spec};
 
-/// What the benchmarks of a program add to the exchange: variants of it, which differ from the normal path at
-/// the hub or at the worker, and scenarios whose processes do something else. What is provided here is the
-/// exchange alone.
+/// The parts that the benchmarks of a program add to the exchange: variants of it, which differ from the
+/// normal path at the hub or at the worker, and scenarios whose processes do something else. What is
+/// provided here is the exchange alone.
 pub trait Extension {
     /// The optimizers and aggregators of the hubs of this exchange, under the usual names.
     ///

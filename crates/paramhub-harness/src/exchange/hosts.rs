@@ -85,7 +85,7 @@ pub struct Hosts {
     pub options: JobOptions,
 }
 
-/// Where one hub runs.
+/// The host of one hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubHost {
     /// The host; `None` for this machine.
@@ -114,7 +114,7 @@ impl Hosts {
         self.workers.get(rank as usize).and_then(|(_, rack)| rack.clone())
     }
 
-    /// Where hubs are in relation to workers; `None` if all are on this machine.
+    /// Returns where hubs are in relation to workers; `None` if all are on this machine.
     pub fn deployment(&self) -> Option<Deployment> {
         self.deployment
     }
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seat_s_command_is_entered_on_its_host() {
+    fn the_command_of_a_process_runs_on_its_host() {
         let hosts = flags("a=10.0.0.1,b=10.0.0.2", "", Deployment::Cc).hosts(2).unwrap();
         let words = |process| {
             let command = hosts.command(process, 2).unwrap();

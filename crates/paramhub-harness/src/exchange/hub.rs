@@ -39,7 +39,7 @@ pub(super) fn host(
                     raw: raw.clone(),
                 }))?;
             }
-            LauncherCommand::Tell => connection.send(&ProcessReport::Used(HubUse {
+            LauncherCommand::ReportUse => connection.send(&ProcessReport::Used(HubUse {
                 cpu_seconds: usage::cpu_seconds(),
                 core_seconds: usage::core_seconds(),
                 peak_bytes: usage::peak_bytes(),

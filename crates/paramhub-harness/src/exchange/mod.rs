@@ -146,7 +146,7 @@ pub fn exchange(command: &ExchangeCommand) -> anyhow::Result<ExitCode> {
     let (model, spec) = flags.spec()?;
     let hosts = command.hosts.hosts(spec.workers)?;
     if spec.is_raw && hosts.deployment().is_some() {
-        let why = "--raw measures loopback: on hosts of a testbed its own probe tells what links carry";
+        let why = "--raw measures loopback: on hosts of a testbed its own probe measures what links carry";
         return Err(Usage(why.into()).into());
     }
     check_destination("--json", flags.json.as_deref())?;
@@ -170,7 +170,7 @@ pub fn exchange(command: &ExchangeCommand) -> anyhow::Result<ExitCode> {
     if let Some(path) = &flags.json {
         write_json(&summary, path)?;
     }
-    measured.verdict.demand()?;
+    measured.verdict.require_right()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -233,7 +233,7 @@ impl ExchangeFlags {
     }
 }
 
-/// What is exchanged, and how, in two lines above the results.
+/// Describes the tensors and the way of their exchange in two lines above the results.
 pub fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
     let Settings { keys, elements, dtype, codec, iters, warmup, scale, .. } = settings;
     let coded = codec.map_or(String::new(), |codec| match codec.is_quantised() {

@@ -36,7 +36,7 @@ impl Verdict {
 
     /// # Errors
     /// If anything is wrong.
-    pub fn demand(&self) -> anyhow::Result<()> {
+    pub fn require_right(&self) -> anyhow::Result<()> {
         match self.wrong {
             0 => Ok(()),
             wrong => bail!(
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_as_wrong_as_can_be() {
+    fn a_nan_counts_as_the_largest_error() {
         let verdict = compare(&1.0_f32.to_le_bytes(), &f32::NAN.to_le_bytes(), Dtype::F32);
         assert_eq!(verdict, Verdict { max_abs_error: f64::MAX, wrong: 1 });
     }

@@ -23,12 +23,12 @@ const POISON: u8 = 0xff;
 /// The variables in which OpenMPI and MPICH pass a rank its number.
 const RANKS: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"];
 
-/// Which process of a benchmark this is.
+/// The identity of this process of a benchmark.
 #[derive(Args)]
 pub struct PeerFlags {
     /// The launcher's socket.
     socket: PathBuf,
-    /// Which of its processes this is.
+    /// The number of this process.
     process: usize,
     /// It is one of several that `mpirun` has started, which sit side by side by their ranks.
     #[arg(long)]
@@ -62,9 +62,9 @@ pub fn run_process(flags: &PeerFlags, extension: &dyn Extension) -> anyhow::Resu
 
 /// This process's rank among those that `mpirun` started.
 fn rank_of_mpi() -> anyhow::Result<usize> {
-    let told = RANKS.iter().find_map(|name| std::env::var(name).ok());
-    let told = told.context("mpirun has not told this process its rank")?;
-    told.parse().with_context(|| format!("mpirun has told this process the rank `{told}`"))
+    let rank = RANKS.iter().find_map(|name| std::env::var(name).ok());
+    let rank = rank.context("mpirun has not given this process a rank")?;
+    rank.parse().with_context(|| format!("mpirun has given this process the rank `{rank}`"))
 }
 
 /// One rank. Its gradients are always ready.

@@ -98,7 +98,7 @@ pub fn launch_all<M: Send>(
         is_over.store(true, Ordering::Release);
         (ended, driver.join().expect("the driver does not panic"))
     });
-    judge(&ended, measured, &names)
+    evaluate(&ended, measured, &names)
 }
 
 /// Prints that the benchmark was interrupted. Returns the exit code.
@@ -108,7 +108,7 @@ pub fn interrupted(signal: i32) -> ExitCode {
     ExitCode::from(128 + u8::try_from(signal).unwrap_or(0))
 }
 
-fn judge<M>(ended: &Ended, measured: anyhow::Result<M>, names: &[String]) -> anyhow::Result<Run<M>> {
+fn evaluate<M>(ended: &Ended, measured: anyhow::Result<M>, names: &[String]) -> anyhow::Result<Run<M>> {
     if let Some(signal) = ended.signal {
         return Ok(Run::Interrupted(signal));
     }

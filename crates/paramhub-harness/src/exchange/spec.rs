@@ -17,7 +17,7 @@ use serde_json::Value;
 use super::numbers::Verdict;
 use super::raw;
 
-/// What the hub does with the gradients.
+/// The aggregator or optimizer that the hub applies to the gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Optimizer {
@@ -31,7 +31,7 @@ pub enum Optimizer {
     Adam,
 }
 
-/// How bytes travel.
+/// The way in which bytes travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Transport {
@@ -68,7 +68,7 @@ pub struct Spec {
     pub keys: KeyTable,
     /// Worker processes.
     pub workers: u32,
-    /// What the hub does with the gradients.
+    /// The aggregator or optimizer that the hub applies to the gradients.
     pub optimizer: Optimizer,
     /// Cores of each hub.
     pub cores: usize,
@@ -76,15 +76,15 @@ pub struct Spec {
     pub streams: usize,
     /// The unit of exchange.
     pub chunk_bytes: u32,
-    /// Whether the bound is measured, too.
+    /// `true` if the bound is measured, too.
     pub is_raw: bool,
-    /// How bytes travel.
+    /// The way in which bytes travel.
     pub transport: Transport,
-    /// Whether workers read parameters from one copy.
+    /// `true` if workers read parameters from one copy.
     pub shares_parameters: bool,
-    /// Whether Push and Pull of a key are one request.
+    /// `true` if Push and Pull of a key are one request.
     pub is_fused: bool,
-    /// Whether the parameters must be those that the kernels compute from the gradients, so that they are
+    /// `true` if the parameters must be those that the kernels compute from the gradients, so that they are
     /// checked.
     pub is_exact: bool,
     /// The variant of an [`Extension`](super::Extension); `None` for the normal path.
@@ -154,7 +154,7 @@ pub enum Turn {
     Raw,
 }
 
-/// What a hub must know of itself.
+/// The settings of a hub process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HubProcessSettings {
     /// The address of each interface, with free ports. The manager listens on the first address of the first
@@ -168,7 +168,7 @@ pub struct HubProcessSettings {
     pub token: String,
 }
 
-/// Where the workers find the hubs of a job.
+/// The addresses at which workers find the hubs of a job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct JobEndpoints {
     /// The URL of the hubs' connection manager; empty if there is none.
@@ -194,11 +194,7 @@ impl JobEndpoints {
 #[allow(missing_docs, reason = "the fields are named after what they hold")]
 pub enum LauncherCommand {
     /// Be a hub. Answered by [`ProcessReport::Ready`].
-    Host {
-        spec: Spec,
-        #[serde(rename = "seat")]
-        settings: HubProcessSettings,
-    },
+    Host { spec: Spec, settings: HubProcessSettings },
     /// All hubs have joined the first: create a job of this name. The first hub answers with
     /// [`ProcessReport::Hosting`].
     Open { job: String, options: JobOptions },
@@ -211,7 +207,7 @@ pub enum LauncherCommand {
     /// on.
     Scenario { name: String, command: Value },
     /// Report what the hub has used. Answered by [`ProcessReport::Used`].
-    Tell,
+    ReportUse,
     /// Exchange once more into poisoned memory and check every number; `exchanges` were made before. Answered by
     /// [`ProcessReport::Checked`].
     Check { exchanges: u64 },
@@ -234,7 +230,6 @@ impl LauncherCommand {
 pub enum ProcessReport {
     /// The first message of a process: its number.
     Here {
-        #[serde(rename = "seat")]
         process: usize,
     },
     /// A hub is ready; this is the URL of its manager.

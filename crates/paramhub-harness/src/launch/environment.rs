@@ -1,4 +1,4 @@
-//! What a worker finds in its environment.
+//! The variables in the environment of a worker.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::Command;

@@ -19,7 +19,7 @@ pub enum Stream {
 pub struct Line {
     /// The worker, by its place among those of this launch.
     pub rank: usize,
-    /// Where the worker wrote it.
+    /// The output stream to which the worker wrote it.
     pub stream: Stream,
     /// The bytes, which need not be text.
     pub bytes: Vec<u8>,

@@ -14,16 +14,16 @@ use super::worker_supervisor::{SupervisedJob, WorkerSupervisor};
 
 /// Lines that may wait to be printed.
 const LINES_MAX: usize = 256;
-/// How often the launcher polls workers and signals.
+/// The interval at which the launcher polls workers and signals.
 const TICK: Duration = Duration::from_millis(20);
-/// How long a group gets from the signal that asks it to end to SIGKILL.
+/// The time that a group gets from the signal that asks it to end to SIGKILL.
 const KILL_GRACE: Duration = Duration::from_secs(5);
-/// How long the other workers get when one has failed: longer than hubs take to send them the reason.
+/// The time that the other workers get when one has failed: longer than hubs take to send them the reason.
 const PEER_GRACE: Duration = Duration::from_secs(8);
-/// How long the launcher may hold back the signal from its workers while the job's hubs take a last
+/// The time that the launcher may hold back the signal from its workers while the job's hubs take a last
 /// checkpoint.
 const LAST_CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(9);
-/// How long output may take to arrive after the last worker has ended.
+/// The time that output may take to arrive after the last worker has ended.
 const OUTPUT_GRACE: Duration = Duration::from_secs(2);
 
 /// Receives the events of a launch.
@@ -55,17 +55,17 @@ pub struct Launch {
     supervisor: WorkerSupervisor,
 }
 
-/// When workers that do not end by themselves are signalled.
+/// The times at which workers that do not end by themselves are signalled.
 struct Stop {
-    /// When to send SIGTERM; `None` once it was sent.
+    /// The time to send SIGTERM; `None` once it was sent.
     terminate_at: Option<Instant>,
     kill_at: Instant,
-    /// Whether the launcher ended the remaining workers because another one failed. Their exits are then no
+    /// `true` if the launcher ended the remaining workers because another one failed. Their exits are then no
     /// failures of their own.
-    is_told: bool,
+    was_signalled: bool,
 }
 
-/// How a launch ended.
+/// The way in which a launch ended.
 pub struct Ended {
     /// The rank of the first of these workers. The indices below count from it.
     pub first_rank: u32,
@@ -75,9 +75,9 @@ pub struct Ended {
     pub failed: Vec<usize>,
     /// The first signal that the launcher passed on.
     pub signal: Option<i32>,
-    /// Whether that signal came before any worker had failed.
+    /// `true` if that signal came before any worker had failed.
     pub was_interrupted_first: bool,
-    /// Why [`LaunchObserver::tick`] stopped the workers.
+    /// The reason why [`LaunchObserver::tick`] stopped the workers.
     pub stopped: Option<String>,
 }
 
@@ -87,7 +87,8 @@ impl Ended {
         self.failed.iter().map(|&rank| exit_code(self.exits[rank])).max().unwrap_or(0)
     }
 
-    /// Why the job of these workers is over; `joined` says whether any worker had joined it.
+    /// Returns the reason why the job of these workers is over; `joined` says whether any worker had joined
+    /// it.
     pub fn reason(&self, joined: bool) -> String {
         if let Some(signal) = self.signal.filter(|_| self.was_interrupted_first) {
             return interrupted_by(signal);
@@ -102,7 +103,7 @@ impl Ended {
     }
 }
 
-/// Why a job is over whose launcher was interrupted.
+/// Returns the reason why a job is over whose launcher was interrupted.
 pub fn interrupted_by(signal: i32) -> String {
     let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
     format!("its launcher was interrupted by {name}")
@@ -144,13 +145,13 @@ impl Launch {
         loop {
             self.pass_lines(watch);
             if let Some(signal) = signals.poll() {
-                let said = match first_signal {
+                let announced = match first_signal {
                     None if failed.is_empty() => watch.interrupted(signal),
                     _ => None,
                 };
-                match said {
-                    Some(said) => {
-                        last_checkpoint = Some((signal, said, Instant::now() + LAST_CHECKPOINT_TIMEOUT))
+                match announced {
+                    Some(announced) => {
+                        last_checkpoint = Some((signal, announced, Instant::now() + LAST_CHECKPOINT_TIMEOUT))
                     }
                     None => {
                         last_checkpoint = None;
@@ -161,10 +162,10 @@ impl Launch {
                     (first_signal, was_interrupted_first) = (Some(signal), failed.is_empty());
                 }
             }
-            let is_said = |(_, said, until): &mut (i32, Receiver<()>, Instant)| {
-                said.try_recv() != Err(TryRecvError::Empty) || Instant::now() >= *until
+            let is_announced = |(_, announced, until): &mut (i32, Receiver<()>, Instant)| {
+                announced.try_recv() != Err(TryRecvError::Empty) || Instant::now() >= *until
             };
-            if let Some((signal, ..)) = last_checkpoint.take_if(is_said) {
+            if let Some((signal, ..)) = last_checkpoint.take_if(is_announced) {
                 self.pass_signal(signal, false);
             }
             failed.extend(self.reap());
@@ -202,20 +203,20 @@ impl Launch {
     }
 
     fn pass_signal(&mut self, signal: i32, again: bool) {
-        let polite = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
-        self.signal_all(if again { Signal::KILL } else { polite });
+        let requested = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
+        self.signal_all(if again { Signal::KILL } else { requested });
         let kill_at = Instant::now() + KILL_GRACE;
-        self.stop = Some(Stop { terminate_at: None, kill_at, is_told: false });
+        self.stop = Some(Stop { terminate_at: None, kill_at, was_signalled: false });
     }
 
     /// Indices of the workers that have failed by themselves since the last call.
     fn reap(&mut self) -> Vec<usize> {
-        let is_told = self.stop.as_ref().is_some_and(|stop| stop.is_told);
+        let was_signalled = self.stop.as_ref().is_some_and(|stop| stop.was_signalled);
         let mut failed = Vec::new();
         for (rank, worker) in self.workers.iter_mut().enumerate() {
             let Some(exit) = worker.reap() else { continue };
             self.supervisor.remove(worker.pid());
-            if !exit.success() && !is_told {
+            if !exit.success() && !was_signalled {
                 failed.push(rank);
             }
         }
@@ -227,7 +228,11 @@ impl Launch {
 
     fn stop_soon(&mut self) {
         let at = Instant::now() + PEER_GRACE;
-        self.stop.get_or_insert(Stop { terminate_at: Some(at), kill_at: at + KILL_GRACE, is_told: false });
+        self.stop.get_or_insert(Stop {
+            terminate_at: Some(at),
+            kill_at: at + KILL_GRACE,
+            was_signalled: false,
+        });
     }
 
     fn enforce_stop(&mut self) {
@@ -236,7 +241,7 @@ impl Launch {
         if now >= stop.kill_at {
             self.signal_all(Signal::KILL);
         } else if stop.terminate_at.take_if(|at| now >= *at).is_some() {
-            stop.is_told = true;
+            stop.was_signalled = true;
             self.signal_all(Signal::TERM);
         }
     }

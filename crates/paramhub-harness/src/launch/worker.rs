@@ -82,7 +82,7 @@ pub(super) fn exit_code(status: ExitStatus) -> u8 {
     u8::try_from(code).unwrap_or(u8::MAX)
 }
 
-/// How a process ended, for people.
+/// Returns the way in which a process ended, for people.
 pub fn describe(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exited with {code}"),

@@ -14,12 +14,12 @@ use serde::{Deserialize, Serialize};
 
 use super::program::this_program;
 
-/// How long groups get to end by themselves.
+/// The time that groups get to end by themselves.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// How long the job's hubs may take for a last checkpoint before the groups are signalled.
+/// The time that the job's hubs may take for a last checkpoint before the groups are signalled.
 const LAST_CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(7);
-/// Why a job is over whose launcher was killed.
+/// The reason why a job is over whose launcher was killed.
 const KILLED: &str = "its launcher was killed";
 
 /// The job of a launcher's workers, at a connection manager that outlives the launcher.
@@ -44,7 +44,7 @@ impl WorkerSupervisor {
     /// Starts a supervisor in a group of its own, so that Ctrl-C does not end it.
     pub(super) fn start() -> std::io::Result<WorkerSupervisor> {
         let mut process = this_program()?
-            .arg("warden")
+            .arg("worker-supervisor")
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -60,15 +60,15 @@ impl WorkerSupervisor {
     }
 
     pub(super) fn add(&mut self, group: Pid) -> std::io::Result<()> {
-        self.tell('+', group)
+        self.write_group('+', group)
     }
 
     pub(super) fn remove(&mut self, group: Pid) {
         // A supervisor that is gone has nothing to forget.
-        let _ = self.tell('-', group);
+        let _ = self.write_group('-', group);
     }
 
-    fn tell(&mut self, sign: char, group: Pid) -> std::io::Result<()> {
+    fn write_group(&mut self, sign: char, group: Pid) -> std::io::Result<()> {
         self.write(&format!("{sign}{}\n", group.as_raw_nonzero()))
     }
 
@@ -110,14 +110,14 @@ pub fn supervise_groups(launcher: impl BufRead) {
             Some((ManagerClient::new(&url, token).ok()?, job.to_string()))
         });
     if let Some((client, job)) = supervised_job.clone() {
-        let (told, is_told) = channel::<()>();
-        let tell = move || {
+        let (is_running, ended) = channel::<()>();
+        let announce = move || {
             // The workers end even if the manager does not answer.
             let _ = client.announce_workers_end(&job, KILLED);
-            drop(told);
+            drop(is_running);
         };
-        if std::thread::Builder::new().spawn(tell).is_ok() {
-            let _ = is_told.recv_timeout(LAST_CHECKPOINT_TIMEOUT);
+        if std::thread::Builder::new().spawn(announce).is_ok() {
+            let _ = ended.recv_timeout(LAST_CHECKPOINT_TIMEOUT);
         }
     }
     signal(&groups, Signal::TERM);

@@ -1,4 +1,4 @@
-//! Where checkpoints are stored, which of them count, and which are removed.
+//! This module decides where checkpoints are stored, which of them count, and which are removed.
 //!
 //! `DIR/JOB/step-STEP.RUN/hub-N.json` is the manifest of hub N's part. RUN are the first digits of the job's
 //! namespace: a job that resumes from an old checkpoint writes beside the checkpoints of the job before it,
@@ -38,11 +38,11 @@ pub struct FoundCheckpoint {
     pub step: u32,
     /// The parts whose manifests can be read.
     pub parts: Vec<Manifest>,
-    /// Why it does not count, if it does not.
+    /// The reason why it does not count, if it does not.
     pub flaw: Option<CheckpointFlaw>,
 }
 
-/// Why a checkpoint does not count.
+/// The reason why a checkpoint does not count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CheckpointFlaw {
     /// Some parts are missing.
@@ -52,8 +52,8 @@ pub enum CheckpointFlaw {
 }
 
 impl FoundCheckpoint {
-    /// When its last part was written, in milliseconds since the Unix epoch; without parts, when anything was
-    /// last written.
+    /// Returns the time at which its last part was written, in milliseconds since the Unix epoch; without
+    /// parts, when anything was last written.
     pub fn written_ms(&self) -> u64 {
         let parts = self.parts.iter().map(|part| part.written_ms).max();
         let touched = || {
@@ -114,7 +114,7 @@ impl FoundCheckpoint {
         Ok(found)
     }
 
-    /// Why its parts do not make a whole, if they do not.
+    /// Returns the reason why its parts do not make a whole, if they do not.
     fn gap(&self) -> Option<CheckpointFlaw> {
         let Some(first) = self.parts.first() else { return Some(CheckpointFlaw::Incomplete) };
         let is_like_first = |part: &Manifest| {
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_just_written_stays_beside_a_run_that_takes_itself_for_newer() {
+    fn the_newest_checkpoint_is_kept_beside_those_of_a_run_with_a_higher_generation() {
         let scratch = tempfile::tempdir().unwrap();
         let folder = JobFolder::new(scratch.path(), "job");
         for step in 100..104 {
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn of_runs_without_a_generation_the_newest_are_kept_by_the_time_of_writing() {
+    fn checkpoints_without_a_generation_are_kept_by_the_time_of_writing() {
         let scratch = tempfile::tempdir().unwrap();
         let folder = JobFolder::new(scratch.path(), "job");
         for step in [100, 200, 300] {
@@ -462,8 +462,8 @@ mod tests {
             let tensor = &mut part.tensors[0];
             (tensor.elements, tensor.updates) = (5, vec![(5, 12, 12)]);
         });
-        let stranger = folder.path.join("notes");
-        fs::create_dir(&stranger).unwrap();
+        let foreign = folder.path.join("notes");
+        fs::create_dir(&foreign).unwrap();
         let nothing = folder.of_step(90, Namespace([1; 16]));
         fs::create_dir(&nothing).unwrap();
         File::open(&nothing).unwrap().set_modified(UNIX_EPOCH).unwrap();
@@ -472,6 +472,6 @@ mod tests {
         folder.prune(2, Namespace([2; 16]), 160).unwrap();
         let left: Vec<u32> = folder.list().unwrap().iter().map(|found| found.step).collect();
         assert_eq!(left, [400, 160, 150, 300]);
-        assert!(stranger.exists() && !nothing.exists());
+        assert!(foreign.exists() && !nothing.exists());
     }
 }

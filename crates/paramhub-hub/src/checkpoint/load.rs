@@ -1,4 +1,4 @@
-//! What a new job gets from a checkpoint of an old one.
+//! Reads the parts of an old checkpoint that a new job gets.
 
 use std::path::Path;
 use std::sync::Arc;

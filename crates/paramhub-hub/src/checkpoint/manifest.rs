@@ -30,13 +30,13 @@ pub struct Manifest {
     /// The version of every chunk. If workers take no steps together: the steps to which all of them had
     /// contributed in all of this part.
     pub step: u32,
-    /// Whether all chunks have exactly this version.
+    /// `true` if all chunks have exactly this version.
     pub is_consistent: bool,
     /// The run's generation, which is higher than those of the runs before it. It decides which checkpoint is
     /// newer, whatever the clock did. Manifests of old releases that have none are read as generation 0.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub generation: u64,
-    /// When it was written, in milliseconds since the Unix epoch.
+    /// The time at which it was written, in milliseconds since the Unix epoch.
     pub written_ms: u64,
     /// Number of ranks of the job.
     pub workers: u32,
@@ -100,7 +100,7 @@ pub struct TensorEntry {
     /// Runs of elements from the first on: the number of elements, their version, and the updates that their
     /// state has had.
     pub updates: Vec<(u64, u32, u64)>,
-    /// Whether answers are quantised, so that the ranks' parameters are in a file of their own.
+    /// `true` if answers are quantised, so that the ranks' parameters are in a file of their own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_quantised: bool,
 }
@@ -234,7 +234,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_manifest_survives_its_file_and_damage_is_told() {
+    fn a_manifest_survives_its_file_and_damage_is_reported() {
         let manifest = manifest();
         let file = manifest.encode();
         assert_eq!(Manifest::decode(&file), Ok(manifest.clone()), "to the last bit of every number");

@@ -24,7 +24,7 @@ pub(crate) use writer_thread::{
     CheckpointCommand, CheckpointStatuses, CheckpointTask, CheckpointWriter, LAST, NotifyOnDrop,
 };
 
-/// Where a hub's checkpoints are stored, and how many are kept.
+/// The folder of a hub's checkpoints, and the number that are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointConfig {
     /// The folder, which has a subfolder for each job. All hubs of a job must share it.

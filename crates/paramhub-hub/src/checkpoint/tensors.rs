@@ -96,10 +96,10 @@ pub(super) fn read(
     for (name, shape) in shapes {
         let start = end;
         end += shape.iter().product::<usize>() * size_of::<f32>();
-        let is_as_said = head.info(name).is_some_and(|info| {
+        let matches_manifest = head.info(name).is_some_and(|info| {
             info.dtype == Dtype::F32 && info.shape == *shape && info.data_offsets == (start, end)
         });
-        if !is_as_said {
+        if !matches_manifest {
             return Err(format!("has no tensor `{name}` where the manifest says"));
         }
     }

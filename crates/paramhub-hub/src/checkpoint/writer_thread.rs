@@ -24,11 +24,11 @@ use super::manifest::{FORMAT, Manifest};
 use super::write::{now_ms, write};
 use crate::core::{CoreCommand, CoreHandle, Snapshot, SnapshotOutcome, SnapshotTarget};
 
-/// How long the last checkpoint of a job may wait for its workers.
+/// The time that the last checkpoint of a job may wait for its workers.
 pub(crate) const LAST: Duration = Duration::from_secs(5);
-/// How long one try of it may take: workers that have stopped bring no later version.
+/// The time that one try of it may take: workers that have stopped bring no later version.
 const LAST_TRY: Duration = Duration::from_millis(300);
-/// How long other cores may take to reach a version that one of them has passed.
+/// The time that other cores may take to reach a version that one of them has passed.
 const LAG: Duration = Duration::from_secs(60);
 /// The furthest that a try aims ahead, in versions.
 const AHEAD_MAX: u32 = 1 << 16;
@@ -45,7 +45,7 @@ pub(crate) enum CheckpointCommand {
     End,
 }
 
-/// Calls a function when it is dropped, so that a caller who waits for a last checkpoint does not wait for
+/// Calls a function when it is dropped, so that a caller that waits for a last checkpoint does not wait for
 /// ever, whatever happens to the writer.
 pub(crate) struct NotifyOnDrop(Option<Box<dyn FnOnce() + Send>>);
 

@@ -45,12 +45,12 @@ impl Arenas {
         is_first
     }
 
-    /// Whether tensors to and from a member stay in an arena; those of sites never do.
+    /// Returns whether tensors to and from a member stay in an arena; those of sites never do.
     pub(crate) fn has(&self, member: u32) -> bool {
         self.of_rank.get(member as usize).is_some_and(Option::is_some)
     }
 
-    /// Whether any rank has an arena.
+    /// Returns whether any rank has an arena.
     pub(crate) fn has_any(&self) -> bool {
         !self.ranks.is_empty()
     }
@@ -115,7 +115,7 @@ impl Arenas {
         }
     }
 
-    /// Whether any rank is noted.
+    /// Returns whether any rank is noted.
     pub(crate) fn has_targets(&self) -> bool {
         !self.targets.is_empty()
     }

@@ -56,7 +56,7 @@ impl<T: Zeroable + Copy> Buffer<T> {
 }
 
 impl<T: Copy> Buffer<T> {
-    /// Whether its first `len` values have been touched.
+    /// Returns whether its first `len` values have been touched.
     pub(crate) fn reaches(&self, len: usize) -> bool {
         self.storage.len() >= self.start + len
     }

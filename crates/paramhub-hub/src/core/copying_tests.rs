@@ -142,7 +142,7 @@ fn a_version_that_is_past_is_missed_and_one_to_come_is_called_off() {
 }
 
 #[test]
-fn a_chunk_that_is_not_updated_with_the_others_is_told() {
+fn a_chunk_that_is_not_updated_with_the_others_is_reported() {
     let (mut shard, snapshot) = begun(|_| {});
     shard.arm(SnapshotTarget::Version(2), snapshot);
     shard.copy_some(usize::MAX);

@@ -1,4 +1,4 @@
-//! When steps of chunks end without late members.
+//! This ends steps of chunks without late members.
 
 use std::time::{Duration, Instant};
 
@@ -7,8 +7,8 @@ use paramhub_core::stragglers::Stragglers;
 /// No deadline.
 const NEVER: u64 = u64::MAX;
 
-/// When the step under way of each slot began, and when it ends at the latest. It allocates all its memory at
-/// once.
+/// The time at which the step under way of each slot began, and when it ends at the latest. It allocates
+/// all its memory at once.
 #[derive(Debug)]
 pub(super) struct Deadlines {
     stragglers: Stragglers,
@@ -51,7 +51,7 @@ impl Deadlines {
         }
     }
 
-    /// When the next step ends.
+    /// Returns the time at which the next step ends.
     pub(super) fn next(&self) -> Option<Instant> {
         let at = self.tree[1];
         (at != NEVER).then(|| self.epoch.checked_add(Duration::from_nanos(at))).flatten()

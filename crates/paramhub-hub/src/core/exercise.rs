@@ -166,7 +166,7 @@ struct FuzzJob {
     workers: Vec<Worker>,
     /// The sum of what workers have pushed, for each chunk and step.
     sums: Vec<Vec<Vec<f32>>>,
-    /// Whether a worker has violated the protocol or has left while others wait: it may fail, and sums are
+    /// `true` if a worker has violated the protocol or has left while others wait: it may fail, and sums are
     /// not checked.
     is_invalid: bool,
     is_over: bool,
@@ -185,9 +185,9 @@ struct Worker {
     /// The request for each chunk that was not answered.
     asked: Vec<Option<(Header, Vec<u8>)>>,
     steps: Vec<u32>,
-    /// Whether it has sent Leave, or is about to.
+    /// `true` if it has sent Leave, or is about to.
     has_left: bool,
-    /// Whether the core has received that Leave.
+    /// `true` if the core has received that Leave.
     is_gone: bool,
     has_ended: bool,
 }
@@ -355,7 +355,7 @@ impl FuzzJob {
             11..=12 => self.read(rank),
             13 => self.resume(hub, rank),
             14 => match random()? {
-                0..8 => self.spoil(rank, random)?,
+                0..8 => self.corrupt(rank, random)?,
                 8..16 => self.leave(rank),
                 _ => self.send(rank, Header::bare(Operation::Heartbeat), Vec::new()),
             },
@@ -374,15 +374,16 @@ impl FuzzJob {
         for event in hub.core_events.try_iter() {
             match event {
                 CoreEvent::Faulted { message, .. } => {
-                    assert!(self.is_invalid, "nobody broke a rule, but it says: {message}");
+                    assert!(self.is_invalid, "no frame broke a rule, but the failure is: {message}");
                     self.is_over = true;
                 }
                 CoreEvent::Left { port, .. } => {
                     let worker = &mut self.workers[port as usize];
-                    assert!(worker.has_left, "rank {port} has not said goodbye");
+                    assert!(worker.has_left, "rank {port} has not sent a leave message");
                     assert!(!std::mem::replace(&mut worker.is_gone, true), "rank {port} has left before");
                 }
-                // On a slow machine a job takes seconds, and the core reports who keeps others waiting.
+                // On a slow machine a job takes seconds, and the core reports the ranks that keep others
+                // waiting.
                 CoreEvent::Moved { .. } | CoreEvent::Silence { .. } | CoreEvent::Awaited { .. } => {}
                 other => panic!("nothing of the kind was asked for: {other:?}"),
             }
@@ -421,7 +422,7 @@ impl FuzzJob {
     fn send(&mut self, rank: usize, header: Header, payload: Vec<u8>) {
         let worker = &mut self.workers[rank];
         if !worker.has_left && !worker.has_ended {
-            // The core takes every Leave as valid, also one that `spoil` has made.
+            // The core takes every Leave as valid, also one that `corrupt` has made.
             worker.has_left = header.operation == Operation::Leave;
             worker.to_send.push_back((header, payload));
         }
@@ -491,7 +492,7 @@ impl FuzzJob {
     }
 
     /// Sends a frame of any kind.
-    fn spoil(&mut self, rank: usize, random: &mut impl FnMut() -> Option<u8>) -> Option<()> {
+    fn corrupt(&mut self, rank: usize, random: &mut impl FnMut() -> Option<u8>) -> Option<()> {
         const OPERATIONS: [Operation; 11] = [
             Operation::Push,
             Operation::PushPull,
@@ -562,7 +563,7 @@ impl FuzzJob {
             self.send(rank, Header::bare(Operation::Leave), Vec::new());
         }
         for turn in 0.. {
-            assert!(turn < TURNS_MAX, "a goodbye is not heard");
+            assert!(turn < TURNS_MAX, "a leave message has no effect");
             hub.turn();
             self.look(hub);
             if self.workers.iter().all(|worker| worker.is_gone) {

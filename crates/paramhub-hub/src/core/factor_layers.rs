@@ -24,7 +24,7 @@ pub(super) struct Layer {
     pub(super) making: Option<MakeProgress>,
 }
 
-/// How much of a gradient is made.
+/// The part of a gradient that is made.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct MakeProgress {
     /// Elements of the bias that are made.

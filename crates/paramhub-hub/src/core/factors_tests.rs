@@ -188,7 +188,7 @@ fn the_optimizer_runs_on_what_is_made_and_a_pull_gets_it() {
 }
 
 #[test]
-fn what_a_hub_makes_has_the_same_bits_whenever_and_however_it_came() {
+fn a_gradient_made_of_factors_has_the_same_bits_in_any_order_of_arrival() {
     let made = |order: [u32; 3], together: bool| {
         let (mut shard, block) = factor_shard(Dtype::F32, |_| {});
         if together {
@@ -236,15 +236,15 @@ fn frames_that_do_not_fit_a_block_are_refused() {
             "piece 0 of its factors came with 0 numbers, but it has 257",
         ),
     ] {
-        let told = refused(header, &payload);
-        assert!(told.contains(reason), "{told}");
+        let message = refused(header, &payload);
+        assert!(message.contains(reason), "{message}");
     }
     let dense = wire(&[0.0; 257]);
-    let told = refused(header(Operation::PushPull, 2, 0, &dense), &dense);
-    assert!(told.contains("a gradient was pushed, but the layer goes by its factors"), "{told}");
+    let message = refused(header(Operation::PushPull, 2, 0, &dense), &dense);
+    assert!(message.contains("a gradient was pushed, but the layer goes by its factors"), "{message}");
     let nan = [&Wire::head(6, 0)[..], &f32::NAN.to_le_bytes(), &vec![0; 1024]].concat();
-    let told = refused(good, &nan);
-    assert!(told.contains("factors of key `w` with a NaN"), "{told}");
+    let message = refused(good, &nan);
+    assert!(message.contains("factors of key `w` with a NaN"), "{message}");
     push_pull(&mut shard, 0, 0, 0, &[0.0; 257]).unwrap();
 }
 

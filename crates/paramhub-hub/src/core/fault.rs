@@ -1,4 +1,4 @@
-//! What a worker or another site can do wrong on a stream, in the words of the message for people.
+//! The faults of a worker or another site on a stream, with their messages for people.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use thiserror::Error;
 
 use super::ports::{Neighbour, Side};
 
-/// Where a fault was caused, as far as its report shows.
+/// The side on which a fault was caused, as far as its report shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FaultCause {
     /// The cause, as the connection manager receives it.
@@ -19,7 +19,7 @@ pub(crate) enum FaultCause {
     Silence,
 }
 
-/// Why a core gives up on the neighbour at the other end of a stream, or on the job.
+/// The reason why a core gives up on the neighbour at the other end of a stream, or on the job.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub(crate) enum Fault {
     #[error(
@@ -83,7 +83,7 @@ pub(crate) enum Fault {
     NotFromThere(Operation),
     /// The fault of another neighbour.
     #[error("left the job, but other ranks wait for {awaited}")]
-    LeftWhileAwaited { who: Neighbour, awaited: Awaited },
+    LeftWhileAwaited { culprit: Neighbour, awaited: Awaited },
     /// Another site has ended the job.
     #[error("{}", .0.message)]
     Failed(Failure),
@@ -97,7 +97,7 @@ impl Fault {
         Fault::GaveUp(reason.unwrap_or_else(|| "it did not say why".into()))
     }
 
-    /// Why the job is over, as sent by a worker that gives up, or by another site.
+    /// Returns the reason why the job is over, as sent by a worker that gives up, or by another site.
     pub(crate) fn reported(side: Side, payload: &[u8]) -> Fault {
         match (side, Failure::decode(payload)) {
             (Side::Worker(_), _) => Fault::gave_up(payload),
@@ -109,12 +109,12 @@ impl Fault {
     /// The neighbour at fault, if the fault showed on the stream of `neighbour`.
     pub(crate) fn culprit(&self, neighbour: Neighbour) -> Neighbour {
         match self {
-            Fault::LeftWhileAwaited { who, .. } => *who,
+            Fault::LeftWhileAwaited { culprit, .. } => *culprit,
             _ => neighbour,
         }
     }
 
-    /// How certain it is that the culprit caused the fault.
+    /// Returns how certain it is that the culprit caused the fault.
     pub(crate) fn cause(&self) -> FaultCause {
         match self {
             Fault::Silent(_) => FaultCause::Silence,
@@ -138,10 +138,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_rank_says_of_itself_is_one_line() {
-        let said = Failure { rank: Some(9), message: "its disk\nis full\u{1b}[2J".into() };
-        let fault = Fault::gave_up(&said.encode());
-        assert_eq!(fault.message("rank 3"), "rank 3 gave up: its disk is full [2J", "and of nobody else");
+    fn a_reason_that_a_rank_gives_itself_is_one_line() {
+        let failure = Failure { rank: Some(9), message: "its disk\nis full\u{1b}[2J".into() };
+        let fault = Fault::gave_up(&failure.encode());
+        assert_eq!(fault.message("rank 3"), "rank 3 gave up: its disk is full [2J", "and of no other rank");
         let worker = Neighbour::Worker(3);
         assert_eq!(fault.culprit(worker), worker);
         assert_eq!(Fault::gave_up(&[1]).message("rank 3"), "rank 3 gave up: it did not say why");

@@ -216,7 +216,7 @@ impl Lane {
                     shard.count_bytes(received.bytes, 0);
                 }
                 if received.closed && !shard.has_left(self.port) {
-                    return Err(Fault::Lost("its connection ended without a goodbye".to_string()));
+                    return Err(Fault::Lost("its connection ended without a leave message".to_string()));
                 }
                 Ok(match received {
                     received if received.closed => ReceiveOutcome::Closed,

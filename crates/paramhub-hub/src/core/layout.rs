@@ -37,7 +37,7 @@ pub(super) struct Slot {
     /// The codec in which parameters leave, unless the gradient is quantised and a change is enough.
     pub(super) parameter: Codec,
     pub(super) group: u16,
-    /// Whether contributions with NaN or an infinity are refused.
+    /// `true` if contributions with NaN or an infinity are refused.
     pub(super) is_checked: bool,
     /// For a quantised chunk: its first element among the quantised elements, and its first byte among the
     /// answers.
@@ -87,7 +87,7 @@ pub(super) struct Layout {
     pub(super) elements: usize,
     pub(super) state_slots: usize,
     pub(super) parked_members: usize,
-    /// Whether the sums of previous steps are kept for the sites below.
+    /// `true` if the sums of previous steps are kept for the sites below.
     pub(super) keeps_totals: bool,
     pub(super) encoded_bytes: usize,
     /// Elements of quantised chunks, and bytes of their answers.

@@ -69,9 +69,9 @@ pub(crate) enum CoreEvent {
     /// Nothing more will arrive by a port of a route or, for a site above, leave.
     Left { namespace: Namespace, route: RouteId, port: u32 },
     /// A neighbour has been silent for a while on some stream, or is heard again.
-    Silence { namespace: Namespace, who: Neighbour, seconds: Option<f64> },
+    Silence { namespace: Namespace, neighbour: Neighbour, seconds: Option<f64> },
     /// A neighbour's stream continues over this interface.
-    Moved { namespace: Namespace, who: Neighbour, by: u16 },
+    Moved { namespace: Namespace, neighbour: Neighbour, by: u16 },
     /// Steps end without this rank.
     Late { namespace: Namespace, late: LateRank },
     /// A rank or a site keeps the others waiting at a route, or no longer does.

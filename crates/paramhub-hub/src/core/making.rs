@@ -19,7 +19,7 @@ impl Core {
             self.scheduler.add(hosted.job, WorkUnit::Make(shard));
         }
         if let Err(fault) = made {
-            // A worker for whom others wait has left; no stream of this turn is at fault.
+            // A worker for which others wait has left; no stream of this turn is at fault.
             let plan = hosted.shard.plan();
             let culprit = fault.culprit(plan.ports.neighbour(0));
             let (namespace, message) = (plan.namespace, fault.message(&plan.name(culprit)));

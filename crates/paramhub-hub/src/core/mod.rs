@@ -60,7 +60,7 @@ use shard::Shard;
 pub(crate) use shard::memory_bytes;
 pub(crate) use snapshot::{ChunkMark, Snapshot, SnapshotOutcome, SnapshotTarget};
 
-/// How often a core checks the clock for heartbeats, silent workers and counters.
+/// The interval at which a core checks the clock for heartbeats, silent workers and counters.
 const TICK: Duration = Duration::from_millis(250);
 /// Poller events taken at once.
 const EVENTS: usize = 256;
@@ -69,8 +69,8 @@ const UNANNOUNCED_TURNS: u32 = 8;
 /// Elements of a released step that are updated before the streams are served: as many as one stream brings
 /// in its turn.
 const RELEASE_TURN_ELEMENTS: usize = 64 << 10;
-/// How long jobs that share a core are served before the core polls again: one or two turns of a stream. For
-/// a job that is alone, the core serves everything that the poller has reported.
+/// The time that jobs that share a core are served before the core polls again: one or two turns of a
+/// stream. For a job that is alone, the core serves everything that the poller has reported.
 const SLICE: Duration = Duration::from_micros(100);
 /// With many streams ready, polling takes long. So the core serves for at least this many times as long as it
 /// polled...
@@ -104,7 +104,7 @@ pub(crate) struct Core {
     own_pauses: OwnPauses,
     /// Panics in a row while the core had no job.
     panics_alone: u32,
-    /// How long the thread has served, without the times in which the system did not run it.
+    /// The time that the thread has served, without the times in which the system did not run it.
     awake: Duration,
 }
 
@@ -116,17 +116,17 @@ struct HostedShard {
     job: usize,
     lane_of: Vec<Option<u64>>,
     memory: MemoryState,
-    /// Whether the job is over.
+    /// `true` if the job is over.
     ending: bool,
-    /// Whether chunks of a released step wait for their turn.
+    /// `true` if chunks of a released step wait for their turn.
     releases: bool,
-    /// Whether chunks wait to be copied for a snapshot.
+    /// `true` if chunks wait to be copied for a snapshot.
     copies: bool,
-    /// Whether a gradient waits to be made of factors.
+    /// `true` if a gradient waits to be made of factors.
     makes: bool,
 }
 
-/// How much of a shard's memory has been taken, or given back.
+/// The part of a shard's memory that has been taken, or given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MemoryState {
     Opening,
@@ -167,25 +167,25 @@ impl Core {
         let mut events = Events::with_capacity(EVENTS);
         let mut turn_ended = Some(Instant::now());
         while let Some(ended) = turn_ended {
-            let patience = match self.scheduler.is_empty() && self.unannounced.is_empty() {
+            let timeout = match self.scheduler.is_empty() && self.unannounced.is_empty() {
                 true => self.wakes_at().saturating_duration_since(ended),
                 false => Duration::ZERO,
             };
-            turn_ended = self.turn(&mut events, ended, patience)?;
+            turn_ended = self.turn(&mut events, ended, timeout)?;
         }
         Ok(())
     }
 
-    /// Polls, for `patience` at most, and then serves the work for a while. Returns when the turn ended, or
+    /// Polls, for `timeout` at most, and then serves the work for a while. Returns when the turn ended, or
     /// `None` after the command to stop.
     fn turn(
         &mut self,
         events: &mut Events,
         last_ended: Instant,
-        patience: Duration,
+        timeout: Duration,
     ) -> io::Result<Option<Instant>> {
         let had_work = !self.scheduler.is_empty();
-        self.poller.wait_spinning(events, self.spin, Some(patience))?;
+        self.poller.wait_spinning(events, self.spin, Some(timeout))?;
         let now = Instant::now();
         let polled = now - last_ended;
         let slice = match had_work {
@@ -222,7 +222,7 @@ impl Core {
         Ok(Some(turn_ended))
     }
 
-    /// When the next tick or deadline is due.
+    /// Returns the time at which the next tick or deadline is due.
     fn wakes_at(&self) -> Instant {
         let deadlines = self.timed.iter().filter_map(|&shard| self.shards.index(shard).shard.next_deadline());
         deadlines.fold(self.own_pauses.last_turn() + TICK, Instant::min)
@@ -242,7 +242,7 @@ impl Core {
             hosted.shard.end_late(now, RELEASE_TURN_ELEMENTS);
             self.answer(index, now);
             let done = Instant::now();
-            self.scheduler.charge(job, done - now);
+            self.scheduler.add_time(job, done - now);
             now = done;
         }
         now
@@ -279,7 +279,7 @@ impl Core {
             // The clock is read for each unit only if several jobs share the core.
             if is_shared {
                 let done = Instant::now();
-                self.scheduler.charge(job, done - now);
+                self.scheduler.add_time(job, done - now);
                 now = done;
                 if now - begun >= slice {
                     break;
@@ -290,7 +290,7 @@ impl Core {
             && !is_shared
         {
             now = Instant::now();
-            self.scheduler.charge(job, now - begun);
+            self.scheduler.add_time(job, now - begun);
         }
         now
     }
@@ -301,7 +301,7 @@ impl Core {
         if lane.is_cut() {
             return;
         }
-        // What a worker sent before its stream broke, such as a Leave, is handled before the break.
+        // Frames that a worker sent before its stream broke, such as a Leave, are handled before the break.
         if due.readable {
             self.receive(token, now);
         }
@@ -372,7 +372,7 @@ impl Core {
         let hosted = self.shards.index_mut(lane.shard);
         match lane.flush(&mut hosted.shard, now) {
             Ok(flushed) => {
-                if flushed == Flushed::All && hosted.shard.sends_goodbye(lane.port) {
+                if flushed == Flushed::All && hosted.shard.sends_leave(lane.port) {
                     let (namespace, route, port) = (hosted.shard.plan().namespace, hosted.route, lane.port);
                     self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
                 }
@@ -431,12 +431,12 @@ impl Core {
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let port = lane.port;
         let hosted = self.shards.index_mut(lane.shard);
-        let told_before = lane.is_draining();
+        let was_reported = lane.is_draining();
         let leaves_quietly = hosted.shard.has_left(port) && matches!(fault, Fault::Lost(_));
         let plan = hosted.shard.plan();
         let namespace = plan.namespace;
         lane.mute(now);
-        if !told_before && !leaves_quietly && !hosted.ending {
+        if !was_reported && !leaves_quietly && !hosted.ending {
             let culprit = fault.culprit(plan.ports.neighbour(port));
             let message = fault.message(&plan.name(culprit));
             let cause = fault.cause();

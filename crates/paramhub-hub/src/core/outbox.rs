@@ -1,4 +1,4 @@
-//! What is to leave by one port of a route.
+//! The frames that are to leave by one port of a route.
 
 use std::collections::VecDeque;
 
@@ -33,7 +33,7 @@ pub(crate) struct Outbox {
     /// The frame whose first bytes have left and whose last bytes have not.
     pub(crate) begun: Option<Begun>,
     /// For a site above: whether Leave was sent, so that nothing more will leave.
-    pub(crate) sent_goodbye: bool,
+    pub(crate) sent_leave: bool,
     pub(crate) spill: Vec<u8>,
 }
 
@@ -97,7 +97,7 @@ impl Outbox {
             messages_max: MESSAGES_MAX + 2 * groups,
             norm: None,
             begun: None,
-            sent_goodbye: false,
+            sent_leave: false,
             spill: Vec::with_capacity(payload_bytes_max),
         }
     }
@@ -127,12 +127,12 @@ impl Outbox {
         self.norm = Some((header, norm.encode()));
     }
 
-    /// Whether `source` is that of the frame that has begun.
+    /// Returns whether `source` is that of the frame that has begun.
     pub(crate) fn has_begun(&self, source: Source) -> bool {
         self.begun.is_some_and(|begun| begun.source == source)
     }
 
-    /// Whether nothing is left to send.
+    /// Returns whether nothing is left to send.
     pub(crate) fn is_empty(&self) -> bool {
         self.begun.is_none()
             && self.messages.is_empty()
@@ -144,7 +144,7 @@ impl Outbox {
             && self.start_at.is_none()
     }
 
-    /// Whether `spill` is free of a frame that has begun.
+    /// Returns whether `spill` is free of a frame that has begun.
     pub(crate) fn may_spill(&self) -> bool {
         !self.has_begun(Source::Spill)
     }

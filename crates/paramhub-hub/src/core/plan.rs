@@ -1,4 +1,4 @@
-//! What a core must know to serve one route of a job.
+//! The description of one route of a job for the core that serves it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,16 +18,16 @@ use paramhub_kernels::{Aggregator, Optimizer};
 use super::ports::{Neighbour, Ports};
 use super::restored::Restored;
 
-/// What a core must know to serve one route of a job.
+/// The description of one route of a job for the core that serves it.
 #[derive(Clone)]
 pub(crate) struct ShardPlan {
     pub(crate) name: String,
     pub(crate) namespace: Namespace,
     pub(crate) dead_after: Duration,
-    /// Whether streams may be cut and resumed.
+    /// `true` if streams may be cut and resumed.
     pub(crate) continues: bool,
     pub(crate) stragglers: Stragglers,
-    /// How long members may wait for one of them, if a longer wait ends the job.
+    /// The time that members may wait for one of them, if a longer wait ends the job.
     pub(crate) progress_timeout: Option<Duration>,
     /// The job's share of the core's time, relative to other jobs' weights.
     pub(crate) weight: u32,
@@ -44,7 +44,7 @@ pub(crate) struct ShardPlan {
     pub(crate) optimizer: Arc<dyn Optimizer>,
     /// The hyperparameters of each group at step 0.
     pub(crate) groups: Arc<[Hyperparameters]>,
-    /// Whether snapshots will be requested.
+    /// `true` if snapshots will be requested.
     pub(crate) checkpoints: bool,
     /// The state with which the chunks begin, if it is not rank 0's.
     pub(crate) restored: Option<Arc<Restored>>,
@@ -61,8 +61,8 @@ impl ShardPlan {
         self.composed.composition.workers()
     }
 
-    /// Whether every site optimises, including this one, and answers are sums; otherwise each chunk's owner
-    /// does.
+    /// Returns whether every site optimises, including this one, and answers are sums; otherwise each chunk's
+    /// owner does.
     pub(crate) fn optimizes_here(&self) -> bool {
         self.composed.composition.optimize_at == OptimizeAt::EverySite
     }

@@ -138,7 +138,7 @@ impl Ports {
         (self.workers.len() + self.member_sites.len()) as u32
     }
 
-    /// Whether sites contribute here and receive answers.
+    /// Returns whether sites contribute here and receive answers.
     pub(crate) fn has_member_sites(&self) -> bool {
         !self.member_sites.is_empty()
     }
@@ -171,7 +171,7 @@ impl Ports {
         }
     }
 
-    /// Whether nothing more arrives from a member, or from any member below it, after it has left.
+    /// Returns whether nothing more arrives from a member, or from any member below it, after it has left.
     pub(crate) fn is_below(&self, member: u32) -> bool {
         (member as usize) < self.workers.len() + self.children
     }
@@ -180,7 +180,7 @@ impl Ports {
     pub(crate) fn of_member(&self, slot: u32, member: u32) -> u32 {
         let Some(index) = (member as usize).checked_sub(self.workers.len()) else { return member };
         let port = self.below[slot as usize * self.member_sites.len() + index];
-        debug_assert_ne!(port, NONE, "only who contributes is answered");
+        debug_assert_ne!(port, NONE, "only members that contribute are answered");
         port
     }
 
@@ -189,7 +189,7 @@ impl Ports {
         Some(self.above[slot as usize]).filter(|&port| port != NONE)
     }
 
-    /// Whether frames about a slot may arrive by a port.
+    /// Returns whether frames about a slot may arrive by a port.
     pub(crate) fn carries(&self, port: u32, slot: u32) -> bool {
         match self.side(port) {
             Side::Worker(_) => true,

@@ -1,5 +1,5 @@
-//! What a shard keeps of the answers for its quantised chunks, so that the next answer makes up for the loss
-//! of the last.
+//! The state that a shard keeps of the answers for its quantised chunks, so that the next answer makes up
+//! for the loss of the last.
 
 use paramhub_kernels::{convert, quantise};
 
@@ -92,18 +92,18 @@ impl Quantised {
         self.sends_changes().then(|| self.kept(slot))
     }
 
-    /// What is kept of a chunk for the next answer.
+    /// The state that is kept of a chunk for the next answer.
     pub(super) fn kept(&self, slot: &Slot) -> &[f32] {
         let at = slot.quantised[0];
         &self.kept[at..at + slot.elements as usize]
     }
 
-    /// Whether answers are changes of parameters, because there is an optimizer.
+    /// Returns whether answers are changes of parameters, because there is an optimizer.
     fn sends_changes(&self) -> bool {
         !self.versions.is_empty()
     }
 
-    /// Whether a rank lacks exactly the newest answer, which makes `version`.
+    /// Returns whether a rank lacks exactly the newest answer, which makes `version`.
     pub(super) fn lacks_last(&self, index: u32, rank: u32, version: u32) -> bool {
         self.versions.is_empty()
             || self.versions[index as usize * self.ranks + rank as usize].checked_add(1) == Some(version)

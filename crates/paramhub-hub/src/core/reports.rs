@@ -1,4 +1,4 @@
-//! What a core reports about members that others wait for or go on without.
+//! The reports of a core about members that others wait for or go on without.
 
 use std::time::Duration;
 
@@ -6,11 +6,11 @@ use paramhub_core::exchange::Awaited;
 
 use super::ports::Neighbour;
 
-/// What to report about ranks and sites that others wait for.
+/// A report about ranks and sites that others wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum OverdueEvent {
     Late(OverdueNeighbours),
-    /// What others waited for has come.
+    /// The event that others waited for has come.
     Over {
         waited: Duration,
     },
@@ -20,13 +20,13 @@ pub(crate) enum OverdueEvent {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct OverdueNeighbours {
     /// The ranks and sites that others wait for, in order.
-    pub(crate) who: Vec<Neighbour>,
-    /// What others wait for.
+    pub(crate) neighbours: Vec<Neighbour>,
+    /// The event that others wait for.
     pub(crate) awaited: Awaited,
     /// The key for which others have waited longest.
     pub(crate) key: String,
     pub(crate) waited: Duration,
-    /// Whether the wait has reached the job's limit.
+    /// `true` if the wait has reached the job's limit.
     pub(crate) has_expired: bool,
 }
 

@@ -19,8 +19,8 @@ impl Core {
         shard.resume(port);
         // The worker keeps the old stream until a frame arrives on the new one.
         shard.message(port, Operation::Heartbeat, Vec::new());
-        let who = shard.plan().ports.neighbour(port);
-        self.mailbox.send_event(CoreEvent::Moved { namespace, who, by });
+        let neighbour = shard.plan().ports.neighbour(port);
+        self.mailbox.send_event(CoreEvent::Moved { namespace, neighbour, by });
     }
 
     /// Handles a broken stream that another may yet replace: it waits, as a silent one does.

@@ -132,7 +132,7 @@ impl Core {
         self.timed.retain(|&other| other != index);
         self.shards.remove_index(index);
         self.shard_of.remove(&(namespace, route));
-        // So a job shorter than a tick is counted before it is over.
+        // Therefore a job shorter than a tick is counted before it is over.
         self.publish();
         self.mailbox.send_event(CoreEvent::Closed { namespace, counters, left_out });
     }

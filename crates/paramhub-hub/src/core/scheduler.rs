@@ -1,4 +1,5 @@
-//! Which job a core serves next: each job has its share of the core's time, however much work it has.
+//! This decides which job a core serves next: each job has its share of the core's time, however much work
+//! it has.
 //!
 //! Start-time fair queueing (Goyal, Vin and Cheng, 1996), in units of time: the next job is the one that has
 //! used the least time for its weight. The cost of a unit of work is known when it is done, which is enough
@@ -11,9 +12,9 @@ use paramhub_core::auth::Namespace;
 
 use super::table::Table;
 
-/// How far a job that is being served may get ahead of the others before they are served, at a weight of 1.
-/// Meanwhile its chunks stay in cache: if all workers' contributions to a chunk come soon after each other,
-/// the sum is still there.
+/// The time by which a job that is being served may get ahead of the others before they are served, at a
+/// weight of 1. Meanwhile its chunks stay in cache: if all workers' contributions to a chunk come soon
+/// after each other, the sum is still there.
 const GRAIN: Duration = Duration::from_micros(300);
 
 /// Work that a core does without a break.
@@ -147,7 +148,7 @@ impl JobScheduler {
     }
 
     /// Charges a job the time of its work. The job may be gone by now.
-    pub(super) fn charge(&mut self, job: usize, time: Duration) {
+    pub(super) fn add_time(&mut self, job: usize, time: Duration) {
         if self.jobs.contains_index(job) {
             let scheduled = self.jobs.index_mut(job);
             scheduled.busy += time;
@@ -160,17 +161,17 @@ impl JobScheduler {
         self.units
     }
 
-    /// Whether nothing waits.
+    /// Returns whether nothing waits.
     pub(super) fn is_empty(&self) -> bool {
         self.units == 0
     }
 
-    /// Whether several jobs share the core.
+    /// Returns whether several jobs share the core.
     pub(super) fn is_shared(&self) -> bool {
         self.hosted > 1
     }
 
-    /// Whether nothing waits for this job.
+    /// Returns whether nothing waits for this job.
     pub(super) fn rests(&self, job: usize) -> bool {
         self.jobs.index(job).units.is_empty()
     }
@@ -220,7 +221,7 @@ mod tests {
             let (job, unit) = scheduler.next().expect("all are backlogged");
             let position = costs.iter().position(|&(other, _)| other == job).unwrap();
             used[position] += costs[position].1;
-            scheduler.charge(job, Duration::from_micros(costs[position].1));
+            scheduler.add_time(job, Duration::from_micros(costs[position].1));
             scheduler.add(job, unit);
         }
         used
@@ -281,7 +282,7 @@ mod tests {
         let mut order = Vec::new();
         for _ in 0..600 {
             let (job, unit) = scheduler.next().unwrap();
-            scheduler.charge(job, Duration::from_micros(50));
+            scheduler.add_time(job, Duration::from_micros(50));
             scheduler.add(job, unit);
             order.push(job);
         }
@@ -290,18 +291,18 @@ mod tests {
     }
 
     #[test]
-    fn what_has_gone_is_not_served() {
+    fn a_job_that_has_gone_is_not_served() {
         let mut scheduler = JobScheduler::default();
         let (first, second) = (admit(&mut scheduler, 1, 1, 2), admit(&mut scheduler, 2, 1, 1));
         assert!(scheduler.is_shared());
         scheduler.add(second, WorkUnit::Release(5));
-        scheduler.charge(second, Duration::from_micros(9));
+        scheduler.add_time(second, Duration::from_micros(9));
         scheduler.remove_lane(second, 0);
         assert!(!scheduler.rests(second));
         assert_eq!(scheduler.dismiss(second, 5), Some(Duration::from_micros(9)));
         assert!(!scheduler.is_shared());
         // The time of its last unit may still be charged.
-        scheduler.charge(second, Duration::from_micros(1));
+        scheduler.add_time(second, Duration::from_micros(1));
         scheduler.remove_lane(first, 0);
         assert_eq!((scheduler.len(), scheduler.next()), (1, Some((first, WorkUnit::Lane(1)))));
         assert!(scheduler.is_empty() && scheduler.next().is_none());

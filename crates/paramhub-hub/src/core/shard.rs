@@ -69,13 +69,13 @@ pub(crate) struct Shard {
     counters: JobCounters,
     /// The time of the newest frames, if steps end by time.
     pub(crate) now: Instant,
-    /// How long members have waited for others.
+    /// The time that members have waited for others.
     watch: LatenessMonitor,
     /// The snapshot that is being taken.
     armed: Option<ArmedSnapshot>,
     /// Memory for snapshots that was not requested yet.
     spare_snapshot: Option<Box<Snapshot>>,
-    /// What the chunks begin with, until all have been restored.
+    /// The values that the chunks begin with, until all have been restored.
     restoring: Option<RestoreProgress>,
     /// For each slot: whether its parameters are missing from the memory that the ranks of this host read in
     /// common.
@@ -184,22 +184,24 @@ impl Shard {
         self.counters.streams_moved += 1;
     }
 
-    /// Whether the tensors of this port stay in an arena.
+    /// Returns whether the tensors of this port stay in an arena.
     pub(crate) fn has_arena(&self, port: u32) -> bool {
         port < self.plan.ports.workers() && self.arenas.has(port)
     }
 
-    /// Whether the stream of this port may end: its neighbour has left or, for a site above, this hub has.
+    /// Returns whether the stream of this port may end: its neighbour has left or, for a site above, this hub
+    /// has.
     pub(crate) fn has_left(&self, port: u32) -> bool {
         self.left[port as usize]
     }
 
-    /// Whether a Leave is due at a site above, because everything else has been sent. It returns `true` once.
-    pub(crate) fn sends_goodbye(&mut self, port: u32) -> bool {
+    /// Returns whether a Leave is due at a site above, because everything else has been sent. It returns
+    /// `true` once.
+    pub(crate) fn sends_leave(&mut self, port: u32) -> bool {
         let is_due = self.plan.ports.side(port) == Side::Above
             && self.left[port as usize]
             && self.outboxes[port as usize].is_empty();
-        is_due && !std::mem::replace(&mut self.outboxes[port as usize].sent_goodbye, true)
+        is_due && !std::mem::replace(&mut self.outboxes[port as usize].sent_leave, true)
     }
 
     /// Does what a whole frame requests. The header has passed [`Shard::check`].
@@ -406,7 +408,7 @@ impl Shard {
     }
 
     fn stranded(&self, LeftWhileAwaited { member, awaited }: LeftWhileAwaited) -> Fault {
-        Fault::LeftWhileAwaited { who: self.plan.ports.member(member), awaited }
+        Fault::LeftWhileAwaited { culprit: self.plan.ports.member(member), awaited }
     }
 
     fn violation(&self, chunk: u32, key: u32, violation: ProtocolViolation) -> Fault {

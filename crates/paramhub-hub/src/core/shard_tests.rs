@@ -182,7 +182,7 @@ fn state_is_given_back_to_its_place_and_keeps_its_values_under_way() {
 }
 
 #[test]
-fn a_held_step_is_told_and_updated_a_few_chunks_at_a_time() {
+fn a_held_step_sends_its_norm_and_is_updated_a_few_chunks_at_a_time() {
     const CHUNKS: u32 = 8;
     let start = |reproducible| {
         let keys = vec![Key::new("w", [u64::from(CHUNKS) * 256])];
@@ -213,7 +213,7 @@ fn a_held_step_is_told_and_updated_a_few_chunks_at_a_time() {
             // The mean of 1 and 3 in each element.
             let norm = Norm(f64::from(CHUNKS * 256) * 4.0).encode();
             for outbox in &mut shard.outboxes {
-                let (header, payload) = outbox.norm.take().expect("everybody is told");
+                let (header, payload) = outbox.norm.take().expect("every port gets the norm");
                 assert_eq!((header.operation, header.step, payload), (Operation::Norm, step, norm));
                 assert!(outbox.is_empty(), "nothing is answered before the release");
             }
@@ -328,13 +328,16 @@ fn groups_have_their_own_numbers_and_one_layout() {
         let retune = header(Operation::Retune, group, 3, &payload);
         take(&mut shard, 0, &retune, &payload).unwrap_err().message("rank 0")
     };
-    let told = refused(2, rate(0.1));
+    let message = refused(2, rate(0.1));
     assert_eq!(
-        told,
+        message,
         "rank 0 sent hyperparameters of group 2 that cannot be used: the job has no such group, but 2, counted from 0"
     );
-    let told = refused(0, momentum);
-    assert!(told.contains("group 0") && told.contains("need 1 state values"), "its own state counts: {told}");
+    let message = refused(0, momentum);
+    assert!(
+        message.contains("group 0") && message.contains("need 1 state values"),
+        "its own state counts: {message}"
+    );
     assert!(refused(1, rate(-1.0)).contains("group 1 that cannot be used: learning_rate is -1"));
 }
 
@@ -400,7 +403,7 @@ fn take_answer(shard: &mut Shard, rank: u32) -> (Codec, Vec<u8>) {
 }
 
 #[test]
-fn who_has_the_version_before_gets_the_change_and_others_all() {
+fn a_rank_with_the_version_before_gets_the_change_and_others_get_all() {
     let mut shard = quantised_shard();
     let [begun, joined] = quantised_step(&mut shard, 0);
     assert_eq!((begun.0, begun.1.len()), (Codec::OneBit, 20));
@@ -420,7 +423,8 @@ fn who_has_the_version_before_gets_the_change_and_others_all() {
     assert_eq!(again, also);
     assert_eq!(again.0, Codec::OneBit);
 
-    // How much a cut stream has lost is unknown: its rank receives everything again, with the same values.
+    // The hub cannot know how much a cut stream has lost: its rank receives everything again, with the same
+    // values.
     shard.resume(1);
     let payload = [0; 20];
     let push = Header { codec: Codec::OneBit, ..header(Operation::PushPull, 0, 1, &payload) };
@@ -517,7 +521,7 @@ fn memory_is_what_was_announced() {
 }
 
 #[test]
-fn the_last_word_finds_room_among_messages_nobody_reads() {
+fn a_failure_finds_room_among_unread_messages() {
     let mut shard = shard(1, vec![Key::new("w", [1])], |_| {});
     for _ in 0..1000 {
         shard.outboxes[0].message(Header::bare(Operation::Heartbeat), Vec::new());

@@ -41,7 +41,7 @@ pub(crate) enum SnapshotOutcome {
     Disarmed,
 }
 
-/// What is known of a copied chunk.
+/// The state of a copied chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ChunkMark {
     pub(crate) version: u32,
@@ -150,7 +150,7 @@ impl Snapshot {
         self.taken.fill(false);
     }
 
-    /// Whether this slot's chunk belongs to the snapshot and is missing.
+    /// Returns whether this slot's chunk belongs to the snapshot and is missing.
     pub(super) fn lacks(&self, index: u32) -> bool {
         let piece = self.piece_of[index as usize];
         piece != NONE && !self.taken[piece as usize]

@@ -77,7 +77,7 @@ impl<T> Table<T> {
         self.entries[index].value.as_mut().expect("a lane's shard outlives it")
     }
 
-    /// Whether there is a value at this index.
+    /// Returns whether there is a value at this index.
     pub(crate) fn contains_index(&self, index: usize) -> bool {
         self.entries[index].value.is_some()
     }

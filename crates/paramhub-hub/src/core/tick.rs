@@ -1,4 +1,4 @@
-//! What a core does a few times a second, with or without other work.
+//! The work that a core does a few times a second, with or without other work.
 
 use std::time::Instant;
 
@@ -28,7 +28,7 @@ impl Core {
             let hosted = self.shards.index_mut(index);
             let namespace = hosted.shard.plan().namespace;
             let rules = LivenessRules::of_stream(HEARTBEAT, hosted.shard.plan().dead_after);
-            let who = hosted.shard.plan().ports.neighbour(port);
+            let neighbour = hosted.shard.plan().ports.neighbour(port);
             let liveness = if hosted.shard.has_left(port) { None } else { lane.liveness(now, &rules) };
             if lane.wants_heartbeat(now, &rules) && hosted.shard.has_sent_all(port) {
                 hosted.shard.message(port, Operation::Heartbeat, Vec::new());
@@ -37,10 +37,10 @@ impl Core {
             match liveness {
                 Some(LivenessChange::Silent(silence)) => {
                     let seconds = Some(silence.as_secs_f64());
-                    self.mailbox.send_event(CoreEvent::Silence { namespace, who, seconds });
+                    self.mailbox.send_event(CoreEvent::Silence { namespace, neighbour, seconds });
                 }
                 Some(LivenessChange::HeardAgain) => {
-                    self.mailbox.send_event(CoreEvent::Silence { namespace, who, seconds: None });
+                    self.mailbox.send_event(CoreEvent::Silence { namespace, neighbour, seconds: None });
                 }
                 Some(LivenessChange::Dead(silence)) => self.fault(token, &Fault::Silent(silence), now),
                 None => {}
@@ -54,7 +54,7 @@ impl Core {
     }
 
     pub(super) fn publish(&mut self) {
-        let mut report = self.mailbox.report.lock().expect("nobody panics while counting");
+        let mut report = self.mailbox.report.lock().expect("no thread panics while it counts");
         report.time.busy_ns = self.busy.as_nanos() as u64;
         report.time.idle_ns = self.idle.as_nanos() as u64;
         report.jobs.clear();

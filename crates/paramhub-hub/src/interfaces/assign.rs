@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 
 use paramhub_transport::interface::Sysfs;
 
-/// What an interface needs.
+/// The demand of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Demand {
     /// Its share of the load relative to the others.
@@ -22,7 +22,7 @@ pub(crate) struct Processor {
     pub(crate) node: Option<u32>,
 }
 
-/// Which cores serve which interfaces, on which processors.
+/// The cores of each interface, and the processors of each core.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Assignment {
     /// The cores of each interface, at least one. An interface shares a core only if there are fewer cores
@@ -99,16 +99,18 @@ fn groups(interfaces: &[Demand]) -> Vec<Group> {
 /// `all`.
 fn share_out(all: usize, mut shares: Vec<usize>, weights: &[u64], rooms: &[usize]) -> Vec<usize> {
     for _ in shares.iter().sum()..all {
-        let worst_off = |takers: &mut dyn Iterator<Item = usize>| {
-            takers.reduce(|best, taker| {
-                let is_worse = u128::from(weights[taker]) * (shares[best] + 1) as u128
-                    > u128::from(weights[best]) * (shares[taker] + 1) as u128;
-                if is_worse { taker } else { best }
+        let worst_off = |candidates: &mut dyn Iterator<Item = usize>| {
+            candidates.reduce(|best, candidate| {
+                let is_worse = u128::from(weights[candidate]) * (shares[best] + 1) as u128
+                    > u128::from(weights[best]) * (shares[candidate] + 1) as u128;
+                if is_worse { candidate } else { best }
             })
         };
-        let with_room = worst_off(&mut (0..weights.len()).filter(|&taker| shares[taker] < rooms[taker]));
-        let taker = with_room.or_else(|| worst_off(&mut (0..weights.len()))).expect("somebody takes part");
-        shares[taker] += 1;
+        let with_room =
+            worst_off(&mut (0..weights.len()).filter(|&candidate| shares[candidate] < rooms[candidate]));
+        let candidate =
+            with_room.or_else(|| worst_off(&mut (0..weights.len()))).expect("an interface takes part");
+        shares[candidate] += 1;
     }
     shares
 }
@@ -182,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn without_nodes_and_speeds_interfaces_take_turns() {
+    fn interfaces_without_nodes_and_speeds_take_turns() {
         let uniform: Vec<Processor> = (0..4).map(|number| Processor { number, node: None }).collect();
         let assigned = assign(&[ANYWHERE; 2], 5, &uniform);
         assert_eq!(assigned.cores_of, [vec![0, 2, 4], vec![1, 3]]);

@@ -99,9 +99,9 @@ impl Listening {
                 let interface = found.iter().find(|interface| interface.has(address.ip()));
                 let name = interface.map(|interface| interface.name.clone());
                 let given = config.interface_rates.iter().find(|(given, _)| Some(given) == name.as_ref());
-                let told = name.as_deref().and_then(|name| sysfs.rate(name));
+                let of_system = name.as_deref().and_then(|name| sysfs.rate(name));
                 let node = name.as_deref().and_then(|name| sysfs.node(name));
-                Listening { address, name, rate: given.map(|&(_, rate)| rate).or(told), weight: 0, node }
+                Listening { address, name, rate: given.map(|&(_, rate)| rate).or(of_system), weight: 0, node }
             })
             .collect();
         if let Some((name, _)) = config
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_advertised_is_refused() {
+    fn an_address_that_cannot_be_advertised_is_refused() {
         for (listen, interfaces, part) in [
             (&["127.0.0.1:1"][..], "eth0", "listen on one of these"),
             (&["[::]:1"], "eth1", "no address of IPv6"),

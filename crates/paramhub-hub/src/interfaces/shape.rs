@@ -1,4 +1,4 @@
-//! What the hub offers the placement, and its description for people.
+//! The shape of the hub for the placement, and its description for people.
 
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_transport::interface::Sysfs;

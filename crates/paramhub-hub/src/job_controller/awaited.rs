@@ -22,7 +22,7 @@ impl JobController {
         }
         match event {
             // If there is no member left to wait for, the job has ended.
-            OverdueEvent::Late(overdue) if overdue.who.is_empty() => return,
+            OverdueEvent::Late(overdue) if overdue.neighbours.is_empty() => return,
             OverdueEvent::Late(overdue) => drop(job.awaited.insert(route, overdue)),
             OverdueEvent::Over { waited } => {
                 job.awaited.remove(&route);
@@ -43,7 +43,7 @@ impl JobController {
         }
         let Some(overdue) = to_announce(job).cloned() else { return };
         if overdue.has_expired {
-            let names = names(job, &overdue.who);
+            let names = names(job, &overdue.neighbours);
             let reason = format!(
                 "{names} made no progress: others have waited {:.0} s for {}, and the job ends after {:.0} s of that \
                  (progress_timeout_s)",
@@ -51,24 +51,24 @@ impl JobController {
                 what(&overdue),
                 job.progress_timeout.unwrap_or_default().as_secs_f64(),
             );
-            return self.fail(namespace, CauseKind::Known, rank_of_all(&overdue.who), reason);
+            return self.fail(namespace, CauseKind::Known, rank_of_all(&overdue.neighbours), reason);
         }
         // Every route reports it; the first report of each magnitude is enough.
         let magnitude = (overdue.waited.as_secs().max(1)).ilog10() + 1;
         let is_known =
-            |(who, announced): &(Vec<Neighbour>, u32)| *who == overdue.who && magnitude <= *announced;
+            |(who, announced): &(Vec<Neighbour>, u32)| *who == overdue.neighbours && magnitude <= *announced;
         if job.announced_awaited.as_ref().is_some_and(is_known) {
             return;
         }
-        job.announced_awaited = Some((overdue.who.clone(), magnitude));
+        job.announced_awaited = Some((overdue.neighbours.clone(), magnitude));
         let ends = job.progress_timeout.map_or(String::new(), |timeout| {
             format!("; the job ends after {:.0} s of that", timeout.as_secs_f64())
         });
         let message = format!(
             "{} of job `{}` {} awaited: others have waited {:.0} s for {}{ends}",
-            names(job, &overdue.who),
+            names(job, &overdue.neighbours),
             job.name,
-            if overdue.who.len() == 1 { "is" } else { "are" },
+            if overdue.neighbours.len() == 1 { "is" } else { "are" },
             overdue.waited.as_secs_f64(),
             what(&overdue),
         );
@@ -78,7 +78,7 @@ impl JobController {
             what: overdue.awaited.to_string(),
             seconds: overdue.waited.as_secs_f64(),
         });
-        self.notify_all(namespace, rank_of_all(&overdue.who), &message);
+        self.notify_all(namespace, rank_of_all(&overdue.neighbours), &message);
         self.report(HubEvent::Awaited { namespace, message, awaited });
     }
 
@@ -111,7 +111,7 @@ fn what(overdue: &OverdueNeighbours) -> String {
     let key = &overdue.key;
     match overdue.awaited {
         Awaited::Parameters => format!("the parameters of key `{key}` to start from"),
-        Awaited::Contribution(step) if overdue.who.len() > 1 => {
+        Awaited::Contribution(step) if overdue.neighbours.len() > 1 => {
             format!("their contributions to step {step} of key `{key}`")
         }
         Awaited::Release(_) => overdue.awaited.to_string(),
@@ -147,7 +147,7 @@ fn names(job: &HubJob, who: &[Neighbour]) -> String {
 /// All ranks that may be the late ones, ascending.
 fn ranks_of(job: &HubJob, overdue: &OverdueNeighbours) -> Vec<u32> {
     let mut ranks: Vec<u32> = Vec::new();
-    for who in &overdue.who {
+    for who in &overdue.neighbours {
         match who {
             Neighbour::Worker(rank) => ranks.push(*rank),
             Neighbour::Site(site) if may_wait_itself(job, *site) => {}

@@ -69,7 +69,7 @@ fn compare<R: Optimizer + Clone>(name: &str, rule: R, hyperparameters: &Hyperpar
 }
 
 #[test]
-fn what_a_rule_refuses_is_refused() {
+fn hyperparameters_that_the_inner_optimizer_refuses_are_refused() {
     let nonsense = Hyperparameters { nesterov: true, ..Hyperparameters::default() };
     assert_eq!(NonTemporal::new(Sgd::new()).check(&nonsense), Sgd::new().check(&nonsense));
     assert!(Sgd::new().check(&nonsense).is_err());

@@ -117,7 +117,7 @@ fn changes_add_up_to_what_was_seen_and_leave_the_rest_for_later() {
 
 /// The reason why one bit is enough: over many steps only the loss of the last one remains.
 #[test]
-fn with_feedback_many_steps_add_up_to_the_exact_sum_and_without_they_do_not() {
+fn many_steps_add_up_to_the_exact_sum_with_feedback_and_not_without() {
     let gradient: Vec<f32> = (0..2048).map(|at| ((at * 37 % 101) as f32 - 40.0) / 60.0).collect();
     for codec in QUANTISED {
         let mean_error = |feeds_back: bool, steps: usize| {
@@ -161,7 +161,7 @@ fn two_bits_lose_less_than_half_of_what_one_does_and_a_flat_block_loses_nothing(
 }
 
 #[test]
-fn what_is_not_finite_shows_in_its_block_and_in_no_other() {
+fn a_value_that_is_not_finite_shows_in_its_block_and_in_no_other() {
     let mut random = Random(65);
     for codec in QUANTISED {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
@@ -208,7 +208,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_rebuilt_and_what_is_lost_make_the_value(values in prop::collection::vec(-1e3_f32..1e3, 1..1500), two: bool) {
+    fn the_rebuilt_value_and_the_residual_add_up_to_the_value(values in prop::collection::vec(-1e3_f32..1e3, 1..1500), two: bool) {
         let codec = QUANTISED[usize::from(two)];
         let mut residual = vec![0.0; values.len()];
         let mut wire = vec![0; codec.payload_bytes(values.len())];

@@ -26,12 +26,12 @@ fn claim() -> String {
     format!(r#"{{"rank":3,"incarnation":"{}","proof":"{}","#, "0a".repeat(16), "0b".repeat(32))
 }
 
-fn incoming(beginning: String, patience: Duration) -> IncomingBody {
+fn incoming(beginning: String, timeout: Duration) -> IncomingBody {
     let slot = Arc::new(ConnectionSlots::new(8, 8).accept([127, 0, 0, 1].into()));
     let head = Request::builder().header("content-type", "application/json").extension(slot);
     let body = Body::new(Promised(Some(beginning.into())));
     let request = head.header("content-length", "8192").body(body).unwrap();
-    IncomingBody::begin(request, REQUEST_BYTES_MAX, Instant::now(), patience).unwrap()
+    IncomingBody::begin(request, REQUEST_BYTES_MAX, Instant::now(), timeout).unwrap()
 }
 
 fn proved(claim: &Claim) -> Result<CallingRank, Refusal> {

@@ -16,7 +16,7 @@ fn age(slots: &ConnectionSlots) {
 }
 
 #[tokio::test]
-async fn the_address_with_most_strangers_makes_room_with_its_oldest() {
+async fn the_address_with_most_unauthenticated_connections_makes_room_with_its_oldest() {
     let slots = ConnectionSlots::new(8, 8);
     let lone = slots.accept(address(1));
     let crowd: Vec<ConnectionSlot> = (0..8).map(|_| slots.accept(address(2))).collect();
@@ -46,7 +46,7 @@ fn addresses_of_one_network_of_ipv6_count_as_one() {
 }
 
 #[test]
-fn who_is_being_answered_does_not_make_room_until_the_answer_is_on_its_way() {
+fn a_connection_keeps_its_slot_until_its_answer_is_on_its_way() {
     let slots = ConnectionSlots::new(1, 8);
     let answered = slots.accept(address(1));
     answered.complete();
@@ -59,7 +59,7 @@ fn who_is_being_answered_does_not_make_room_until_the_answer_is_on_its_way() {
 }
 
 #[test]
-fn strangers_who_send_much_make_room_for_those_who_send_little() {
+fn unauthenticated_connections_that_send_much_make_room_for_those_that_send_little() {
     let slots = ConnectionSlots::new(100, 8);
     let [small, large, next] = [(); 3].map(|()| slots.accept(address(1)));
     small.count_bytes(1000).unwrap();

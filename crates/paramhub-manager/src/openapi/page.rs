@@ -61,7 +61,7 @@ impl<'a> Page<'a> {
         let schemas = document["components"]["schemas"].as_object().unwrap();
         let paths = document["paths"].as_object().unwrap();
         let mut page = Page { schemas, common: common_answers(paths), text: HEAD.to_owned() };
-        page.add(format!("\n{}\n{CALLERS}", prose(&document["info"]["description"], "\n\n")));
+        page.add(format!("\n{}\n{CALLERS}", description_text(&document["info"]["description"], "\n\n")));
         page.add("\nMany routes give these answers. The others are listed with their routes.\n\n");
         page.add("| status | meaning |\n| --- | --- |\n");
         for (status, meaning) in page.common.clone() {
@@ -69,7 +69,7 @@ impl<'a> Page<'a> {
         }
         for tag in document["tags"].as_array().unwrap() {
             let name = tag["name"].as_str().unwrap();
-            page.add(format!("\n## Routes: {name}\n\n{}\n", prose(&tag["description"], "\n\n")));
+            page.add(format!("\n## Routes: {name}\n\n{}\n", description_text(&tag["description"], "\n\n")));
             for (path, methods) in paths {
                 let methods = methods.as_object().unwrap();
                 if methods.values().any(|operation| operation["tags"][0] == name) {
@@ -87,7 +87,7 @@ impl<'a> Page<'a> {
             let schema = &schemas[name];
             let values =
                 schema["enum"].as_array().map_or_else(|| page.shape(schema), |values| listed(values));
-            page.row(name, &[&values, &prose(&schema["description"], " ")]);
+            page.row(name, &[&values, &description_text(&schema["description"], " ")]);
         }
         page.text
     }
@@ -105,18 +105,18 @@ impl<'a> Page<'a> {
     }
 
     fn operation(&mut self, method: &str, operation: &Value) {
-        let said = format!("{}\n\n{}", operation["summary"].as_str().unwrap(), described(operation));
+        let description = format!("{}\n\n{}", operation["summary"].as_str().unwrap(), described(operation));
         let body = &operation["requestBody"]["content"]["application/json"]["schema"];
         let (method, caller) = (method.to_uppercase(), self.caller(operation, body));
         self.add(format!(
             "\n**{method}**, {caller}. {}\n\n| | |\n| --- | --- |\n",
-            prose(&said.into(), "\n\n")
+            description_text(&description.into(), "\n\n")
         ));
         for parameter in operation["parameters"].as_array().into_iter().flatten() {
             let place = if parameter["in"] == "path" { "in the path" } else { "in the query" };
             let optional = if parameter["required"] == true { "" } else { ", may be left out" };
             let (name, what) = (parameter["name"].as_str().unwrap(), self.shape(&parameter["schema"]));
-            let meaning = format!("{what}: {}", prose(&parameter["description"], " "));
+            let meaning = format!("{what}: {}", description_text(&parameter["description"], " "));
             self.row(format!("`{name}` {place}{optional}"), &[&meaning]);
         }
         if !body.is_null() {
@@ -131,14 +131,14 @@ impl<'a> Page<'a> {
             let content = response["content"].as_object().and_then(|content| content.values().next());
             let content = content.filter(|_| status.starts_with('2'));
             let content = content.map_or(String::new(), |content| self.shape(&content["schema"]) + ": ");
-            self.row(status, &[&(content + &prose(&response["description"], " "))]);
+            self.row(status, &[&(content + &description_text(&response["description"], " "))]);
         }
         if !common.is_empty() {
             self.row("also", &[&common.join(", ")]);
         }
     }
 
-    /// Who may call. The document has no scheme for the proofs of workers, which are in the body.
+    /// The callers of a route. The document has no scheme for the proofs of workers, which are in the body.
     fn caller(&self, operation: &Value, body: &Value) -> &'static str {
         let schemes = operation["security"].as_array().map_or(&[][..], Vec::as_slice);
         let needs =
@@ -153,7 +153,7 @@ impl<'a> Page<'a> {
         }
     }
 
-    /// Whether a type needs more than a row.
+    /// Returns whether a type needs more than a row.
     fn has_section(&self, name: &str) -> bool {
         let schema = &self.schemas[name];
         schema["properties"].is_object()
@@ -166,7 +166,7 @@ impl<'a> Page<'a> {
         let schema = &self.schemas[name];
         self.add(format!("\n### {name}\n"));
         if !described(schema).is_empty() {
-            self.add(format!("\n{}\n", prose(&schema["description"], "\n\n")));
+            self.add(format!("\n{}\n", description_text(&schema["description"], "\n\n")));
         }
         if let Some(variants) = schema["oneOf"].as_array() {
             self.add("\n| value | type | meaning |\n| --- | --- | --- |\n");
@@ -194,9 +194,9 @@ impl<'a> Page<'a> {
 
     /// A variant of an enum as serde writes it: a text, an object with one field, or an object with a tag.
     fn variant(&mut self, variant: &Value) {
-        let said = prose(&variant["description"], " ");
+        let description = description_text(&variant["description"], " ");
         if let Some(value) = variant["enum"][0].as_str() {
-            return self.row(format!("`\"{value}\"`"), &["", &said]);
+            return self.row(format!("`\"{value}\"`"), &["", &description]);
         }
         let properties = variant["properties"].as_object().unwrap();
         let tag = properties.iter().find_map(|(name, property)| Some((name, property["enum"][0].as_str()?)));
@@ -205,10 +205,10 @@ impl<'a> Page<'a> {
             None => properties.iter().next().map(|(name, content)| (name.as_str(), content)).unwrap(),
         };
         if content["properties"].is_null() {
-            return self.row(format!("`{name}`"), &[&self.shape(content), &said]);
+            return self.row(format!("`{name}`"), &[&self.shape(content), &description]);
         }
         let value = tag.map_or(format!("`{name}`"), |(tag, value)| format!("`{tag}`: `\"{value}\"`"));
-        self.row(value, &["object", &said]);
+        self.row(value, &["object", &description]);
         for (field, property) in fields(content).filter(|(_, property)| property["enum"].is_null()) {
             let optional = if is_required(content, field) { "" } else { ", may be left out" };
             self.row(format!("`{name}.{field}`"), &[&(self.shape(property) + optional), &meaning(property)]);
@@ -282,8 +282,9 @@ fn listed(values: &[Value]) -> String {
 /// The description of a field. Where the field's type has a name, it stands beside that name.
 fn meaning(property: &Value) -> String {
     let choices = || property["oneOf"].as_array().into_iter().flatten();
-    let said = std::iter::once(property).chain(choices()).map(described).find(|said| !said.is_empty());
-    prose(&said.unwrap_or_default().into(), " ")
+    let description =
+        std::iter::once(property).chain(choices()).map(described).find(|description| !description.is_empty());
+    description_text(&description.unwrap_or_default().into(), " ")
 }
 
 fn described(schema: &Value) -> &str {
@@ -292,7 +293,7 @@ fn described(schema: &Value) -> &str {
 
 /// A doc comment as text of the page: a paragraph or an item of a list to a line, without links into the
 /// sources.
-fn prose(description: &Value, between: &str) -> String {
+fn description_text(description: &Value, between: &str) -> String {
     let one_line = |lines: &str| lines.split_whitespace().collect::<Vec<_>>().join(" ");
     let paragraphs = description.as_str().unwrap_or_default().trim().split("\n\n");
     let paragraphs =

@@ -68,7 +68,7 @@ pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Jso
     Json(registry.with(|state| state.membership.hub_statuses(now())))
 }
 
-/// What hubs have measured of the network between racks.
+/// Returns the measurements by hubs of the network between racks.
 #[utoipa::path(
     get, path = "/v1/links", tag = "hubs", operation_id = "list_links",
     security(("admin_token" = [])),

@@ -55,7 +55,7 @@ pub(crate) async fn create(
 /// A call may be repeated with the same incarnation, for instance after a broken connection. A rank whose
 /// connection breaks while it waits gives up its place. The ranks of a job without hubs repeat the call at
 /// least four times in `lease_s`: the manager learns that the job lives, and the rank learns when it has ended.
-/// Such a job fails when nobody has called for `lease_s`.
+/// Such a job fails when no rank has called for `lease_s`.
 #[utoipa::path(
     post, path = "/v1/jobs/{namespace}/connect", tag = "jobs", operation_id = "connect_service",
     params(("namespace" = String, Path, description = "The job's namespace, 32 hexadecimal digits.")),
@@ -183,8 +183,8 @@ pub(crate) async fn show(
     Ok(Json(registry.with(|state| state.membership.find(&job).map(|job| job.status(now())))?))
 }
 
-/// What a launcher on a further host needs for its workers, as CreateService answered it, by the name of a job
-/// that lives. Available until every rank has joined.
+/// Returns what a launcher on a further host needs for its workers, as CreateService answered it, by the
+/// name of a job that lives. Available until every rank has joined.
 #[utoipa::path(
     get, path = "/v1/jobs/{job}/membership", tag = "jobs", operation_id = "job_membership",
     params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`.")),
@@ -202,7 +202,7 @@ pub(crate) async fn membership(
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
 ) -> Answer<ServiceCreated> {
-    Ok(Json(registry.with(|state| state.membership.invitation(&job))?))
+    Ok(Json(registry.with(|state| state.membership.credentials_to_join(&job))?))
 }
 
 /// StopService: ends a job for all ranks. Its status, its workers and the logs then say `stopped: ` and the

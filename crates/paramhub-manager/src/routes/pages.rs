@@ -27,7 +27,7 @@ pub(crate) async fn index() -> &'static str {
     )
 }
 
-/// Whether the manager answers.
+/// Returns whether the manager answers.
 #[utoipa::path(
     get, path = "/health", tag = "manager", operation_id = "health",
     responses((status = 200, description = "It does.", body = String, content_type = "text/plain"))

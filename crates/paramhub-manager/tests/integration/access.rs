@@ -1,4 +1,4 @@
-//! Who may do what, and which configurations a manager refuses.
+//! The calls that each caller may make, and the configurations that a manager refuses.
 
 use crate::common::*;
 use paramhub_control::ManagerClient;
@@ -11,11 +11,11 @@ fn create(name: &str) -> CreateService {
 
 #[test]
 fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
-    let (manager, stranger) = start(ManagerConfig { admin_token: Some("s3cret".into()), ..config() });
+    let (manager, anonymous) = start(ManagerConfig { admin_token: Some("s3cret".into()), ..config() });
     let with = |token: &str| ManagerClient::new(&manager.url(), Some(token.to_string())).unwrap();
     let operator = with("s3cret");
     operator.create_service(&create("guarded")).unwrap();
-    for client in [stranger.clone(), with("s3cre"), with("S3CRET")] {
+    for client in [anonymous.clone(), with("s3cre"), with("S3CRET")] {
         assert_eq!(code(&client.create_service(&create("x"))), ErrorCode::Unauthorized);
         assert_eq!(code(&client.jobs()), ErrorCode::Unauthorized);
         assert_eq!(code(&client.job("guarded")), ErrorCode::Unauthorized);
@@ -31,11 +31,11 @@ fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
             ErrorCode::Unauthorized
         );
     }
-    assert!(message(&stranger.jobs()).contains("--admin-token"));
+    assert!(message(&anonymous.jobs()).contains("--admin-token"));
     assert_eq!(operator.jobs().unwrap().len(), 1);
     // Workers prove the nonce and hubs have tokens of their own, so neither needs the operator's token.
-    let _hub = Hub::join(&operator, Manner::Serve);
-    let job = Job { client: stranger, ..Job::create(&operator, "open", 1) };
+    let _hub = Hub::join(&operator, HubBehaviour::Serve);
+    let job = Job { client: anonymous, ..Job::create(&operator, "open", 1) };
     job.connect(0).unwrap();
     job.init(0, settings(8)).unwrap();
 }
@@ -120,7 +120,7 @@ fn a_manager_with_a_token_answers_under_any_name() {
 }
 
 #[test]
-fn metrics_tell_job_names_to_none_but_operators() {
+fn metrics_show_job_names_to_operators_alone() {
     let (manager, client) = start(ManagerConfig { admin_token: Some("s3cret".into()), ..config() });
     let client = ManagerClient::new(client.url(), Some("s3cret".into())).unwrap();
     let job = Job::create(&client, "team/unannounced", 1);
@@ -128,15 +128,15 @@ fn metrics_tell_job_names_to_none_but_operators() {
         let head = format!("GET /metrics HTTP/1.1\r\nhost: node-7:7770\r\n{authorization}\r\n");
         raw(manager.address(), head.as_bytes())
     };
-    let strangers = scraped("");
-    assert!(strangers.starts_with("HTTP/1.1 200 "), "{strangers}");
+    let anonymous = scraped("");
+    assert!(anonymous.starts_with("HTTP/1.1 200 "), "{anonymous}");
     for part in ["team/unannounced", &job.namespace.to_string()] {
-        assert!(!strangers.contains(part), "a stranger hears {part}: {strangers}");
+        assert!(!anonymous.contains(part), "an unauthenticated caller sees {part}: {anonymous}");
     }
     for total in
         ["paramhub_jobs{state=\"connecting\"} 1", "paramhub_hubs 0", "paramhub_jobs_memory_bytes 0", "# EOF"]
     {
-        assert!(strangers.lines().any(|line| line == total), "no `{total}` in {strangers}");
+        assert!(anonymous.lines().any(|line| line == total), "no `{total}` in {anonymous}");
     }
     let operators = scraped("authorization: Bearer s3cret\r\n");
     assert!(operators.contains("paramhub_job_memory_bytes{job=\"team/unannounced\""), "{operators}");

@@ -96,7 +96,7 @@ fn a_body_that_is_too_long_is_refused_before_it_is_read() {
 #[test]
 fn random_bytes_on_the_port_harm_no_job() {
     let (manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let seed = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
     println!("seed {seed}");
     let address = manager.address();
@@ -169,13 +169,13 @@ fn hundreds_of_ranks_wait_at_once() {
             let incarnation = paramhub_core::auth::Incarnation([rank as u8; 16]);
             let body = serde_json::to_string(&job.connect_request(rank, incarnation)).unwrap();
             let mut stream = TcpStream::connect(manager.address()).unwrap();
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
             stream.write_all(&request("POST", &path, &body)).unwrap();
             stream
         })
         .collect();
     eventually("all wait", || job.connected().len() == RANKS as usize);
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     for stream in &mut waiting {
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
@@ -280,7 +280,7 @@ fn the_pages_of_people_and_probes_answer() {
 #[test]
 fn the_metrics_show_jobs_hubs_and_requests() {
     let (manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "team/counted", 1);
     job.connect(0).unwrap();
     job.init(0, settings(8)).unwrap();

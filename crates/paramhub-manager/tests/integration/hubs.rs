@@ -21,7 +21,7 @@ fn run(client: &paramhub_control::ManagerClient, name: &str, workers: u32) -> Jo
 #[test]
 fn every_hub_gets_its_part_and_the_job_ends_with_the_last() {
     let (_manager, client) = start(config());
-    let hubs = [Hub::join(&client, Manner::Serve), Hub::join(&client, Manner::Serve)];
+    let hubs = [Hub::join(&client, HubBehaviour::Serve), Hub::join(&client, HubBehaviour::Serve)];
     let job = run(&client, "pair", 2);
     hubs[0].report(HubEvent::Noticed { namespace: job.namespace, message: "rank 1 is silent".into() });
     assert_eq!(client.job("pair").unwrap().message, "rank 1 is silent");
@@ -44,8 +44,8 @@ fn every_hub_gets_its_part_and_the_job_ends_with_the_last() {
 #[test]
 fn a_hub_that_cannot_hold_the_job_is_named_to_every_rank() {
     let (_manager, client) = start(config());
-    let willing = Hub::join(&client, Manner::Serve);
-    let full = Hub::join(&client, Manner::Refuse);
+    let willing = Hub::join(&client, HubBehaviour::Serve);
+    let full = Hub::join(&client, HubBehaviour::Refuse);
     let job = Job::create(&client, "large", 3);
     assert!(job.all_ranks(0..3, Job::connect).iter().all(Result::is_ok));
     for answer in job.all_ranks(0..3, |job, rank| job.init(rank, settings(8))) {
@@ -63,7 +63,7 @@ fn a_hub_that_cannot_hold_the_job_is_named_to_every_rank() {
 #[test]
 fn a_hub_that_places_otherwise_fails_the_job_loudly() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::PlaceOtherwise);
+    let _hub = Hub::join(&client, HubBehaviour::PlaceOtherwise);
     let job = Job::create(&client, "skewed", 1);
     job.connect(0).unwrap();
     let answer = job.init(0, settings(8));
@@ -74,18 +74,18 @@ fn a_hub_that_places_otherwise_fails_the_job_loudly() {
 #[test]
 fn a_lost_hub_fails_its_jobs_and_no_others() {
     let (_manager, client) = start(ManagerConfig { hub_timeout: Duration::from_millis(500), ..config() });
-    let first = Hub::join(&client, Manner::Serve);
+    let first = Hub::join(&client, HubBehaviour::Serve);
     let early = run(&client, "early", 1);
-    let second = Hub::join(&client, Manner::Serve);
+    let second = Hub::join(&client, HubBehaviour::Serve);
     let both = run(&client, "both", 1);
     let address = second.shape.interfaces[0].address.clone();
     let registered = second.registered.clone();
     second.die();
     eventually("the job on both hubs failed", || client.job("both").unwrap().state == JobState::Failed);
-    let told = client.job("both").unwrap().message;
+    let failure = client.job("both").unwrap().message;
     assert!(
-        told.starts_with(&format!("hub 1 ({address}) was lost: it has not been heard for 0.5 s")),
-        "{told}"
+        failure.starts_with(&format!("hub 1 ({address}) was lost: it has not been heard for 0.5 s")),
+        "{failure}"
     );
     assert_eq!(client.job("early").unwrap().state, JobState::Running);
     let hubs: Vec<u32> = client.hubs().unwrap().iter().map(|hub| hub.hub).collect();
@@ -104,7 +104,7 @@ fn a_lost_hub_fails_its_jobs_and_no_others() {
 #[test]
 fn a_job_ends_with_the_reason_its_hub_gives() {
     let (_manager, client) = start(config());
-    let hubs = [Hub::join(&client, Manner::Serve), Hub::join(&client, Manner::Serve)];
+    let hubs = [Hub::join(&client, HubBehaviour::Serve), Hub::join(&client, HubBehaviour::Serve)];
     let job = run(&client, "bereft", 2);
     let reason = "rank 1 was lost in step 7".to_string();
     hubs[0].report(HubEvent::Ended(JobEnd::failed(job.namespace, reason.clone(), CauseKind::PeerLost)));
@@ -113,14 +113,14 @@ fn a_job_ends_with_the_reason_its_hub_gives() {
     client.stop_job("bereft").unwrap();
     let [first, second] = hubs.map(Hub::die);
     assert!(!first.iter().any(|command| matches!(command, HubCommand::Stop { .. })));
-    let Some(HubCommand::Stop { reason: told, .. }) = second.last() else { panic!("{second:?}") };
-    assert_eq!(*told, reason);
+    let Some(HubCommand::Stop { reason: received, .. }) = second.last() else { panic!("{second:?}") };
+    assert_eq!(*received, reason);
 }
 
 #[test]
 fn stopping_a_job_waits_until_its_hub_has_freed_it() {
     let (_manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let job = run(&client, "team/long", 1);
     let stopped = client.stop_job("team/long").unwrap();
     assert_eq!((stopped.state, stopped.message.as_str()), (JobState::Failed, "stopped by an operator"));
@@ -130,9 +130,9 @@ fn stopping_a_job_waits_until_its_hub_has_freed_it() {
 }
 
 #[test]
-fn a_job_that_is_stopped_for_a_reason_shows_it_and_its_hub_is_told() {
+fn a_job_that_is_stopped_shows_the_reason_and_its_hub_receives_it() {
     let (manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     run(&client, "team/long", 1);
     let long = "x".repeat(257);
     for reason in ["", "two\nlines", "\u{1b}[31mred", "\u{202e}backwards", long.as_str()] {
@@ -144,19 +144,19 @@ fn a_job_that_is_stopped_for_a_reason_shows_it_and_its_hub_is_told() {
     assert!(mistyped.starts_with("HTTP/1.1 400 ") && mistyped.contains("raeson"), "{mistyped}");
     assert_eq!(client.job("team/long").unwrap().state, JobState::Running);
     let stopped = client.stop_job_because("team/long", "100 % of a+b & c=d?").unwrap();
-    let told = "stopped: 100 % of a+b & c=d?";
-    assert_eq!((stopped.state, stopped.message.as_str()), (JobState::Failed, told));
+    let reason_text = "stopped: 100 % of a+b & c=d?";
+    assert_eq!((stopped.state, stopped.message.as_str()), (JobState::Failed, reason_text));
     // The second reason changes nothing.
-    assert_eq!(client.stop_job_because("team/long", "another").unwrap().message, told);
+    assert_eq!(client.stop_job_because("team/long", "another").unwrap().message, reason_text);
     let commands = hub.die();
     let Some(HubCommand::Stop { reason, .. }) = commands.last() else { panic!("{commands:?}") };
-    assert_eq!(reason, told);
+    assert_eq!(reason, reason_text);
 }
 
 #[test]
 fn stopping_a_job_names_a_hub_that_does_not_confirm() {
     let (_manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let address = hub.shape.interfaces[0].address.clone();
     run(&client, "clinging", 1);
     hub.die();
@@ -169,7 +169,7 @@ fn stopping_a_job_names_a_hub_that_does_not_confirm() {
 #[test]
 fn a_hub_that_leaves_gets_no_further_jobs_and_is_not_waited_for() {
     let (_manager, client) = start(config());
-    let leaving = Hub::join(&client, Manner::Dawdle);
+    let leaving = Hub::join(&client, HubBehaviour::IgnoreAllocations);
     let given = Job::create(&client, "given", 1);
     given.connect(0).unwrap();
     let rank = {
@@ -177,19 +177,19 @@ fn a_hub_that_leaves_gets_no_further_jobs_and_is_not_waited_for() {
         std::thread::spawn(move || given.init(0, settings(8)))
     };
     eventually("the hub is to allocate", || client.job("given").unwrap().keys > 0);
-    let told = |presence| {
+    let report_presence = |presence| {
         let report = HubReport { presence, ..HubReport::default() };
         leaving.client.report(&leaving.registered, &report)
     };
-    told(Presence::Leaving).unwrap();
+    report_presence(Presence::Leaving).unwrap();
     // The job was placed on the hub while it shut down. Its rank is notified at once.
     assert!(message(&rank.join().unwrap()).contains("is shutting down"));
-    let staying = Hub::join(&client, Manner::Serve);
+    let staying = Hub::join(&client, HubBehaviour::Serve);
     let later = run(&client, "later", 1);
-    told(Presence::Gone).unwrap();
+    report_presence(Presence::Gone).unwrap();
     let hubs: Vec<u32> = client.hubs().unwrap().iter().map(|hub| hub.hub).collect();
     assert_eq!(hubs, [staying.registered.hub]);
-    assert_eq!(code(&told(Presence::Gone)), ErrorCode::NotFound);
+    assert_eq!(code(&report_presence(Presence::Gone)), ErrorCode::NotFound);
     assert_eq!(client.job("later").unwrap().state, JobState::Running);
     staying.finish(&later);
     assert!(
@@ -203,7 +203,7 @@ fn a_hub_that_leaves_gets_no_further_jobs_and_is_not_waited_for() {
 #[test]
 fn an_announced_end_is_answered_when_every_hub_has_its_checkpoint_and_the_job_goes_on() {
     let (_manager, client) = start(config());
-    let hubs = [Hub::join(&client, Manner::Serve), Hub::join(&client, Manner::Serve)];
+    let hubs = [Hub::join(&client, HubBehaviour::Serve), Hub::join(&client, HubBehaviour::Serve)];
     let job = run(&client, "interrupted", 2);
     let reason = "its launcher was interrupted by SIGTERM";
     assert_eq!(client.announce_workers_end("interrupted", reason).unwrap().state, JobState::Running);
@@ -255,7 +255,7 @@ fn a_poll_waits_and_a_command_is_repeated_until_it_is_acknowledged() {
 #[test]
 fn a_hub_that_comes_back_takes_the_place_of_its_former_self() {
     let (_manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     run(&client, "orphan", 1);
     let again = client
         .register_hub(&RegisterHub {
@@ -273,7 +273,7 @@ fn a_hub_that_comes_back_takes_the_place_of_its_former_self() {
 }
 
 #[test]
-fn a_hub_that_serves_a_job_nobody_knows_is_told_to_stop_it() {
+fn a_hub_that_serves_an_unknown_job_is_ordered_to_stop_it() {
     let (_manager, client) = start(config());
     let registered = client
         .register_hub(&RegisterHub {
@@ -290,13 +290,13 @@ fn a_hub_that_serves_a_job_nobody_knows_is_told_to_stop_it() {
     client.report(&registered, &report).unwrap();
     let polled = client.poll_commands(&registered, &PollCommands { acknowledged: 0, wait_s: 0.0 }).unwrap();
     let [command] = &polled.commands[..] else { panic!("one command, not {polled:?}") };
-    assert!(matches!(&command.command, HubCommand::Stop { namespace: told, .. } if *told == namespace));
+    assert!(matches!(&command.command, HubCommand::Stop { namespace: stopped, .. } if *stopped == namespace));
 }
 
 #[test]
 fn only_the_hub_itself_polls_and_reports() {
     let (_manager, client) = start(config());
-    let mut stranger = client
+    let mut wrong_token = client
         .register_hub(&RegisterHub {
             shape: shape(),
             place: Default::default(),
@@ -304,14 +304,14 @@ fn only_the_hub_itself_polls_and_reports() {
             keeps_checkpoints: None,
         })
         .unwrap();
-    stranger.token = "0".repeat(64);
+    wrong_token.token = "0".repeat(64);
     let poll = PollCommands { acknowledged: 0, wait_s: 0.0 };
-    assert_eq!(code(&client.poll_commands(&stranger, &poll)), ErrorCode::Unauthorized);
-    assert_eq!(code(&client.report(&stranger, &HubReport::default())), ErrorCode::Unauthorized);
+    assert_eq!(code(&client.poll_commands(&wrong_token, &poll)), ErrorCode::Unauthorized);
+    assert_eq!(code(&client.report(&wrong_token, &HubReport::default())), ErrorCode::Unauthorized);
 }
 
 #[test]
-fn stopping_the_manager_answers_everyone_who_waits() {
+fn stopping_the_manager_answers_all_waiting_callers() {
     let (manager, client) = start(config());
     let registered = client
         .register_hub(&RegisterHub {
@@ -336,6 +336,6 @@ fn stopping_the_manager_answers_everyone_who_waits() {
     assert!(message(&rank.join().unwrap()).contains("shutting down"));
     // The hub may have been between two polls.
     assert!(hub.join().unwrap().is_err());
-    assert!(begun.elapsed() < PATIENCE);
+    assert!(begun.elapsed() < WAIT_TIMEOUT);
     assert!(client.jobs().is_err());
 }

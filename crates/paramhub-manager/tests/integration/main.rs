@@ -2,10 +2,10 @@
 //! in `full_disk.rs`, a program of its own.
 
 mod access;
-mod book;
 mod common;
 mod http;
 mod hubs;
+mod information_book;
 mod meeting;
 mod rendezvous;
 mod state;

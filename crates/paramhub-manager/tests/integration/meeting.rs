@@ -17,7 +17,7 @@ fn ranks_meet_without_a_hub_and_the_job_finishes_with_the_last_of_them() {
     let connected = job.all_ranks(0..3, move |job, rank| {
         let mut request = job.connect_request(rank, process(rank));
         request.peer_address = own[rank as usize];
-        job.client.connect_service(job.namespace, &request, PATIENCE).unwrap()
+        job.client.connect_service(job.namespace, &request, WAIT_TIMEOUT).unwrap()
     });
     assert!(connected.iter().all(|rank| rank.peer_addresses == addresses && rank.hubs.is_empty()));
     let state = || client.job("ring").unwrap().state;
@@ -61,7 +61,7 @@ fn a_job_whose_ranks_are_all_silent_is_ended_by_its_lease() {
 #[test]
 fn ranks_of_a_job_with_hubs_may_do_without_them_if_all_do() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "collectives", 2);
     assert!(job.all_ranks(0..2, Job::connect).iter().all(Result::is_ok));
     job.finish(0).unwrap();

@@ -33,7 +33,7 @@ fn three_ranks_in_any_order_and_a_hub_make_a_job_run() {
         .collect();
     eventually("all ranks wait", || job.connected() == [0, 1, 2]);
     assert_eq!(client.job("digits/run.1").unwrap().state, JobState::Connecting, "there is no hub yet");
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     for thread in connecting {
         let (_, connected) = thread.join().unwrap();
         assert_eq!((connected.workers, connected.name.as_str()), (3, "digits/run.1"));
@@ -78,7 +78,7 @@ fn three_ranks_in_any_order_and_a_hub_make_a_job_run() {
 #[test]
 fn the_timeout_names_the_ranks_that_are_missing_and_lets_the_others_try_again() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create_with(&client, "short", 4, waiting_for(0.5));
     let answers = job.all_ranks([0, 2], Job::connect);
     assert!(answers.iter().all(|answer| code(answer) == ErrorCode::Missing), "{answers:?}");
@@ -100,9 +100,9 @@ fn the_timeout_says_when_it_is_a_hub_that_is_missing() {
 }
 
 #[test]
-fn a_second_process_is_told_who_holds_its_rank() {
+fn a_second_process_learns_which_process_holds_its_rank() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "twice", 2);
     let first = std::thread::spawn({
         let job = job.clone();
@@ -127,16 +127,16 @@ fn a_wrong_nonce_and_an_unknown_namespace_look_the_same() {
     let unknown = Job { namespace: Namespace([9; 16]), ..job.clone() }.connect(0);
     assert_eq!((code(&wrong_nonce), code(&unknown)), (ErrorCode::WrongNonce, ErrorCode::WrongNonce));
     assert_eq!(message(&wrong_nonce), message(&unknown));
-    let stranger = Job { nonce: Nonce([1; 32]), ..job.clone() };
-    assert_eq!(code(&stranger.init(0, settings(1))), ErrorCode::WrongNonce);
-    assert_eq!(code(&stranger.leave(0, "")), ErrorCode::WrongNonce);
+    let wrong_nonce = Job { nonce: Nonce([1; 32]), ..job.clone() };
+    assert_eq!(code(&wrong_nonce.init(0, settings(1))), ErrorCode::WrongNonce);
+    assert_eq!(code(&wrong_nonce.leave(0, "")), ErrorCode::WrongNonce);
     assert_eq!(job.connected(), [] as [u32; 0]);
 }
 
 #[test]
 fn a_disagreement_reaches_every_rank_with_the_first_key_that_differs() {
     let (_manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "split", 3);
     assert!(job.all_ranks(0..3, Job::connect).iter().all(Result::is_ok));
     let begun = Instant::now();
@@ -159,15 +159,15 @@ fn a_disagreement_reaches_every_rank_with_the_first_key_that_differs() {
     {
         assert!(message.contains(part), "{message}");
     }
-    assert!(begun.elapsed() < PATIENCE, "nobody waited for the timeout");
+    assert!(begun.elapsed() < WAIT_TIMEOUT, "no rank waited for the timeout");
     assert_eq!((status().state, status().message), (JobState::Failed, message));
     assert!(hub.die().is_empty(), "the hub never heard of the job");
 }
 
 #[test]
-fn a_rank_whose_connection_breaks_in_connect_frees_its_seat() {
+fn a_connection_that_breaks_in_connect_frees_its_rank() {
     let (manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "fragile", 2);
     let body = serde_json::to_string(&job.connect_request(1, Incarnation([5; 16]))).unwrap();
     let path = format!("/v1/jobs/{}/connect", job.namespace);
@@ -183,7 +183,7 @@ fn a_rank_whose_connection_breaks_in_connect_frees_its_seat() {
 #[test]
 fn a_rank_whose_connection_breaks_in_init_ends_the_job_for_the_others() {
     let (manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "halved", 2);
     assert!(job.all_ranks(0..2, Job::connect).iter().all(Result::is_ok));
     let proof = job.nonce.prove_rank(paramhub_core::auth::Purpose::Init, job.namespace, 1, process(1));
@@ -207,7 +207,7 @@ fn a_rank_whose_connection_breaks_in_init_ends_the_job_for_the_others() {
 #[test]
 fn a_rank_missing_in_init_is_named() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create_with(&client, "stuck", 3, waiting_for(1.0));
     assert!(job.all_ranks(0..3, Job::connect).iter().all(Result::is_ok));
     for answer in job.all_ranks([0, 1], |job, rank| job.init(rank, settings(8))) {
@@ -219,7 +219,7 @@ fn a_rank_missing_in_init_is_named() {
 #[test]
 fn leaving_frees_a_rank_and_later_ends_the_job() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "quitters", 2);
     assert_eq!(code(&job.leave(0, "")), ErrorCode::BadRequest);
     assert!(job.all_ranks(0..2, Job::connect).iter().all(Result::is_ok));
@@ -235,7 +235,7 @@ fn leaving_frees_a_rank_and_later_ends_the_job() {
 #[test]
 fn a_job_waits_for_all_the_hubs_it_names() {
     let (_manager, client) = start(config());
-    let first = Hub::join(&client, Manner::Serve);
+    let first = Hub::join(&client, HubBehaviour::Serve);
     let pair = JobOptions { hubs: Some(2), ..waiting_for(0.5) };
     let job = Job::create_with(&client, "pair", 1, pair);
     let refused = job.connect(0);
@@ -252,16 +252,16 @@ fn a_job_waits_for_all_the_hubs_it_names() {
     });
     eventually("the rank waits", || job.connected() == [0]);
     assert_eq!(client.job("patient").unwrap().state, JobState::Connecting);
-    let second = Hub::join(&client, Manner::Serve);
+    let second = Hub::join(&client, HubBehaviour::Serve);
     let connected = rank.join().unwrap().unwrap();
     assert_eq!(connected.hubs, [first.shape.clone(), second.shape.clone()]);
     assert_eq!(connected.options, patient);
 }
 
 #[test]
-fn a_job_nobody_comes_to_holds_nothing_for_longer_than_its_lease() {
+fn a_job_without_ranks_holds_nothing_for_longer_than_its_lease() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let options = JobOptions { lease_s: 0.5, ..JobOptions::default() };
     let alone = Job::create_with(&client, "alone", 2, options);
     let waiting = Job::create_with(&client, "waiting", 2, options);
@@ -281,7 +281,7 @@ fn a_job_nobody_comes_to_holds_nothing_for_longer_than_its_lease() {
 #[test]
 fn a_name_is_taken_until_its_job_ends() {
     let (_manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "popular", 1);
     let again = CreateService { name: "popular".into(), workers: 1, options: JobOptions::default() };
     let refused = client.create_service(&again);
@@ -338,7 +338,7 @@ fn names_workers_and_options_are_bounded() {
 #[test]
 fn a_table_of_twenty_thousand_keys_passes_for_eight_ranks() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "wide", 8);
     assert!(job.all_ranks(0..8, Job::connect).iter().all(Result::is_ok));
     let wide = || {
@@ -355,7 +355,7 @@ fn a_table_of_twenty_thousand_keys_passes_for_eight_ranks() {
 #[test]
 fn settings_that_cannot_be_used_are_refused_to_the_rank_alone() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "odd", 1);
     job.connect(0).unwrap();
     let refused = job.init(0, Settings { chunk_bytes: 7, ..settings(8) });

@@ -1,4 +1,5 @@
-//! What survives a restart, and how a manager reports a state directory that it cannot use.
+//! These tests show what survives a restart, and how a manager reports a state directory that it cannot
+//! use.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -21,7 +22,7 @@ fn jobs_survive_a_restart_and_what_ran_has_failed() {
     let scratch = tempfile::tempdir().unwrap();
     let state = scratch.path().join("a/b");
     let (manager, client) = start(config_in(&state));
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let run = |name: &str| {
         let job = Job::create(&client, name, 1);
         job.connect(0).unwrap();
@@ -49,7 +50,7 @@ fn jobs_survive_a_restart_and_what_ran_has_failed() {
             (JobState::Failed, "the manager restarted while it ran")
         );
     }
-    // A worker that knows the nonce gets the reason; a stranger gets none.
+    // A worker that knows the nonce gets the reason; one without the nonce gets none.
     let running = Job { client: client.clone(), ..running };
     let late = running.connect(0);
     assert_eq!(code(&late), ErrorCode::JobEnded);
@@ -63,7 +64,7 @@ fn jobs_survive_a_restart_and_what_ran_has_failed() {
 }
 
 #[test]
-fn a_job_is_on_disk_before_its_creator_hears_of_it() {
+fn a_job_is_on_disk_before_its_creation_is_answered() {
     let scratch = tempfile::tempdir().unwrap();
     let (_manager, client) = start(config_in(&scratch.path().join("live")));
     let job = Job::create(&client, "crashed", 1);

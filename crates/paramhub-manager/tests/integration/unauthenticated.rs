@@ -1,4 +1,4 @@
-//! Callers who prove nothing, many of them and of every kind, beside hubs, ranks and operators that need the
+//! Callers that prove nothing, many of them and of every kind, beside hubs, ranks and operators that need the
 //! manager.
 
 use std::io::{ErrorKind, Read, Write};
@@ -16,9 +16,9 @@ use socket2::{Domain, Socket, Type};
 
 const INIT: &str = "/v1/jobs/00000000000000000000000000000000/init";
 
-/// What strangers send: these bytes first, and then a byte now and then or none.
+/// The bytes of such clients: these first, and then a byte now and then or none.
 #[derive(Clone)]
-struct Manner {
+struct ClientBehaviour {
     beginning: Vec<u8>,
     drips: bool,
 }
@@ -30,41 +30,41 @@ fn head(path: &str, length: usize) -> Vec<u8> {
     .into_bytes()
 }
 
-fn manners() -> Vec<Manner> {
-    let manner = |beginning: &[u8], drips| Manner { beginning: beginning.to_vec(), drips };
+fn behaviours() -> Vec<ClientBehaviour> {
+    let behaviour = |beginning: &[u8], drips| ClientBehaviour { beginning: beginning.to_vec(), drips };
     let long_body = [head(INIT, 64 << 10), vec![b' '; 4000]].concat();
     vec![
-        manner(b"", false),
-        manner(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n", false),
-        manner(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\nx-", true),
-        manner(&head(INIT, 512 << 20), false),
-        manner(&head(INIT, 512 << 20), true),
-        manner(&head("/v1/jobs", 60_000), true),
-        manner(&long_body, true),
+        behaviour(b"", false),
+        behaviour(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n", false),
+        behaviour(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\nx-", true),
+        behaviour(&head(INIT, 512 << 20), false),
+        behaviour(&head(INIT, 512 << 20), true),
+        behaviour(&head("/v1/jobs", 60_000), true),
+        behaviour(&long_body, true),
     ]
 }
 
-/// Strangers that reconnect whenever they are turned away, until they are dropped.
-struct Strangers {
+/// UnauthenticatedClients that reconnect whenever they are turned away, until they are dropped.
+struct UnauthenticatedClients {
     quit: Arc<AtomicBool>,
     opened: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Strangers {
-    fn at(manager: SocketAddr, count: usize, addresses: u8) -> Strangers {
+impl UnauthenticatedClients {
+    fn at(manager: SocketAddr, count: usize, addresses: u8) -> UnauthenticatedClients {
         let (quit, opened) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let thread = std::thread::spawn({
             let (quit, opened) = (quit.clone(), opened.clone());
             move || {
-                let manners = manners();
-                let mut strangers: Vec<Option<Socket>> = (0..count).map(|_| None).collect();
+                let behaviours = behaviours();
+                let mut sockets: Vec<Option<Socket>> = (0..count).map(|_| None).collect();
                 while !quit.load(Ordering::Relaxed) {
-                    for (index, place) in strangers.iter_mut().enumerate() {
-                        let manner = &manners[index % manners.len()];
+                    for (index, place) in sockets.iter_mut().enumerate() {
+                        let behaviour = &behaviours[index % behaviours.len()];
                         let from = Ipv4Addr::new(127, 0, 7, 1 + (index % usize::from(addresses)) as u8);
-                        if place.as_ref().is_none_or(|stranger| is_gone(stranger, manner)) {
-                            *place = open(manager, from, manner);
+                        if place.as_ref().is_none_or(|socket| is_gone(socket, behaviour)) {
+                            *place = open(manager, from, behaviour);
                             opened.fetch_add(1, Ordering::Relaxed);
                         }
                         if quit.load(Ordering::Relaxed) {
@@ -75,45 +75,45 @@ impl Strangers {
                 }
             }
         });
-        let strangers = Strangers { quit, opened, thread: Some(thread) };
-        eventually("every stranger has called", || strangers.opened.load(Ordering::Relaxed) >= count);
-        strangers
+        let clients = UnauthenticatedClients { quit, opened, thread: Some(thread) };
+        eventually("every client has called", || clients.opened.load(Ordering::Relaxed) >= count);
+        clients
     }
 }
 
-impl Drop for Strangers {
+impl Drop for UnauthenticatedClients {
     fn drop(&mut self) {
         self.quit.store(true, Ordering::Relaxed);
         self.thread.take().unwrap().join().unwrap();
     }
 }
 
-fn open(manager: SocketAddr, from: Ipv4Addr, manner: &Manner) -> Option<Socket> {
+fn open(manager: SocketAddr, from: Ipv4Addr, behaviour: &ClientBehaviour) -> Option<Socket> {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from((from, 0)).into()).ok()?;
     socket.connect_timeout(&manager.into(), Duration::from_secs(1)).ok()?;
     socket.set_nonblocking(true).unwrap();
-    let _ = (&socket).write(&manner.beginning);
+    let _ = (&socket).write(&behaviour.beginning);
     Some(socket)
 }
 
-fn is_gone(mut stranger: &Socket, manner: &Manner) -> bool {
-    if manner.drips && matches!(stranger.write(b" "), Err(cause) if cause.kind() != ErrorKind::WouldBlock) {
+fn is_gone(mut socket: &Socket, behaviour: &ClientBehaviour) -> bool {
+    if behaviour.drips && matches!(socket.write(b" "), Err(cause) if cause.kind() != ErrorKind::WouldBlock) {
         return true;
     }
     let mut answer = [0; 1024];
-    !matches!(stranger.read(&mut answer), Err(cause) if cause.kind() == ErrorKind::WouldBlock)
+    !matches!(socket.read(&mut answer), Err(cause) if cause.kind() == ErrorKind::WouldBlock)
 }
 
-/// Checks a job that runs from before the strangers come until after they have gone, and new jobs meanwhile.
+/// Checks a job that runs from before the clients come until after they have gone, and new jobs meanwhile.
 fn jobs_are_served_beside(
-    strangers: impl FnOnce(SocketAddr) -> Strangers,
+    clients: impl FnOnce(SocketAddr) -> UnauthenticatedClients,
     config: ManagerConfig,
     new: usize,
 ) {
     let hub_timeout = config.hub_timeout;
     let (manager, client) = start(config);
-    let hub = Hub::join(&client, crate::common::Manner::Serve);
+    let hub = Hub::join(&client, crate::common::HubBehaviour::Serve);
     let begin = |name: &str| {
         let job = Job::create(&client, name, 2);
         for (rank, connected) in job.all_ranks(0..2, Job::connect).into_iter().enumerate() {
@@ -125,7 +125,7 @@ fn jobs_are_served_beside(
         job
     };
     let running = begin("running");
-    let strangers = strangers(manager.address());
+    let clients = clients(manager.address());
     let came = Instant::now();
     let mut round = 0;
     while round < new || came.elapsed() < 2 * hub_timeout {
@@ -136,38 +136,38 @@ fn jobs_are_served_beside(
     }
     assert_eq!(client.job("running").unwrap().state, JobState::Running);
     assert_eq!(client.hubs().unwrap().len(), 1);
-    drop(strangers);
+    drop(clients);
     hub.finish(&running);
     assert_eq!(client.job("running").unwrap().state, JobState::Finished);
 }
 
 #[test]
-fn strangers_from_the_workers_own_address_end_no_job_and_keep_none_out() {
+fn unauthenticated_clients_at_the_workers_own_address_end_no_job_and_keep_none_out() {
     let config = ManagerConfig { unauthenticated_max: 48, hub_timeout: Duration::from_secs(3), ..config() };
-    jobs_are_served_beside(|manager| Strangers::at(manager, 300, 1), config, 3);
+    jobs_are_served_beside(|manager| UnauthenticatedClients::at(manager, 300, 1), config, 3);
 }
 
 #[test]
-fn strangers_from_many_addresses_end_no_job_and_keep_none_out() {
+fn unauthenticated_clients_at_many_addresses_end_no_job_and_keep_none_out() {
     let config = ManagerConfig { unauthenticated_max: 48, hub_timeout: Duration::from_secs(3), ..config() };
-    jobs_are_served_beside(|manager| Strangers::at(manager, 300, 100), config, 3);
+    jobs_are_served_beside(|manager| UnauthenticatedClients::at(manager, 300, 100), config, 3);
 }
 
 #[test]
-fn eight_thousand_strangers_end_no_job_and_keep_none_out() {
+fn eight_thousand_unauthenticated_clients_end_no_job_and_keep_none_out() {
     let limit = getrlimit(Resource::Nofile);
     if limit.maximum.is_some_and(|most| most < 12_000) {
         println!("skipped: this process may not open 12,000 descriptors");
         return;
     }
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }).unwrap();
-    jobs_are_served_beside(|manager| Strangers::at(manager, 8300, 1), config(), 1);
+    jobs_are_served_beside(|manager| UnauthenticatedClients::at(manager, 8300, 1), config(), 1);
 }
 
 #[test]
 fn a_hub_with_a_wrong_token_is_refused_before_its_body_is_read() {
     let (manager, client) = start(config());
-    let hub = Hub::join(&client, crate::common::Manner::Serve);
+    let hub = Hub::join(&client, crate::common::HubBehaviour::Serve);
     for (hub, status) in [(hub.registered.hub, "401"), (7, "404")] {
         let promised = format!(
             "POST /v1/hubs/{hub}/events HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer guess\r\ncontent-type: \
@@ -181,22 +181,22 @@ fn a_hub_with_a_wrong_token_is_refused_before_its_body_is_read() {
 #[test]
 fn two_dripping_key_tables_without_a_proof_hold_up_no_job() {
     let (manager, client) = start(config());
-    let hub = Hub::join(&client, crate::common::Manner::Serve);
-    let strangers: Vec<Socket> = (0..2)
+    let hub = Hub::join(&client, crate::common::HubBehaviour::Serve);
+    let sockets: Vec<Socket> = (0..2)
         .map(|_| {
-            let manner = Manner { beginning: head(INIT, 512 << 20), drips: true };
-            let stranger = open(manager.address(), Ipv4Addr::LOCALHOST, &manner).unwrap();
-            assert!(!is_gone(&stranger, &manner));
-            stranger
+            let behaviour = ClientBehaviour { beginning: head(INIT, 512 << 20), drips: true };
+            let socket = open(manager.address(), Ipv4Addr::LOCALHOST, &behaviour).unwrap();
+            assert!(!is_gone(&socket, &behaviour));
+            socket
         })
         .collect();
     let begun = Instant::now();
     let job = Job::create(&client, "prompt", 1);
     job.connect(0).unwrap();
     job.init(0, settings(8)).unwrap();
-    assert!(begun.elapsed() < PATIENCE, "it waited for the strangers' minute");
+    assert!(begun.elapsed() < WAIT_TIMEOUT, "it waited for the minute of the unauthenticated clients");
     hub.finish(&job);
-    drop(strangers);
+    drop(sockets);
 }
 
 #[test]
@@ -208,7 +208,7 @@ fn ranks_that_wait_for_others_leave_hubs_and_smaller_jobs_their_places() {
         ..config()
     };
     let (manager, client) = start(config);
-    let hub = Hub::join(&client, crate::common::Manner::Serve);
+    let hub = Hub::join(&client, crate::common::HubBehaviour::Serve);
     let crowd = Job::create(&client, "crowd", 33);
     let ask = |job: &Job, rank: u32| {
         let body = serde_json::to_string(&job.connect_request(rank, process(rank))).unwrap();

@@ -67,9 +67,9 @@ fn measure(name: &str, tensors: &[usize], teams: &mut [Team], rounds: usize) -> 
     println!("{name}");
     for (place, team) in teams.iter().enumerate() {
         let time = median(seconds[place].clone());
-        let rival = teams.iter().position(|other| team.kind.rival() == Some(other.kind));
-        let ratio = rival.map_or(String::new(), |rival| {
-            let ratios = seconds[rival].iter().zip(&seconds[place]).map(|(theirs, ours)| theirs / ours);
+        let counterpart = teams.iter().position(|other| team.kind.counterpart() == Some(other.kind));
+        let ratio = counterpart.map_or(String::new(), |counterpart| {
+            let ratios = seconds[counterpart].iter().zip(&seconds[place]).map(|(theirs, ours)| theirs / ours);
             format!("{:>6.2} of OpenMPI's speed", median(ratios.collect()))
         });
         println!(

@@ -31,7 +31,7 @@ impl TeamKind {
     }
 
     /// The team to compare this one with.
-    pub(super) fn rival(self) -> Option<TeamKind> {
+    pub(super) fn counterpart(self) -> Option<TeamKind> {
         match self {
             TeamKind::Memory => Some(TeamKind::OpenMpi),
             TeamKind::Tcp => Some(TeamKind::OpenMpiTcp),
@@ -91,7 +91,7 @@ impl Team {
         let (lines, addresses): (Vec<_>, Vec<String>) = lines.into_iter().flatten().unzip();
         team.lines = lines;
         if matches!(kind, TeamKind::Memory | TeamKind::Tcp) {
-            team.tell(&addresses.join(" "))?;
+            team.send_line(&addresses.join(" "))?;
         }
         Ok(team)
     }
@@ -143,7 +143,7 @@ impl Team {
 
     fn turn(&mut self, form: &str, tensors: &[usize]) -> Result<f64, Failure> {
         let words = tensors.iter().map(|elements| format!(" {elements}")).collect::<String>();
-        self.tell(&format!("{form}{words}"))?;
+        self.send_line(&format!("{form}{words}"))?;
         let mut slowest = 0.0_f64;
         for (rank, line) in self.lines.iter_mut().enumerate() {
             let mut answer = String::new();
@@ -159,7 +159,7 @@ impl Team {
         Ok(slowest)
     }
 
-    fn tell(&mut self, text: &str) -> Result<(), Failure> {
+    fn send_line(&mut self, text: &str) -> Result<(), Failure> {
         for line in &mut self.lines {
             writeln!(line.get_mut(), "{text}")?;
         }

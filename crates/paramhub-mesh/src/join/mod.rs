@@ -90,7 +90,7 @@ impl MeshListener {
 /// The connections so far, and the handshakes under way.
 struct MeshJoin<'a> {
     config: &'a MeshConfig,
-    who: MeshRank,
+    this_rank: MeshRank,
     listener: TcpListener,
     poller: Poller,
     incarnation: Incarnation,
@@ -116,7 +116,7 @@ struct RankConnection {
 
 impl<'a> MeshJoin<'a> {
     fn new(config: &'a MeshConfig, listener: TcpListener) -> Result<Self, MeshError> {
-        let who = config.who();
+        let this_rank = config.this_rank();
         let prepared = || -> io::Result<(Poller, Incarnation)> {
             let poller = Poller::new()?;
             listener.set_nonblocking(true)?;
@@ -124,7 +124,7 @@ impl<'a> MeshJoin<'a> {
             Ok((poller, Incarnation(draw()?)))
         };
         let (poller, incarnation) = prepared().map_err(|error| MeshError::System {
-            who: who.clone(),
+            this_rank: this_rank.clone(),
             what: "prepare to join",
             reason: error.to_string().into(),
         })?;
@@ -143,7 +143,7 @@ impl<'a> MeshJoin<'a> {
             .collect();
         let (dials, pending) = (HashMap::new(), PendingHandshakes::new(PENDING_MAX));
         let next_token = u64::from(config.size);
-        Ok(MeshJoin { config, who, listener, poller, incarnation, ranks, dials, pending, next_token })
+        Ok(MeshJoin { config, this_rank, listener, poller, incarnation, ranks, dials, pending, next_token })
     }
 
     fn run(mut self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<Option<OwnedFd>>, MeshError> {
@@ -160,7 +160,7 @@ impl<'a> MeshJoin<'a> {
             }
             if now >= next_question {
                 if !goes_on() {
-                    return Err(MeshError::Interrupted { who: self.who });
+                    return Err(MeshError::Interrupted { this_rank: self.this_rank });
                 }
                 next_question = now + ASK_EVERY;
             }
@@ -169,7 +169,7 @@ impl<'a> MeshJoin<'a> {
             let left = self.config.join_timeout.saturating_sub(now.duration_since(begun));
             let timeout = left.min(ASK_EVERY).min(self.next_dial(now));
             self.poller.wait(&mut events, Some(timeout)).map_err(|error| MeshError::System {
-                who: self.who.clone(),
+                this_rank: self.this_rank.clone(),
                 what: "wait for peers",
                 reason: error.to_string().into(),
             })?;
@@ -202,7 +202,7 @@ impl<'a> MeshJoin<'a> {
             (rank, why)
         });
         MeshError::Join {
-            who: self.who.clone(),
+            this_rank: self.this_rank.clone(),
             size: self.config.size,
             seconds: self.config.join_timeout.as_secs_f64(),
             missing: missing.collect(),
@@ -306,7 +306,7 @@ impl<'a> MeshJoin<'a> {
             HandshakeProgress::Refused(reason) => {
                 let address = handshake.address.to_string().into();
                 return Err(MeshError::Refused {
-                    who: self.who.clone(),
+                    this_rank: self.this_rank.clone(),
                     rank: token as u32,
                     address,
                     reason: reason.into(),

@@ -1,4 +1,4 @@
-//! How the ranks of a mesh agree to share memory, or not to.
+//! The protocol by which the ranks of a mesh agree to share memory, or not to.
 //!
 //! Rank 0 makes the memory and offers it to all ranks over the new connections. A rank on rank 0's host can
 //! reach the name in the offer; it shows the token there and gets the descriptors. Each rank reports whether
@@ -22,9 +22,9 @@ use crate::config::MeshConfig;
 use crate::error::MeshError;
 use crate::wire::{NO_OFFER, OFFER_BYTES, SegmentOffer, TOKEN_BYTES};
 
-/// How often the caller's function is asked whether to go on.
+/// The interval at which the caller's function is asked whether to go on.
 const ASK_EVERY: Duration = Duration::from_millis(100);
-/// How long rank 0 may take to send the memory that it has offered.
+/// The time that rank 0 may take to send the memory that it has offered.
 const HANDOUT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The number of descriptors in one message.
 const DESCRIPTORS_PER_MESSAGE: usize = 4;
@@ -37,7 +37,7 @@ const FIRST_CONNECTION_TOKEN: u64 = 1 << 32;
 /// The shared memory, or why there is none.
 pub(crate) type SharedMemoryAgreement = Result<SharedSegment, Arc<str>>;
 
-/// How long joining may take, and a callback that may end it before.
+/// The time that joining may take, and a callback that may end it before.
 pub(crate) struct JoinDeadline<'a> {
     pub(crate) at: Instant,
     pub(crate) goes_on: &'a mut dyn FnMut() -> bool,
@@ -116,7 +116,7 @@ struct SegmentServer {
 impl SegmentServer {
     fn new(config: &MeshConfig) -> Result<SegmentServer, Arc<str>> {
         if !config.shares_memory {
-            return Err("rank 0 was told not to share memory".into());
+            return Err("rank 0 is configured not to share memory".into());
         }
         if config.size > RANKS_MAX {
             return Err(format!("there are more than {RANKS_MAX} ranks").into());
@@ -160,7 +160,7 @@ impl SegmentServer {
             }
             let timeout = wait_time(config, &deadline, &open)?;
             if !(deadline.goes_on)() {
-                return Err(AgreementError::Mesh(MeshError::Interrupted { who: config.who() }));
+                return Err(AgreementError::Mesh(MeshError::Interrupted { this_rank: config.this_rank() }));
             }
             poller.wait(&mut events, Some(timeout))?;
             for event in events.iter() {
@@ -227,12 +227,16 @@ fn accept(
     let mut wire = [0; OFFER_BYTES];
     receive_bytes(config, socket, &mut wire, &mut deadline)?;
     let offer = SegmentOffer::decode(&wire).map_err(|reason| {
-        AgreementError::Mesh(MeshError::Protocol { who: config.who(), rank: 0, reason: reason.into() })
+        AgreementError::Mesh(MeshError::Protocol {
+            this_rank: config.this_rank(),
+            rank: 0,
+            reason: reason.into(),
+        })
     })?;
     let Some(offer) = offer else { return Ok(Err("rank 0 does not share memory".into())) };
     let fetched = match config.shares_memory {
         true => fetch(config, &offer),
-        false => Err(io::Error::other("this rank was told not to share memory")),
+        false => Err(io::Error::other("this rank is configured not to share memory")),
     };
     send_bytes(socket, &[u8::from(fetched.is_ok())])?;
     let mut verdict = [0];
@@ -293,7 +297,9 @@ fn receive_bytes(
             Err(Errno::AGAIN) => {
                 let timeout = wait_time(config, deadline, &[0])?;
                 if !(deadline.goes_on)() {
-                    return Err(AgreementError::Mesh(MeshError::Interrupted { who: config.who() }));
+                    return Err(AgreementError::Mesh(MeshError::Interrupted {
+                        this_rank: config.this_rank(),
+                    }));
                 }
                 poller.wait(&mut events, Some(timeout))?;
             }
@@ -303,7 +309,7 @@ fn receive_bytes(
     Ok(())
 }
 
-/// How long to wait before asking again whether to go on; fails at the deadline.
+/// Returns the time to wait before asking again whether to go on; fails at the deadline.
 fn wait_time(
     config: &MeshConfig,
     deadline: &JoinDeadline<'_>,
@@ -315,7 +321,7 @@ fn wait_time(
     }
     let why: Arc<str> = "it is connected, but has not joined all others".into();
     Err(AgreementError::Mesh(MeshError::Join {
-        who: config.who(),
+        this_rank: config.this_rank(),
         size: config.size,
         seconds: config.join_timeout.as_secs_f64(),
         missing: open.iter().map(|&rank| (rank, Arc::clone(&why))).collect(),
@@ -391,11 +397,11 @@ mod tests {
         // waits for them.
         let _silent = connect(&offer.path(), LONG).unwrap();
         drop(connect(&offer.path(), LONG).unwrap());
-        for said in [&[0_u8; TOKEN_BYTES][..], b"short"] {
-            let mut stranger = connect(&offer.path(), LONG).unwrap();
-            stranger.write_all(said).unwrap();
-            stranger.set_read_timeout(Some(LONG)).unwrap();
-            let got = receive_segments(&stranger, &mut [0; 8]);
+        for sent in [&[0_u8; TOKEN_BYTES][..], b"short"] {
+            let mut socket = connect(&offer.path(), LONG).unwrap();
+            socket.write_all(sent).unwrap();
+            socket.set_read_timeout(Some(LONG)).unwrap();
+            let got = receive_segments(&socket, &mut [0; 8]);
             assert!(
                 got.is_err() || got.is_ok_and(|(received, descriptors)| received + descriptors.len() == 0)
             );
@@ -442,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_offer_is_named() {
+    fn bytes_that_are_no_offer_break_the_protocol() {
         let (near, mut far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
         far.write_all(&[7; OFFER_BYTES]).unwrap();

@@ -15,8 +15,8 @@ use crate::element::{ElementType, ReduceOp};
 use crate::operation::Operation;
 use crate::progress_engine::{OperationsInFlight, SlabKey};
 
-/// How long a rank polls before it sleeps. It yields meanwhile, so that the other ranks run where there are
-/// more ranks than processors.
+/// The time that a rank polls before it sleeps. It yields meanwhile, so that the other ranks run where
+/// there are more ranks than processors.
 const SPIN: Duration = Duration::from_micros(50);
 /// Bytes that are reduced before the result is copied to the slot for the other ranks: both still lie in the
 /// first cache.
@@ -36,9 +36,9 @@ pub(crate) struct Pipeline {
     /// The number of chunks that all other ranks are known to have brought past each stage.
     known: [u64; 3],
     has_more: bool,
-    /// Whether to wake sleeping ranks at every chunk, rather than when this rank can go no further.
+    /// `true` to wake sleeping ranks at every chunk, rather than when this rank can go no further.
     signals_every_chunk: bool,
-    /// Whether this rank has made progress since it last woke sleepers.
+    /// `true` if this rank has made progress since it last woke sleepers.
     has_unsignalled: bool,
 }
 
@@ -91,12 +91,12 @@ impl Pipeline {
         self.has_more = true;
     }
 
-    /// Whether the pipeline stopped only because its budget was spent.
+    /// Returns whether the pipeline stopped only because its budget was spent.
     pub(crate) fn has_more(&self) -> bool {
         self.has_more
     }
 
-    /// Whether the pipeline waits for other ranks.
+    /// Returns whether the pipeline waits for other ranks.
     pub(crate) fn is_waiting(&self) -> bool {
         !self.collectives.is_empty() && !self.has_more
     }
@@ -116,7 +116,7 @@ impl Pipeline {
                 self.has_more = true;
                 break;
             }
-            let bytes = if self.may(ChunkStage::Taken) {
+            let bytes = if self.may(ChunkStage::ReadByRank) {
                 self.take(in_flight)?
             } else if self.may(ChunkStage::Reduced) {
                 self.reduce(in_flight)?
@@ -189,7 +189,7 @@ impl Pipeline {
             ChunkStage::Copied => {
                 // The chunk that lay in the slot before must have been taken.
                 let count = (chunk + 1).saturating_sub(SLOTS);
-                if self.reached[ChunkStage::Taken as usize] < count {
+                if self.reached[ChunkStage::ReadByRank as usize] < count {
                     return None;
                 }
                 WakeCondition { count, ranks: self.segment.others() }
@@ -199,7 +199,7 @@ impl Pipeline {
                 let reduces = flow.plan.reduced(chunk - flow.first_chunk).is_some();
                 WakeCondition { count: chunk + 1, ranks: if reduces { self.segment.others() } else { 0 } }
             }
-            ChunkStage::Taken => WakeCondition { count: chunk + 1, ranks: flow.plan.sources() },
+            ChunkStage::ReadByRank => WakeCondition { count: chunk + 1, ranks: flow.plan.sources() },
         };
         Some(wake_condition)
     }
@@ -268,7 +268,7 @@ impl Pipeline {
     }
 
     fn take(&mut self, in_flight: &mut OperationsInFlight) -> Result<usize, CollectiveMismatch> {
-        let chunk = self.reached[ChunkStage::Taken as usize];
+        let chunk = self.reached[ChunkStage::ReadByRank as usize];
         let flow = &self.collectives[0];
         let sources = flow.plan.sources();
         self.check_labels(flow, chunk, sources)?;
@@ -281,7 +281,7 @@ impl Pipeline {
             }
         }
         let (key, is_last) = (flow.key, chunk + 1 == flow.first_chunk + flow.plan.chunks());
-        self.reach(ChunkStage::Taken);
+        self.reach(ChunkStage::ReadByRank);
         if is_last {
             self.collectives.pop_front();
             self.flow = self.flow.map(|place| place.saturating_sub(1));
@@ -325,9 +325,9 @@ impl Pipeline {
 /// The stage of the other ranks that a stage waits for.
 fn awaited_stage(stage: ChunkStage) -> ChunkStage {
     match stage {
-        ChunkStage::Copied => ChunkStage::Taken,
+        ChunkStage::Copied => ChunkStage::ReadByRank,
         ChunkStage::Reduced => ChunkStage::Copied,
-        ChunkStage::Taken => ChunkStage::Reduced,
+        ChunkStage::ReadByRank => ChunkStage::Reduced,
     }
 }
 

@@ -81,10 +81,10 @@ pub(crate) struct ChunkReduction {
     pub(crate) offset: usize,
     /// The range of this rank's own buffers that is copied to `into` first.
     pub(crate) first: Option<BufferRange>,
-    /// Whether this rank's own contribution comes from its own slot, in the order of ranks, so that all ranks
-    /// get the same bits.
+    /// `true` if this rank's own contribution comes from its own slot, in the order of ranks, so that all
+    /// ranks get the same bits.
     pub(crate) is_whole: bool,
-    /// Whether the result goes to this rank's own slot, for the others.
+    /// `true` if the result goes to this rank's own slot, for the others.
     pub(crate) is_spread: bool,
 }
 
@@ -343,7 +343,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
         #[test]
-        fn reductions_reach_whom_they_should(size in 2..7_usize, bytes in lengths(), to in 0..7_u32) {
+        fn reductions_reach_their_ranks(size in 2..7_usize, bytes in lengths(), to in 0..7_u32) {
             let to = (to < size as u32).then_some(to);
             let plan = |layout| Plan::reduce(layout, bytes, 4, to);
             let mut all = ranks(size, plan, |rank| vec![content(rank, 0, bytes)]);

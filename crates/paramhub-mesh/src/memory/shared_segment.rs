@@ -45,11 +45,11 @@ pub(crate) enum ChunkStage {
     /// The rank's part of the result is in its slot.
     Reduced,
     /// The rank needs no more bytes of the others' slots.
-    Taken,
+    ReadByRank,
 }
 
 impl ChunkStage {
-    pub(crate) const ALL: [ChunkStage; 3] = [ChunkStage::Copied, ChunkStage::Reduced, ChunkStage::Taken];
+    pub(crate) const ALL: [ChunkStage; 3] = [ChunkStage::Copied, ChunkStage::Reduced, ChunkStage::ReadByRank];
 }
 
 /// The condition on which to wake a rank: `ranks` have brought `count` chunks past a stage. A count of 0 is
@@ -149,7 +149,7 @@ impl SharedSegment {
         }
     }
 
-    /// Whether one of a sleeper's conditions holds.
+    /// Returns whether one of a sleeper's conditions holds.
     fn is_due(&self, sleeper: u32) -> bool {
         fence(Acquire);
         ChunkStage::ALL.into_iter().any(|stage| {

@@ -81,6 +81,10 @@ impl Mesh {
     }
 
     pub(super) fn misused(&self, kind: &OperationKind, reason: String) -> MeshError {
-        MeshError::Misused { who: self.who.clone(), what: kind.to_string().into(), reason: reason.into() }
+        MeshError::Misused {
+            this_rank: self.this_rank.clone(),
+            what: kind.to_string().into(),
+            reason: reason.into(),
+        }
     }
 }

@@ -124,7 +124,7 @@ impl Mesh {
             (PART_MIN * PARTS * rounds).as_secs_f64().ceil(),
             if probe.pairs == Pairs::OneByOne { ", or measure disjoint pairs together" } else { "" },
         );
-        Err(MeshError::Configuration { who: self.who().clone(), reason: reason.into() })
+        Err(MeshError::Configuration { this_rank: self.this_rank().clone(), reason: reason.into() })
     }
 
     /// Compares the ranks' probes: ranks with unlike rounds would wait for one another for ever.
@@ -141,7 +141,7 @@ impl Mesh {
             words(own),
             words([all[other][0], all[other][1]])
         );
-        Err(MeshError::Configuration { who: self.who().clone(), reason: reason.into() })
+        Err(MeshError::Configuration { this_rank: self.this_rank().clone(), reason: reason.into() })
     }
 
     fn share(&self, arrived: Vec<f64>) -> Result<Bandwidths, MeshError> {

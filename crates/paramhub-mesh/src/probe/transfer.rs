@@ -176,9 +176,9 @@ impl<'a> TimedTransfer<'a> {
         if block_bytes <= BLOCK_BYTES_MAX {
             return Ok(BlockBatch { blocks, block_bytes });
         }
-        let who = self.mesh.who().clone();
+        let this_rank = self.mesh.this_rank().clone();
         let reason = format!("it asks a probe for blocks of {block_bytes} bytes").into();
-        Err(MeshError::Protocol { who, rank: peer, reason })
+        Err(MeshError::Protocol { this_rank, rank: peer, reason })
     }
 }
 

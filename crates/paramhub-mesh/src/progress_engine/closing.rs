@@ -14,7 +14,7 @@ pub(crate) struct ClosingConnection {
     socket: OwnedFd,
     last_messages: Vec<u8>,
     gone: usize,
-    /// Whether this rank's side is closed, or broken.
+    /// `true` if this rank's side is closed, or broken.
     is_sent: bool,
     is_over: bool,
 }

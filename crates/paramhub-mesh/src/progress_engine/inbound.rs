@@ -27,21 +27,21 @@ pub(crate) struct Inbound {
     /// The number of bytes of its payload that have come.
     filled: usize,
     /// The payload of a control frame.
-    stash: [u8; CONTROL_BYTES_MAX],
+    control_payload: [u8; CONTROL_BYTES_MAX],
 }
 
 /// The result of one turn of reading.
 #[derive(Debug, Default)]
 pub(crate) struct Received {
     pub(crate) bytes: usize,
-    /// How the peer's side has ended, if it has.
+    /// The way in which the peer's side has ended, if it has.
     pub(crate) is_over: Option<PeerEnd>,
 }
 
-/// How a peer's side ended.
+/// The way in which a peer's side ended.
 #[derive(Debug)]
 pub(crate) enum PeerEnd {
-    /// The peer sent a goodbye, after so many collectives.
+    /// The peer sent a leave message, after so many collectives.
     Left(u64),
     /// The peer sent a reason.
     Aborted { culprit: Option<u32>, reason: String },
@@ -51,8 +51,8 @@ pub(crate) enum PeerEnd {
 
 impl Inbound {
     pub(crate) fn new() -> Self {
-        let (head, stash) = ([0; HEADER_BYTES], [0; CONTROL_BYTES_MAX]);
-        Inbound { head, head_filled: 0, frame: None, filled: 0, stash }
+        let (head, control_payload) = ([0; HEADER_BYTES], [0; CONTROL_BYTES_MAX]);
+        Inbound { head, head_filled: 0, frame: None, filled: 0, control_payload }
     }
 
     fn missing(&self) -> usize {
@@ -117,7 +117,7 @@ impl Peer {
     fn end_of_stream(&self) -> String {
         let inside = self.inbound.frame.is_some() || self.inbound.head_filled > 0;
         let place = if inside { " inside a frame" } else { "" };
-        format!("its connection ended{place} without a goodbye: has its process died?")
+        format!("its connection ended{place} without a leave message: has its process died?")
     }
 
     fn parse(
@@ -133,7 +133,7 @@ impl Peer {
                 if frame.kind == Kind::Data {
                     in_flight.write_received(SlabKey::from_wire(frame.ticket), payload);
                 } else {
-                    inbound.stash[inbound.filled..][..taken].copy_from_slice(payload);
+                    inbound.control_payload[inbound.filled..][..taken].copy_from_slice(payload);
                 }
                 inbound.filled += taken;
                 bytes = rest;
@@ -163,7 +163,7 @@ impl Peer {
 
     fn check_data(&self, in_flight: &OperationsInFlight, header: &Header) -> Result<(), MeshError> {
         let fault = match in_flight.receives.get(SlabKey::from_wire(header.ticket)) {
-            None => "data that nobody waits for",
+            None => "data that no operation waits for",
             Some(receive) if receive.from != Some(self.rank) => "data that another rank was asked for",
             Some(receive) if header.bytes != receive.arrived as u64 => "data out of order",
             Some(receive) if header.length as usize > receive.into.bytes - receive.arrived => {
@@ -215,7 +215,7 @@ impl Peer {
             }
             Kind::Grant => {
                 let Some(transfer) = self.matching.grant(address, header.ticket) else {
-                    return Err(self.broke(in_flight, "a grant that nobody claimed"));
+                    return Err(self.broke(in_flight, "a grant that was not claimed"));
                 };
                 self.outbound.transfer(transfer);
                 let outcome = self.matching.pair(address);
@@ -227,8 +227,9 @@ impl Peer {
                 self.act(in_flight, address, outcome)?;
             }
             Kind::Begin => {
-                let wire =
-                    self.inbound.stash[..header.length as usize].try_into().expect("bounded by its kind");
+                let wire = self.inbound.control_payload[..header.length as usize]
+                    .try_into()
+                    .expect("bounded by its kind");
                 let Some(descriptor) = Descriptor::decode(wire) else {
                     return Err(self.broke(in_flight, "a collective that does not exist"));
                 };
@@ -244,9 +245,9 @@ impl Peer {
                 }
             }
             Kind::Heartbeat => {}
-            Kind::Goodbye => return Ok(Some(PeerEnd::Left(header.tag))),
+            Kind::Leave => return Ok(Some(PeerEnd::Left(header.tag))),
             Kind::Abort => {
-                let reason = String::from_utf8_lossy(&self.inbound.stash[..header.length as usize]);
+                let reason = String::from_utf8_lossy(&self.inbound.control_payload[..header.length as usize]);
                 let culprit = u32::try_from(header.tag).ok().filter(|rank| *rank < in_flight.size);
                 return Ok(Some(PeerEnd::Aborted { culprit, reason: reason.into_owned() }));
             }
@@ -273,9 +274,9 @@ impl Peer {
                 Ok(())
             }
             MatchOutcome::Mismatch(send, expected_bytes) => Err(MeshError::LengthMismatch {
-                who: in_flight.who.clone(),
+                this_rank: in_flight.this_rank.clone(),
                 what: in_flight.operation(send.id.operation).name(),
-                sender: in_flight.who.rank,
+                sender: in_flight.this_rank.rank,
                 sent_bytes: send.from.bytes as u64,
                 receiver: self.rank,
                 expected_bytes,
@@ -285,16 +286,16 @@ impl Peer {
     }
 
     fn is_previous(&self, in_flight: &OperationsInFlight) -> bool {
-        (self.rank + 1) % in_flight.size == in_flight.who.rank
+        (self.rank + 1) % in_flight.size == in_flight.this_rank.rank
     }
 
     fn is_next(&self, in_flight: &OperationsInFlight) -> bool {
-        (in_flight.who.rank + 1) % in_flight.size == self.rank
+        (in_flight.this_rank.rank + 1) % in_flight.size == self.rank
     }
 
     fn broke(&self, in_flight: &OperationsInFlight, what: &str) -> MeshError {
         MeshError::Protocol {
-            who: in_flight.who.clone(),
+            this_rank: in_flight.this_rank.clone(),
             rank: self.rank,
             reason: format!("it sent {what}").into(),
         }

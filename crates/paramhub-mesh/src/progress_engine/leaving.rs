@@ -22,7 +22,7 @@ impl ProgressEngine {
         let _ = self.poller.remove(&peer.socket);
         let mut needed: Vec<SlabKey> =
             peer.matching.unmatched().chain(peer.outbound.transfers()).map(|id| id.operation).collect();
-        if (self.in_flight.who.rank + 1) % self.in_flight.size == rank {
+        if (self.in_flight.this_rank.rank + 1) % self.in_flight.size == rank {
             self.in_flight.sequence.next_left();
         }
         let is_last = !self.has_peers();
@@ -46,8 +46,11 @@ impl ProgressEngine {
     /// for the other ranks wait for its steps.
     pub(super) fn fail_for_missing_rank(&mut self, operation: SlabKey, rank: u32) -> Result<(), MeshError> {
         let Some(operation_in_need) = self.in_flight.operations.get(operation) else { return Ok(()) };
-        let error =
-            MeshError::PeerLeft { who: self.in_flight.who.clone(), what: operation_in_need.name(), rank };
+        let error = MeshError::PeerLeft {
+            this_rank: self.in_flight.this_rank.clone(),
+            what: operation_in_need.name(),
+            rank,
+        };
         if operation_in_need.is_collective() {
             return Err(error);
         }
@@ -55,7 +58,8 @@ impl ProgressEngine {
         Ok(())
     }
 
-    /// Whether this rank may send its goodbye: nothing is under way but receives to which nothing has come.
+    /// Returns whether this rank may send its leave message: nothing is under way but receives to which
+    /// nothing has come.
     pub(super) fn has_left(&mut self, now: Instant) -> Result<bool, MeshError> {
         let Some((timeout, deadline)) = self.leaving else { return Ok(false) };
         let idle = self
@@ -72,20 +76,19 @@ impl ProgressEngine {
             return Ok(true);
         }
         if now >= deadline {
-            let (who, seconds) = (self.in_flight.who.clone(), timeout.as_secs_f64());
-            return Err(MeshError::LeaveTimeout { who, seconds, outstanding });
+            let (this_rank, seconds) = (self.in_flight.this_rank.clone(), timeout.as_secs_f64());
+            return Err(MeshError::LeaveTimeout { this_rank, seconds, outstanding });
         }
         Ok(false)
     }
 
-    /// Prepares the last messages, a goodbye or the reason why the mesh ends, and sends them as far as it
-    /// goes without blocking.
-    pub(super) fn last_messages(&mut self, is_goodbye: bool, error: &MeshError) -> Vec<ClosingConnection> {
-        let (header, text) = match is_goodbye {
-            true => (
-                Header { tag: self.in_flight.sequence.begun(), ..Header::bare(Kind::Goodbye) },
-                String::new(),
-            ),
+    /// Prepares the last messages, a leave message or the reason why the mesh ends, and sends them as far as
+    /// it goes without blocking.
+    pub(super) fn last_messages(&mut self, is_leave: bool, error: &MeshError) -> Vec<ClosingConnection> {
+        let (header, text) = match is_leave {
+            true => {
+                (Header { tag: self.in_flight.sequence.begun(), ..Header::bare(Kind::Leave) }, String::new())
+            }
             false => {
                 let tag = error.rank().map_or(u64::MAX, u64::from);
                 (Header { tag, ..Header::bare(Kind::Abort) }, abort_text(error))

@@ -1,4 +1,4 @@
-//! Which ranks are silent, and which ranks an operation waits for.
+//! This finds the ranks that are silent, and those that an operation waits for.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,8 +25,8 @@ impl ProgressEngine {
             if is_waiting
                 && let Some(LivenessChange::Dead(silence)) = peer.liveness.check(now, &self.liveness_rules)
             {
-                let (who, seconds) = (self.in_flight.who.clone(), silence.as_secs_f64());
-                return Err(MeshError::Silent { who, rank: peer.rank, seconds });
+                let (this_rank, seconds) = (self.in_flight.this_rank.clone(), silence.as_secs_f64());
+                return Err(MeshError::Silent { this_rank, rank: peer.rank, seconds });
             }
         }
         Ok(())

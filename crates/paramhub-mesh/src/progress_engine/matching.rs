@@ -16,7 +16,7 @@ const OFFERS_MAX: usize = 1 << 18;
 pub(crate) struct ReceiveAnnouncement {
     pub(crate) ticket: u64,
     pub(crate) bytes: u64,
-    /// Whether it accepts any sender: then the peer must grant the send first.
+    /// `true` if it accepts any sender: then the peer must grant the send first.
     pub(crate) is_any: bool,
 }
 

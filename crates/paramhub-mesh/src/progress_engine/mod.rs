@@ -76,7 +76,7 @@ pub(crate) struct ProgressEngine {
     own_pauses: OwnPauses,
 }
 
-/// How the loop ended.
+/// The way in which the loop ended.
 enum LoopEnd {
     Left,
     Failed(MeshError),
@@ -85,7 +85,7 @@ enum LoopEnd {
 impl ProgressEngine {
     /// Takes connections whose handshake is over, by rank; `None` at this rank's own place.
     pub(crate) fn new(
-        who: MeshRank,
+        this_rank: MeshRank,
         sockets: Vec<Option<OwnedFd>>,
         waker: Waker,
         inbox: Arc<MeshInbox>,
@@ -112,7 +112,7 @@ impl ProgressEngine {
             });
         }
         Ok(ProgressEngine {
-            in_flight: OperationsInFlight::new(who, size, Arc::clone(&inbox)),
+            in_flight: OperationsInFlight::new(this_rank, size, Arc::clone(&inbox)),
             ranks,
             poller,
             waker,
@@ -133,12 +133,15 @@ impl ProgressEngine {
     /// Serves the mesh until this rank leaves it or it fails. On return every operation has ended.
     pub(crate) fn run(mut self) -> Result<(), MeshError> {
         become_io_thread();
-        let who = self.in_flight.who.clone();
+        let this_rank = self.in_flight.this_rank.clone();
         let end = catch_unwind(AssertUnwindSafe(|| self.serve())).unwrap_or_else(|panic| {
-            LoopEnd::Failed(MeshError::Internal { who: who.clone(), reason: panic_message(&*panic) })
+            LoopEnd::Failed(MeshError::Internal {
+                this_rank: this_rank.clone(),
+                reason: panic_message(&*panic),
+            })
         });
         let (outcome, error) = match end {
-            LoopEnd::Left => (Ok(()), MeshError::Left { who }),
+            LoopEnd::Left => (Ok(()), MeshError::Left { this_rank }),
             LoopEnd::Failed(error) => (Err(error.clone()), error),
         };
         let queued = self.inbox.close(&error);
@@ -255,7 +258,7 @@ impl ProgressEngine {
         }
     }
 
-    /// Whether there is work that needs no input.
+    /// Returns whether there is work that needs no input.
     fn has_immediate_work(&self) -> bool {
         let is_due =
             |state: &RankState| matches!(state, RankState::Connected(peer) if peer.outbound.is_due());
@@ -271,18 +274,20 @@ impl ProgressEngine {
                     self.in_flight.begin(*request, 0, false);
                 }
             },
-            MeshCommand::Inquire { completion, answer } => {
+            MeshCommand::QueryAwaitedRanks { completion, answer } => {
                 // The asking thread may have gone.
                 let _ = answer.try_send(self.awaited(&completion));
             }
             MeshCommand::Leave { timeout } => {
                 self.leaving.get_or_insert((timeout, Instant::now() + timeout));
-                for command in self.inbox.close(&MeshError::Left { who: self.in_flight.who.clone() }) {
+                for command in
+                    self.inbox.close(&MeshError::Left { this_rank: self.in_flight.this_rank.clone() })
+                {
                     self.execute(command)?;
                 }
             }
             MeshCommand::Abort { reason } => {
-                return Err(MeshError::GaveUp { who: self.in_flight.who.clone(), reason });
+                return Err(MeshError::GaveUp { this_rank: self.in_flight.this_rank.clone(), reason });
             }
         }
         Ok(())
@@ -301,8 +306,8 @@ impl ProgressEngine {
                 unreachable!("only collectives are queued");
             };
             if let Some(rank) = self.gone_before(self.in_flight.sequence.begun()) {
-                let (who, what) = (self.in_flight.who.clone(), request.kind.to_string().into());
-                self.in_flight.refuse(request, MeshError::PeerLeft { who, what, rank });
+                let (this_rank, what) = (self.in_flight.this_rank.clone(), request.kind.to_string().into());
+                self.in_flight.refuse(request, MeshError::PeerLeft { this_rank, what, rank });
                 continue;
             }
             if self.ranks.len() == 1 {
@@ -310,7 +315,7 @@ impl ProgressEngine {
                 continue;
             }
             let number = self.in_flight.sequence.begin(descriptor);
-            let next = (self.in_flight.who.rank + 1) % self.in_flight.size;
+            let next = (self.in_flight.this_rank.rank + 1) % self.in_flight.size;
             if let RankState::Connected(peer) = &mut self.ranks[next as usize] {
                 let begin = Header { tag: number, ..Header::bare(Kind::Begin) };
                 peer.outbound.control(begin, &descriptor.encode());
@@ -418,7 +423,7 @@ impl ProgressEngine {
 
     /// Compares the collectives that the previous rank has begun, and acknowledges them.
     fn compare_with_previous_rank(&mut self) -> Result<(), MeshError> {
-        let previous = (self.in_flight.who.rank + self.in_flight.size - 1) % self.in_flight.size;
+        let previous = (self.in_flight.this_rank.rank + self.in_flight.size - 1) % self.in_flight.size;
         match self.in_flight.sequence.compare() {
             Ok(None) => Ok(()),
             Ok(Some(compared)) => {
@@ -428,7 +433,7 @@ impl ProgressEngine {
                 Ok(())
             }
             Err(mismatch) => Err(MeshError::OperationMismatch {
-                who: self.in_flight.who.clone(),
+                this_rank: self.in_flight.this_rank.clone(),
                 number: mismatch.number,
                 here: mismatch.ours.to_string().into(),
                 rank: previous,
@@ -481,19 +486,23 @@ impl ProgressEngine {
         if received.bytes > 0 {
             peer.liveness.heard(now);
         }
-        let who = self.in_flight.who.clone();
+        let this_rank = self.in_flight.this_rank.clone();
         match received.is_over {
             None => Ok(()),
             Some(PeerEnd::Left(collectives)) => self.peer_left(rank, collectives),
             Some(PeerEnd::Aborted { culprit, reason }) => {
-                Err(MeshError::Aborted { who, by: rank, culprit, reason: reason.into() })
+                Err(MeshError::Aborted { this_rank, by: rank, culprit, reason: reason.into() })
             }
-            Some(PeerEnd::Lost(reason)) => Err(MeshError::Lost { who, rank, reason: reason.into() }),
+            Some(PeerEnd::Lost(reason)) => Err(MeshError::Lost { this_rank, rank, reason: reason.into() }),
         }
     }
 
     fn system(&self, what: &'static str, error: &std::io::Error) -> MeshError {
-        MeshError::System { who: self.in_flight.who.clone(), what, reason: error.to_string().into() }
+        MeshError::System {
+            this_rank: self.in_flight.this_rank.clone(),
+            what,
+            reason: error.to_string().into(),
+        }
     }
 }
 

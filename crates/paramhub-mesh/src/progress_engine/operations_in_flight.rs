@@ -28,7 +28,7 @@ pub(crate) type Address = (Channel, u64);
 
 /// Operations under way, and the receives to which incoming data belongs.
 pub(crate) struct OperationsInFlight {
-    pub(crate) who: MeshRank,
+    pub(crate) this_rank: MeshRank,
     pub(crate) size: u32,
     pub(crate) operations: Slab<Operation>,
     /// Receives that were announced; their keys are the tickets.
@@ -56,7 +56,7 @@ pub(crate) struct PendingReceive {
     /// The sender; not known yet for a receive from any rank.
     pub(crate) from: Option<u32>,
     pub(crate) address: Address,
-    /// Whether the bytes are reduced into the buffer rather than copied.
+    /// `true` if the bytes are reduced into the buffer rather than copied.
     is_reduced: bool,
     /// The beginning of an element that a read cut in two.
     cut_off: [u8; 8],
@@ -76,9 +76,9 @@ impl PendingReceive {
 }
 
 impl OperationsInFlight {
-    pub(crate) fn new(who: MeshRank, size: u32, inbox: Arc<MeshInbox>) -> Self {
+    pub(crate) fn new(this_rank: MeshRank, size: u32, inbox: Arc<MeshInbox>) -> Self {
         OperationsInFlight {
-            who,
+            this_rank,
             size,
             operations: Slab::new(),
             receives: Slab::new(),
@@ -129,7 +129,7 @@ impl OperationsInFlight {
         self.inbox.uncount();
         if let Err(reason) = completer.finish(outcome) {
             let reason = format!("a callback panicked: {reason}").into();
-            self.failure.get_or_insert(MeshError::Internal { who: self.who.clone(), reason });
+            self.failure.get_or_insert(MeshError::Internal { this_rank: self.this_rank.clone(), reason });
         }
     }
 

@@ -70,9 +70,9 @@ pub(crate) struct Outbound {
     /// The frame that a write cut in two.
     begun: Option<TransferPiece>,
     active: VecDeque<OutgoingTransfer>,
-    /// Whether the socket takes no more for now.
+    /// `true` if the socket takes no more for now.
     pub(crate) is_blocked: bool,
-    /// Whether nothing can be sent any more; the frames received before will give the reason.
+    /// `true` if nothing can be sent any more; the frames received before will give the reason.
     is_broken: bool,
     /// Bytes written so far.
     pub(crate) written: u64,
@@ -95,7 +95,7 @@ impl Outbound {
         self.begun.iter().map(|piece| piece.transfer.id).chain(self.active.iter().map(|transfer| transfer.id))
     }
 
-    /// Whether there is something to write and the socket can take it.
+    /// Returns whether there is something to write and the socket can take it.
     pub(crate) fn is_due(&self) -> bool {
         !self.is_blocked && self.has_something()
     }

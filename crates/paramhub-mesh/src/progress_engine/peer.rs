@@ -18,7 +18,7 @@ pub(crate) struct Peer {
     pub(crate) outbound: Outbound,
     pub(crate) matching: Matching,
     pub(crate) liveness: PeerLiveness,
-    /// Whether the poller waits for the socket to become writable.
+    /// `true` if the poller waits for the socket to become writable.
     pub(crate) awaits_writable: bool,
 }
 

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use crate::descriptor::Descriptor;
 
-/// How far a rank may be ahead of a neighbour.
+/// The number of collectives by which a rank may be ahead of a neighbour.
 const AHEAD_MAX: u64 = 1024;
 /// The number of comparisons after which the previous rank gets an acknowledgement.
 const ACKNOWLEDGE_EVERY: u64 = 256;
@@ -20,7 +20,7 @@ pub(crate) struct Sequence {
     compared: u64,
     /// The number that the next rank has compared, as far as it has acknowledged.
     acknowledged: u64,
-    /// Whether the next rank has left: it acknowledges nothing any more.
+    /// `true` if the next rank has left: it acknowledges nothing any more.
     next_has_left: bool,
     /// Collectives that this rank has begun and not compared.
     ours: VecDeque<Descriptor>,
@@ -42,7 +42,7 @@ impl Sequence {
         self.begun
     }
 
-    /// Whether the next collective may begin: the neighbours are not too far behind.
+    /// Returns whether the next collective may begin: the neighbours are not too far behind.
     pub(crate) fn may_begin(&self) -> bool {
         let next_follows = self.next_has_left || self.begun - self.acknowledged < AHEAD_MAX;
         next_follows && (self.ours.len() as u64) < AHEAD_MAX
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_is_found_whoever_is_ahead() {
+    fn a_difference_is_found_whichever_rank_is_ahead() {
         let mut sequence = Sequence::default();
         assert_eq!(sequence.begin(broadcast(0)), 0);
         assert!(
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_runs_away() {
+    fn a_rank_begins_only_so_many_collectives_ahead_of_the_next() {
         let mut sequence = Sequence::default();
         for _ in 0..AHEAD_MAX {
             assert!(sequence.may_begin());

@@ -4,7 +4,7 @@ use super::{COMPUTE_BYTES, ProgressEngine};
 use crate::error::MeshError;
 
 impl ProgressEngine {
-    /// Whether shared memory lets this rank sleep. If so, other ranks will ring its doorbell.
+    /// Returns whether shared memory lets this rank sleep. If so, other ranks will ring its doorbell.
     pub(super) fn prepare_to_sleep(&mut self) -> bool {
         match &mut self.pipeline {
             Some(pipeline) if pipeline.is_waiting() => {
@@ -17,16 +17,16 @@ impl ProgressEngine {
     pub(super) fn advance_memory(&mut self) -> Result<(), MeshError> {
         let Some(pipeline) = &mut self.pipeline else { return Ok(()) };
         let Err(mismatch) = pipeline.advance(&mut self.in_flight, COMPUTE_BYTES) else { return Ok(()) };
-        let (who, rank) = (self.in_flight.who.clone(), mismatch.rank);
+        let (this_rank, rank) = (self.in_flight.this_rank.clone(), mismatch.rank);
         Err(match mismatch.theirs {
             Some((number, theirs)) if number == mismatch.number => MeshError::OperationMismatch {
-                who,
+                this_rank,
                 number,
                 here: mismatch.ours.to_string().into(),
                 rank,
                 there: theirs.to_string().into(),
             },
-            _ => MeshError::Protocol { who, rank, reason: "its memory is out of order".into() },
+            _ => MeshError::Protocol { this_rank, rank, reason: "its memory is out of order".into() },
         })
     }
 }

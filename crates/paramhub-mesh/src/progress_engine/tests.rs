@@ -18,7 +18,7 @@ use crate::error::MeshError;
 use crate::mesh::Mesh;
 use crate::wire::{Channel, HEADER_BYTES, Header, Kind, PIECE_BYTES};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn mesh(rank: u32, sockets: Vec<Option<UnixStream>>) -> Mesh {
     mesh_with(rank, sockets, MeshConfig::DEAD_AFTER)
@@ -62,7 +62,7 @@ impl RawPeer {
     }
 
     fn hear_all(&mut self) -> (Header, Vec<u8>) {
-        self.0.set_read_timeout(Some(PATIENCE)).unwrap();
+        self.0.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
         let mut head = [0; HEADER_BYTES];
         self.0.read_exact(&mut head).unwrap();
         let header = Header::decode(&head).unwrap();
@@ -88,11 +88,11 @@ fn receive(mesh: &Mesh, peer: u32, tag: u64, bytes: usize) -> crate::Handle {
 }
 
 #[test]
-fn what_breaks_the_protocol_is_named_and_ends_the_mesh() {
+fn a_breach_of_the_protocol_is_named_and_ends_the_mesh() {
     type Offence = fn(&mut RawPeer, Header);
     // Each offence gets the announcement of a receive of 100 bytes.
     let offences: [(&str, Offence); 12] = [
-        ("data that nobody waits for", |raw_peer, ready| {
+        ("data that no operation waits for", |raw_peer, ready| {
             raw_peer.send(Header { ticket: ready.ticket + 1, ..Header::bare(Kind::Data) }, &[0; 10]);
         }),
         ("data out of order", |raw_peer, ready| {
@@ -122,7 +122,7 @@ fn what_breaks_the_protocol_is_named_and_ends_the_mesh() {
             head[2] = 7;
             raw_peer.0.write_all(&head).unwrap();
         }),
-        ("a grant that nobody claimed", |raw_peer, ready| {
+        ("a grant that was not claimed", |raw_peer, ready| {
             raw_peer.send(Header { ticket: ready.ticket, ..Header::bare(Kind::Grant) }, &[]);
         }),
         ("a collective that does not exist", |raw_peer, _| {
@@ -166,7 +166,7 @@ fn data_for_another_rank_is_an_offence() {
 }
 
 #[test]
-fn a_receive_from_anyone_is_granted_once() {
+fn a_receive_from_any_rank_is_granted_once() {
     let (mesh, mut raw_peers) = by_hand(3);
     let handle = mesh.receive_any(6, ReceiveRegion::owned(vec![0_u8; 2])).unwrap();
     let offers: Vec<Header> = raw_peers.iter_mut().map(|raw_peer| raw_peer.receive().0).collect();
@@ -214,10 +214,10 @@ fn a_claim_that_is_withdrawn_waits_for_the_next_receive() {
 }
 
 #[test]
-fn an_end_without_a_goodbye_is_a_loss_and_with_one_is_none() {
+fn an_end_without_a_leave_message_is_a_loss_and_with_one_is_none() {
     let (mesh, mut raw_peers) = by_hand(3);
     let handle = receive(&mesh, 2, 1, 4);
-    raw_peers[0].send(Header::bare(Kind::Goodbye), &[]);
+    raw_peers[0].send(Header::bare(Kind::Leave), &[]);
     drop(raw_peers.remove(0));
     let other = receive(&mesh, 2, 2, 4);
     assert!(!other.wait_timeout(Duration::from_millis(50)).unwrap(), "rank 2 is still there");
@@ -321,7 +321,7 @@ fn crumble(mut from: UnixStream, mut to: UnixStream, mut state: u64) {
 }
 
 #[test]
-fn crumbs_make_whole_frames_and_elements() {
+fn small_pieces_make_whole_frames_and_elements() {
     let (a, a_far) = UnixStream::pair().unwrap();
     let (b, b_far) = UnixStream::pair().unwrap();
     let (a_again, b_again) = (a_far.try_clone().unwrap(), b_far.try_clone().unwrap());
@@ -349,7 +349,7 @@ fn crumbs_make_whole_frames_and_elements() {
                     assert!(sums.iter().enumerate().all(|(at, sum)| *sum == 3.0 * at as f64));
                     assert!(message.iter().all(|byte| *byte == round as u8));
                 }
-                mesh.leave(PATIENCE).unwrap();
+                mesh.leave(WAIT_TIMEOUT).unwrap();
             });
         }
     });

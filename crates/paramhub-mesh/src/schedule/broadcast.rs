@@ -7,14 +7,14 @@ use super::{BufferRange, PIECE_BYTES, SMALL_BYTES_MAX, STEPS_MAX, Schedule, Work
 pub(crate) fn barrier(rank: u32, size: u32) -> Schedule {
     let mut schedule = Schedule::default();
     let nothing = BufferRange::whole(super::SCRATCH, 0);
-    let (mut heard, mut distance, mut round) = (None, 1, 0);
+    let (mut received, mut distance, mut round) = (None, 1, 0);
     while distance < size {
         let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
-        schedule.push(Work::Send { peer: to, index: round, from: nothing }, &[heard]);
+        schedule.push(Work::Send { peer: to, index: round, from: nothing }, &[received]);
         // A round ends when its message and those of all rounds before have come, which the next message sent
         // confirms.
         let now = schedule.push(Work::Receive { peer: from, index: round, into: nothing }, &[]);
-        heard = Some(match heard {
+        received = Some(match received {
             None => now,
             Some(before) => {
                 schedule.push(Work::Copy { into: nothing, from: nothing }, &[Some(before), Some(now)])

@@ -2,9 +2,9 @@
 
 use super::{BufferRange, Schedule, Work};
 
-/// Like [`allgather`](super::allgather), where `hosts` has the host of each rank. A block goes straight to
-/// the ranks of its own host, and to one rank of each other host, which passes it on there. Which rank of a
-/// host passes a block on depends on the rank that the block comes from.
+/// Does the same as [`allgather`](super::allgather), where `hosts` has the host of each rank. A block goes
+/// straight to the ranks of its own host, and to one rank of each other host, which passes it on there.
+/// Which rank of a host passes a block on depends on the rank that the block comes from.
 pub(crate) fn allgather_between_hosts(
     rank: u32,
     hosts: &[u32],
@@ -16,7 +16,7 @@ pub(crate) fn allgather_between_hosts(
     let host = |rank: u32| hosts[rank as usize];
     let members = |of: u32| (0..size).filter(move |&rank| host(rank) == of);
     // The rank that passes a block on at another host.
-    let porter = |of: u32, block: u32| {
+    let forwarder = |of: u32, block: u32| {
         let among = members(of).count();
         members(of).nth(block as usize % among).expect("less than there are")
     };
@@ -25,7 +25,7 @@ pub(crate) fn allgather_between_hosts(
     let here = host(rank);
     for distance in 1..size {
         let from = (rank + size - distance) % size;
-        let carrier = if host(from) == here { from } else { porter(here, from) };
+        let carrier = if host(from) == here { from } else { forwarder(here, from) };
         if carrier != rank {
             schedule.push(Work::Receive { peer: carrier, index: from, into: block(from) }, &[]);
             continue;
@@ -38,7 +38,7 @@ pub(crate) fn allgather_between_hosts(
     }
     for distance in 1..size {
         let to = (rank + distance) % size;
-        if host(to) == here || porter(host(to), rank) == to {
+        if host(to) == here || forwarder(host(to), rank) == to {
             schedule.push(Work::Send { peer: to, index: rank, from: own }, &[]);
         }
     }

@@ -55,8 +55,8 @@ fn simulate(
                 .into_iter()
                 .map(|bytes| OperationBuffer::Receive(ReceiveRegion::owned(bytes)))
                 .collect();
-            let who = MeshRank { mesh: Arc::from("simulated"), rank: 0 };
-            let (completer, _) = OperationCompleter::new(None, |_| {}, MeshError::Left { who });
+            let this_rank = MeshRank { mesh: Arc::from("simulated"), rank: 0 };
+            let (completer, _) = OperationCompleter::new(None, |_| {}, MeshError::Left { this_rank });
             let request = OperationRequest {
                 kind: OperationKind::Collective(descriptor),
                 buffers,
@@ -244,7 +244,7 @@ proptest! {
     }
 
     #[test]
-    fn broadcast_reaches_everybody(size in 1..12_u32, root in 0..12_u32, bytes in prop_oneof![0..100_usize, Just(70_001), Just(3_000_001)], seed: u64) {
+    fn broadcast_reaches_all_ranks(size in 1..12_u32, root in 0..12_u32, bytes in prop_oneof![0..100_usize, Just(70_001), Just(3_000_001)], seed: u64) {
         let root = root % size;
         let schedules = (0..size).map(|rank| broadcast(rank, size, root, bytes)).collect();
         let source: Vec<u8> = numbers(seed, bytes.div_ceil(WIDTH))[..bytes].to_vec();
@@ -254,7 +254,7 @@ proptest! {
     }
 
     #[test]
-    fn nobody_leaves_a_barrier_before_all_have_come(size in 1..12_u32, late in 0..12_u32, seed: u64) {
+    fn no_rank_leaves_a_barrier_before_all_have_come(size in 1..12_u32, late in 0..12_u32, seed: u64) {
         // The late rank has no steps: no rank may pass.
         let late = late % size;
         let mut schedules: Vec<Schedule> = (0..size).map(|rank| barrier(rank, size)).collect();

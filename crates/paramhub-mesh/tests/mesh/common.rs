@@ -7,9 +7,9 @@ use std::time::Duration;
 use paramhub_mesh::{Handle, Mesh, MeshConfig, MeshError, MeshListener, Nonce};
 
 /// Far more than any healthy wait takes: a hang becomes a failure.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How the ranks of these tests, which are on one host, exchange.
+/// The way in which the ranks of these tests, which are on one host, exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Memory,
@@ -62,7 +62,7 @@ pub(crate) fn meshes_with(size: u32, change: impl Fn(MeshConfig) -> MeshConfig +
 pub(crate) fn run<T: Send>(way: Way, size: u32, f: impl Fn(&Mesh) -> T + Sync) -> Vec<T> {
     at_all(meshes(way, size), |mesh| {
         let result = f(&mesh);
-        mesh.leave(PATIENCE).unwrap();
+        mesh.leave(WAIT_TIMEOUT).unwrap();
         result
     })
 }
@@ -84,7 +84,7 @@ pub(crate) fn at_all<T: Send>(meshes: Vec<Mesh>, f: impl Fn(Mesh) -> T + Sync) -
 #[track_caller]
 pub(crate) fn done(handle: Result<Handle, MeshError>) -> Result<(), MeshError> {
     let handle = handle?;
-    match handle.wait_timeout(PATIENCE)? {
+    match handle.wait_timeout(WAIT_TIMEOUT)? {
         true => Ok(()),
         false => {
             eprintln!(

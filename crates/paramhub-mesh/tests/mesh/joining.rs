@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_mesh::{Mesh, MeshConfig, MeshError, MeshListener, Nonce};
 
-use crate::common::{PATIENCE, config, done, listeners, secret};
+use crate::common::{WAIT_TIMEOUT, config, done, listeners, secret};
 
 /// Joins every listener with its configuration at once.
 fn join_all(ranks: Vec<(MeshListener, MeshConfig)>) -> Vec<Result<Mesh, MeshError>> {
@@ -26,7 +26,7 @@ fn works(meshes: Vec<Result<Mesh, MeshError>>) {
     let meshes: Vec<Mesh> = meshes.into_iter().map(Result::unwrap).collect();
     crate::common::at_all(meshes, |mesh| {
         done(mesh.barrier()).unwrap();
-        mesh.leave(PATIENCE).unwrap();
+        mesh.leave(WAIT_TIMEOUT).unwrap();
     });
 }
 
@@ -46,7 +46,7 @@ fn ranks_may_come_in_any_order() {
 }
 
 #[test]
-fn those_who_do_not_come_are_named() {
+fn ranks_that_do_not_come_are_named() {
     let (mut listeners, addresses) = listeners(4);
     // Rank 1 is bound and never joins; rank 3 does not exist any more.
     drop(listeners.pop());
@@ -68,7 +68,7 @@ fn those_who_do_not_come_are_named() {
 }
 
 #[test]
-fn nobody_listening_is_said_so() {
+fn an_address_without_a_listener_is_named_in_the_error() {
     let (mut listeners, addresses) = listeners(2);
     drop(listeners.remove(0));
     let error = listeners.remove(0).join(soon(config(1, &addresses))).unwrap_err().to_string();
@@ -78,14 +78,14 @@ fn nobody_listening_is_said_so() {
 #[test]
 fn a_wrong_secret_is_refused_and_the_right_ranks_go_on() {
     let (listeners, addresses) = listeners(3);
-    let liar = MeshListener::bind(addresses[0].ip()).unwrap();
+    let wrong_rank = MeshListener::bind(addresses[0].ip()).unwrap();
     let wrong = MeshConfig { secret: Nonce([1; 32]), ..soon(config(2, &addresses)) };
-    let liar = thread::spawn(move || liar.join(wrong));
+    let wrong_rank = thread::spawn(move || wrong_rank.join(wrong));
     thread::sleep(Duration::from_millis(100));
     let ranks =
         listeners.into_iter().enumerate().map(|(rank, listener)| (listener, config(rank as u32, &addresses)));
     works(join_all(ranks.collect()));
-    match liar.join().unwrap().unwrap_err() {
+    match wrong_rank.join().unwrap().unwrap_err() {
         MeshError::Refused { reason, .. } => assert!(reason.contains("the secret is wrong"), "{reason}"),
         // The mesh was complete, and its listeners closed, before any had answered.
         MeshError::Join { missing, .. } => assert_eq!(missing.len(), 2),
@@ -143,7 +143,7 @@ fn a_rank_that_comes_twice_is_refused_once() {
     // One of the two is refused before the last rank comes.
     let refused = Instant::now();
     while !first[1].is_finished() && !first[2].is_finished() {
-        assert!(refused.elapsed() < PATIENCE, "nobody is refused");
+        assert!(refused.elapsed() < WAIT_TIMEOUT, "no rank is refused");
         thread::sleep(Duration::from_millis(10));
     }
     let last = config(2, &addresses);
@@ -165,12 +165,12 @@ fn a_rank_that_comes_twice_is_refused_once() {
 }
 
 #[test]
-fn strangers_are_borne_and_bounded() {
+fn connections_that_are_no_peers_are_tolerated_and_bounded() {
     let (listeners, addresses) = listeners(3);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         for address in &addresses {
-            scope.spawn(|| pester(*address, &stop));
+            scope.spawn(|| open_hostile_connections(*address, &stop));
         }
         thread::sleep(Duration::from_millis(200));
         let ranks = listeners
@@ -189,7 +189,7 @@ fn strangers_are_borne_and_bounded() {
 
 /// Connections that send nothing, garbage, half a hello, another version, or a hello without a proof of the
 /// secret.
-fn pester(address: SocketAddr, stop: &AtomicBool) {
+fn open_hostile_connections(address: SocketAddr, stop: &AtomicBool) {
     let mut hello = [0_u8; 72];
     hello[..4].copy_from_slice(b"PHUM");
     hello[4] = 1;
@@ -246,7 +246,7 @@ fn a_refused_peer_that_goes_on_sending_is_cut_off() {
 }
 
 #[test]
-fn another_version_is_told_why() {
+fn another_version_is_refused_with_the_reason() {
     let (mut listeners, addresses) = listeners(2);
     let (listener, config) = (listeners.remove(0), soon(config(0, &addresses)));
     let joining = thread::spawn(move || listener.join(config));

@@ -5,7 +5,7 @@ use std::time::Duration;
 use paramhub_mesh::{ElementType, Mesh, MeshConfig, ReceiveRegion, ReduceOp, SendRegion};
 use paramhub_transport::lend;
 
-use crate::common::{PATIENCE, Random, Way, at_all, done, meshes, meshes_with, run, seed};
+use crate::common::{Random, WAIT_TIMEOUT, Way, at_all, done, meshes, meshes_with, run, seed};
 
 fn sums(mesh: &Mesh, elements: usize) {
     let mut values: Vec<f32> = (0..elements).map(|at| (at % 97) as f32 + mesh.rank() as f32).collect();
@@ -17,13 +17,13 @@ fn sums(mesh: &Mesh, elements: usize) {
     assert!(values.iter().enumerate().all(right), "{elements} elements at rank {}", mesh.rank());
 }
 
-/// [`run`] where no heartbeat wakes a rank within a test's patience: a rank that no doorbell wakes when it
+/// [`run`] where no heartbeat wakes a rank within a test's timeout: a rank that no doorbell wakes when it
 /// can go on hangs.
 fn run_without_heartbeats(size: u32, f: impl Fn(&Mesh) + Sync) {
-    let dead_after = 100 * PATIENCE;
+    let dead_after = 100 * WAIT_TIMEOUT;
     at_all(meshes_with(size, |config| MeshConfig { dead_after, ..config }), |mesh| {
         f(&mesh);
-        mesh.leave(PATIENCE).unwrap();
+        mesh.leave(WAIT_TIMEOUT).unwrap();
     });
 }
 
@@ -35,7 +35,7 @@ fn one_rank_that_forbids_it_is_enough_for_all_to_go_over_tcp() {
             assert!(mesh.shares_memory().is_err(), "{mesh:?}");
             assert!(format!("{mesh:?}").contains("memory"), "{mesh:?}");
             sums(&mesh, 70_000);
-            mesh.leave(PATIENCE).unwrap();
+            mesh.leave(WAIT_TIMEOUT).unwrap();
         });
     }
 }
@@ -130,7 +130,7 @@ fn a_collective_in_memory_and_one_over_tcp_fail_with_both_names() {
 }
 
 #[test]
-fn who_is_waited_for_is_known() {
+fn the_ranks_that_an_operation_awaits_are_known() {
     let meshes = meshes(Way::Memory, 3);
     let handles: Vec<_> = [0, 2]
         .map(|rank| {
@@ -147,5 +147,5 @@ fn who_is_waited_for_is_known() {
         meshes[1].allreduce(ReceiveRegion::owned(vec![1_f32; 100_000]), ElementType::F32, ReduceOp::Sum);
     done(late).unwrap();
     handles.iter().for_each(|handle| handle.wait().unwrap());
-    at_all(meshes, |mesh| mesh.leave(PATIENCE).unwrap());
+    at_all(meshes, |mesh| mesh.leave(WAIT_TIMEOUT).unwrap());
 }

@@ -4,22 +4,22 @@ use std::time::Duration;
 use paramhub_mesh::{MeshError, ReceiveRegion, SendRegion};
 use paramhub_transport::lend;
 
-use crate::common::{PATIENCE, Random, Way, at_all, done, meshes, run, seed};
+use crate::common::{Random, WAIT_TIMEOUT, Way, at_all, done, meshes, run, seed};
 
 over_both_ways!(
     a_message_goes_from_rank_to_rank_around,
     a_receive_names_its_source,
-    many_receives_from_anyone_take_every_message_once,
+    many_receives_from_any_rank_take_every_message_once,
     mixed_tags_are_matched_in_order_per_tag,
     small_messages_overtake_a_large_one,
     different_lengths_fail_the_mesh_on_both_sides,
     callbacks_issue_operations_and_a_panic_in_one_fails_the_mesh,
-    a_peer_that_left_is_missed_only_by_those_who_need_it,
+    a_peer_that_left_fails_only_operations_that_need_it,
     leaving_waits_for_sends_and_gives_up_receives,
     a_mesh_that_is_dropped_is_named,
-    an_abort_tells_everybody_why,
-    a_timeout_says_whom_it_waits_for,
-    what_makes_no_sense_is_refused_at_once,
+    an_abort_gives_all_ranks_its_reason,
+    a_timeout_names_the_awaited_ranks,
+    an_impossible_operation_is_refused_at_once,
 );
 
 fn a_message_goes_from_rank_to_rank_around(way: Way) {
@@ -59,7 +59,7 @@ fn a_receive_names_its_source(way: Way) {
     });
 }
 
-fn many_receives_from_anyone_take_every_message_once(way: Way) {
+fn many_receives_from_any_rank_take_every_message_once(way: Way) {
     const MESSAGES: u32 = 200;
     run(way, 4, |mesh| {
         // Every rank sends to every other, and receives from any, all at once.
@@ -77,7 +77,7 @@ fn many_receives_from_anyone_take_every_message_once(way: Way) {
             receives
                 .into_iter()
                 .map(|receive| {
-                    assert!(receive.wait_timeout(PATIENCE).unwrap());
+                    assert!(receive.wait_timeout(WAIT_TIMEOUT).unwrap());
                     receive.source().unwrap()
                 })
                 .collect()
@@ -147,11 +147,11 @@ fn small_messages_overtake_a_large_one(way: Way) {
             // Both sends wait for the receives, which follow the barrier.
             done(mesh.barrier()).unwrap();
             small.into_iter().chain([large]).for_each(|send| done(Ok(send)).unwrap());
-            return mesh.leave(PATIENCE).unwrap();
+            return mesh.leave(WAIT_TIMEOUT).unwrap();
         }
         let mesh = Arc::new(mesh);
         let (mut large, mut small) = (vec![0_u8; LARGE], vec![[0_u8; 10]; SMALL]);
-        let (told, hear) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         lend(|lending| {
             // A callback announces all of them at once, the large one first.
             let mut regions = vec![(1, lending.receive(&mut large))];
@@ -159,17 +159,17 @@ fn small_messages_overtake_a_large_one(way: Way) {
             let on_thread = Arc::clone(&mesh);
             mesh.barrier().unwrap().on_complete(move |_| {
                 for (tag, region) in regions {
-                    let told = told.clone();
+                    let sender = sender.clone();
                     let receive = on_thread.receive(0, tag, region).unwrap();
-                    receive.on_complete(move |outcome| told.send((tag, outcome.is_ok())).unwrap());
+                    receive.on_complete(move |outcome| sender.send((tag, outcome.is_ok())).unwrap());
                 }
             });
         });
-        let order: Vec<_> = hear.iter().collect();
+        let order: Vec<_> = receiver.iter().collect();
         assert_eq!(order[SMALL], (1, true), "the large transfer did not give way: {order:?}");
         assert_eq!(order.len(), 1 + SMALL);
         assert!(large.iter().all(|byte| *byte == 3) && small.iter().flatten().all(|byte| *byte == 4));
-        Arc::into_inner(mesh).unwrap().leave(PATIENCE).unwrap();
+        Arc::into_inner(mesh).unwrap().leave(WAIT_TIMEOUT).unwrap();
     });
 }
 
@@ -194,14 +194,14 @@ fn different_lengths_fail_the_mesh_on_both_sides(way: Way) {
 fn callbacks_issue_operations_and_a_panic_in_one_fails_the_mesh(way: Way) {
     at_all(meshes(way, 2), |mesh| {
         let mesh = Arc::new(mesh);
-        let (told, hear) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let again = Arc::downgrade(&mesh);
         mesh.barrier().unwrap().on_complete(move |outcome| {
             assert!(outcome.is_ok());
             let mesh = again.upgrade().unwrap();
-            mesh.barrier().unwrap().on_complete(move |outcome| told.send(outcome.is_ok()).unwrap());
+            mesh.barrier().unwrap().on_complete(move |outcome| sender.send(outcome.is_ok()).unwrap());
         });
-        assert!(hear.recv_timeout(PATIENCE).unwrap());
+        assert!(receiver.recv_timeout(WAIT_TIMEOUT).unwrap());
         if mesh.rank() == 0 {
             let handle = mesh.receive(1, 1, ReceiveRegion::owned(vec![0_u8; 1])).unwrap();
             handle.on_complete(|_| panic!("on purpose"));
@@ -221,11 +221,11 @@ fn callbacks_issue_operations_and_a_panic_in_one_fails_the_mesh(way: Way) {
     });
 }
 
-fn a_peer_that_left_is_missed_only_by_those_who_need_it(way: Way) {
+fn a_peer_that_left_fails_only_operations_that_need_it(way: Way) {
     at_all(meshes(way, 3), |mesh| {
         done(mesh.barrier()).unwrap();
         if mesh.rank() == 2 {
-            return mesh.leave(PATIENCE).unwrap();
+            return mesh.leave(WAIT_TIMEOUT).unwrap();
         }
         // A receive from the rank that leaves fails with an error that says so.
         let error = done(mesh.receive(2, 1, ReceiveRegion::owned(vec![0_u8; 4]))).unwrap_err();
@@ -243,7 +243,7 @@ fn a_peer_that_left_is_missed_only_by_those_who_need_it(way: Way) {
             done(receive).unwrap();
         });
         assert_eq!(got, [mesh.rank() as u8; 4]);
-        mesh.leave(PATIENCE).unwrap();
+        mesh.leave(WAIT_TIMEOUT).unwrap();
     });
 }
 
@@ -252,7 +252,7 @@ fn leaving_waits_for_sends_and_gives_up_receives(way: Way) {
         if mesh.rank() == 0 {
             let send = mesh.send(1, 1, SendRegion::owned(vec![5_u8; 3 << 20])).unwrap();
             let never = mesh.receive(1, 99, ReceiveRegion::owned(vec![0_u8; 1])).unwrap();
-            mesh.leave(PATIENCE).unwrap();
+            mesh.leave(WAIT_TIMEOUT).unwrap();
             assert!(send.wait().is_ok());
             assert!(matches!(never.wait(), Err(MeshError::Left { .. })));
             return;
@@ -261,7 +261,7 @@ fn leaving_waits_for_sends_and_gives_up_receives(way: Way) {
         let mut got = vec![0_u8; 3 << 20];
         lend(|lending| done(mesh.receive(0, 1, lending.receive(&mut got)))).unwrap();
         assert!(got.iter().all(|byte| *byte == 5));
-        mesh.leave(PATIENCE).unwrap();
+        mesh.leave(WAIT_TIMEOUT).unwrap();
     });
 }
 
@@ -275,7 +275,7 @@ fn a_mesh_that_is_dropped_is_named(way: Way) {
     });
 }
 
-fn an_abort_tells_everybody_why(way: Way) {
+fn an_abort_gives_all_ranks_its_reason(way: Way) {
     at_all(meshes(way, 3), |mesh| {
         // If the rank is late, even the call fails.
         let never = mesh.receive((mesh.rank() + 1) % 3, 1, ReceiveRegion::owned(vec![0_u8; 4]));
@@ -285,12 +285,12 @@ fn an_abort_tells_everybody_why(way: Way) {
         let error = done(never).unwrap_err();
         assert_eq!(error.rank(), Some(1), "{error}");
         assert!(error.to_string().ends_with("ended the mesh: the sun has set"), "{error}");
-        assert_eq!(mesh.leave(PATIENCE).unwrap_err().to_string(), error.to_string());
-        assert!(mesh.leave(PATIENCE).is_err(), "again");
+        assert_eq!(mesh.leave(WAIT_TIMEOUT).unwrap_err().to_string(), error.to_string());
+        assert!(mesh.leave(WAIT_TIMEOUT).is_err(), "again");
     });
 }
 
-fn a_timeout_says_whom_it_waits_for(way: Way) {
+fn a_timeout_names_the_awaited_ranks(way: Way) {
     at_all(meshes(way, 3), |mesh| {
         if mesh.rank() == 0 {
             let handle = mesh.receive(2, 4, ReceiveRegion::owned(vec![0_u8; 1])).unwrap();
@@ -302,11 +302,11 @@ fn a_timeout_says_whom_it_waits_for(way: Way) {
             done(mesh.receive(0, 5, ReceiveRegion::owned(vec![0_u8; 1]))).unwrap();
             done(mesh.send(0, 4, SendRegion::owned(vec![1_u8]))).unwrap();
         }
-        mesh.leave(PATIENCE).unwrap();
+        mesh.leave(WAIT_TIMEOUT).unwrap();
     });
 }
 
-fn what_makes_no_sense_is_refused_at_once(way: Way) {
+fn an_impossible_operation_is_refused_at_once(way: Way) {
     run(way, 2, |mesh| {
         let region = || SendRegion::owned(vec![0_u8; 4]);
         let misused = [

@@ -58,7 +58,7 @@ fn too_little_time_is_refused_with_what_would_do() {
 }
 
 #[test]
-fn ranks_that_measure_differently_are_told() {
+fn ranks_that_measure_differently_are_refused() {
     run(Way::Memory, 3, |mesh| {
         let pairs = if mesh.rank() == 2 { Pairs::Together } else { Pairs::OneByOne };
         let refused = mesh.probe(&probe(400, pairs)).unwrap_err().to_string();
@@ -74,7 +74,7 @@ fn a_rank_that_goes_away_ends_the_probe_of_the_others() {
     let outcomes = at_all(meshes(Way::Memory, 3), |mesh: Mesh| {
         if mesh.rank() == 2 {
             std::thread::sleep(Duration::from_millis(50));
-            mesh.abort("rank 2 was told to");
+            mesh.abort("rank 2 was asked to");
             return None;
         }
         Some(mesh.probe(&probe(60_000, Pairs::OneByOne)).unwrap_err())

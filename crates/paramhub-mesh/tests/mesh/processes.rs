@@ -24,7 +24,7 @@ const SHORT: Duration = Duration::from_secs(3);
 /// For meshes in which no silence is tested.
 const LONG: Duration = Duration::from_secs(60);
 /// Far longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A rank in a process of its own, which ends with the test, however that ends.
 struct Rank {
@@ -48,7 +48,7 @@ impl Rank {
     }
 
     /// The rest of the next line that begins with `word`; the test harness writes lines of its own.
-    fn hear(&mut self, word: &str) -> String {
+    fn read_line_after(&mut self, word: &str) -> String {
         let mut line = String::new();
         loop {
             line.clear();
@@ -60,7 +60,7 @@ impl Rank {
         }
     }
 
-    fn tell(&mut self, line: &str) {
+    fn send_line(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
@@ -82,24 +82,24 @@ const WAYS: [&str; 2] = ["memory", "tcp"];
 /// All ranks, joined.
 fn start(size: u32, way: &str, dead_after: Duration) -> Vec<Rank> {
     let mut ranks: Vec<Rank> = (0..size).map(|rank| Rank::start(rank, way, dead_after)).collect();
-    let addresses: Vec<String> = ranks.iter_mut().map(|rank| rank.hear("ADDRESS")).collect();
+    let addresses: Vec<String> = ranks.iter_mut().map(|rank| rank.read_line_after("ADDRESS")).collect();
     for rank in &mut ranks {
-        rank.tell(&addresses.join(" "));
+        rank.send_line(&addresses.join(" "));
     }
     for rank in &mut ranks {
-        rank.hear("JOINED");
+        rank.read_line_after("JOINED");
     }
     ranks
 }
 
-/// Not a test of its own: the whole life of a rank, if the environment names one.
+/// This is not a test of its own: it is the whole life of a rank, if the environment names one.
 #[test]
 fn rank() {
     let Ok(rank) = std::env::var(RANK) else { return };
     let rank: u32 = rank.parse().unwrap();
     // The process of a rank that hangs ends, and fails the test that reads its output.
     std::thread::spawn(|| {
-        std::thread::sleep(2 * PATIENCE);
+        std::thread::sleep(2 * WAIT_TIMEOUT);
         std::process::exit(3);
     });
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
@@ -117,11 +117,11 @@ fn rank() {
     println!("JOINED");
     for command in lines {
         match command.as_str() {
-            "sum" => say(sum(&mesh).and_then(|handle| handle.wait())),
+            "sum" => print_outcome(sum(&mesh).and_then(|handle| handle.wait())),
             "wait" => wait_for_everything(&mesh),
-            "storm" => say(Err(storm(&mesh))),
-            "leave" => say(mesh.leave(PATIENCE)),
-            "go home" => break,
+            "storm" => print_outcome(Err(storm(&mesh))),
+            "leave" => print_outcome(mesh.leave(WAIT_TIMEOUT)),
+            "exit" => break,
             other => panic!("{other}"),
         }
     }
@@ -152,7 +152,7 @@ fn storm(mesh: &Mesh) -> MeshError {
     unreachable!("it ends with the mesh")
 }
 
-fn say(outcome: Result<(), MeshError>) {
+fn print_outcome(outcome: Result<(), MeshError>) {
     match outcome {
         Ok(()) => println!("OUTCOME fine"),
         Err(error) => println!("OUTCOME culprit {:?}: {error}", error.rank()),
@@ -178,7 +178,7 @@ fn wait_for_everything(mesh: &Mesh) {
     let errors: Vec<MeshError> =
         handles.into_iter().map(|handle| handle.unwrap().wait().unwrap_err()).collect();
     assert!(errors.iter().all(|error| error.rank() == errors[0].rank()), "{errors:?}");
-    say(Err(errors[0].clone()));
+    print_outcome(Err(errors[0].clone()));
     // A later operation gets the same error.
     assert_eq!(mesh.barrier().unwrap_err().to_string(), errors[0].to_string());
 }
@@ -188,14 +188,14 @@ fn a_killed_rank_is_named_by_all_others() {
     for way in WAYS {
         let mut ranks = start(SIZE, way, LONG);
         for rank in [0, 1, 3] {
-            ranks[rank].tell("wait");
+            ranks[rank].send_line("wait");
         }
         for rank in [0, 1, 3] {
-            ranks[rank].hear("ISSUED");
+            ranks[rank].read_line_after("ISSUED");
         }
         ranks[2].child.kill().unwrap();
         for rank in [0, 1, 3] {
-            let outcome = ranks[rank].hear("OUTCOME");
+            let outcome = ranks[rank].read_line_after("OUTCOME");
             assert!(outcome.starts_with("culprit Some(2)"), "{way}, rank {rank}: {outcome}");
             assert!(outcome.contains("rank 2 is lost"), "{way}, rank {rank}: {outcome}");
         }
@@ -221,15 +221,15 @@ fn a_rank_that_dies_at_any_moment_is_named_by_all_others() {
         // The last number has more ranks than most test machines have processors.
         let size = [2, SIZE, 8][below(3) as usize];
         let mut ranks = start(size, way, LONG);
-        ranks.iter_mut().for_each(|rank| rank.tell("storm"));
+        ranks.iter_mut().for_each(|rank| rank.send_line("storm"));
         ranks.iter_mut().for_each(|rank| {
-            rank.hear("STORMS");
+            rank.read_line_after("STORMS");
         });
         let victim = below(u64::from(size)) as usize;
         std::thread::sleep(Duration::from_micros(below(200_000)));
         ranks[victim].child.kill().unwrap();
         for rank in (0..size as usize).filter(|&rank| rank != victim) {
-            let outcome = ranks[rank].hear("OUTCOME");
+            let outcome = ranks[rank].read_line_after("OUTCOME");
             let named = format!("culprit Some({victim})");
             assert!(outcome.starts_with(&named), "{way}, rank {rank} of {size}: {outcome}");
         }
@@ -237,14 +237,14 @@ fn a_rank_that_dies_at_any_moment_is_named_by_all_others() {
 }
 
 #[test]
-fn nothing_is_left_of_a_mesh() {
+fn a_mesh_leaves_nothing() {
     for way in WAYS {
         let mut ranks = start(3, way, LONG);
-        for command in ["sum", "leave", "go home"] {
-            ranks.iter_mut().for_each(|rank| rank.tell(command));
+        for command in ["sum", "leave", "exit"] {
+            ranks.iter_mut().for_each(|rank| rank.send_line(command));
         }
         for rank in &mut ranks {
-            assert_eq!(rank.hear("LEFT"), "0 descriptors, memory false", "{way}");
+            assert_eq!(rank.read_line_after("LEFT"), "0 descriptors, memory false", "{way}");
         }
     }
 }
@@ -263,10 +263,11 @@ fn a_silent_rank_is_named_once_something_waits() {
             }
         });
         for rank in [0, 1, 3] {
-            ranks[rank].tell("wait");
+            ranks[rank].send_line("wait");
         }
-        let outcomes =
-            [0, 1, 3].map(|rank| std::panic::catch_unwind(AssertUnwindSafe(|| ranks[rank].hear("OUTCOME"))));
+        let outcomes = [0, 1, 3].map(|rank| {
+            std::panic::catch_unwind(AssertUnwindSafe(|| ranks[rank].read_line_after("OUTCOME")))
+        });
         is_over.store(true, Ordering::Release);
         for outcome in outcomes {
             let outcome = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -277,7 +278,7 @@ fn a_silent_rank_is_named_once_something_waits() {
 }
 
 #[test]
-fn everybody_may_be_stopped_for_longer_than_silence_is_borne() {
+fn all_ranks_may_be_stopped_for_longer_than_the_limit_of_silence() {
     let mut ranks = start(SIZE, "memory", SHORT);
     for rank in &ranks {
         kill_process(rank.pid(), Signal::STOP).unwrap();
@@ -287,11 +288,11 @@ fn everybody_may_be_stopped_for_longer_than_silence_is_borne() {
         kill_process(rank.pid(), Signal::CONT).unwrap();
     }
     for rank in &mut ranks {
-        rank.tell("sum");
-        rank.tell("leave");
+        rank.send_line("sum");
+        rank.send_line("leave");
     }
     for rank in &mut ranks {
-        assert_eq!(rank.hear("OUTCOME"), "fine");
-        assert_eq!(rank.hear("OUTCOME"), "fine");
+        assert_eq!(rank.read_line_after("OUTCOME"), "fine");
+        assert_eq!(rank.read_line_after("OUTCOME"), "fine");
     }
 }

@@ -64,7 +64,7 @@ fn start(ranks: u32, part: &str, before: &[&str], look: impl FnOnce(&Job)) {
     let job = Job { status: output.status, output: text, ranks };
     assert_ne!(job.status.code(), Some(124), "{part} does not end: {}", job.output);
     assert_eq!(job.status.signal(), None, "{part}: {}", job.output);
-    nobody_is_left(folder.path(), ranks, &job.output);
+    assert_no_process_is_left(folder.path(), ranks, &job.output);
     look(&job);
 }
 
@@ -90,8 +90,8 @@ pub(crate) fn kill_mpirun(ranks: u32, part: &str) {
     }
     child.kill().unwrap();
     child.wait().unwrap();
-    let told = std::fs::read_to_string(folder.path().join("output")).unwrap();
-    nobody_is_left(folder.path(), ranks, &told);
+    let output = std::fs::read_to_string(folder.path().join("output")).unwrap();
+    assert_no_process_is_left(folder.path(), ranks, &output);
 }
 
 /// The command that starts this program as ranks.
@@ -104,8 +104,8 @@ fn mpirun(program: &[&str], ranks: u32, part: &str, before: &[&str], folder: &Pa
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", "rank", "--ignored", "--nocapture"])
         .envs([(PART, part.as_ref()), (FOLDER, folder.as_os_str())])
-        // In the environment, not as options: only OpenMPI has these options, and other MPIs ignore the
-        // variables.
+        // These are set in the environment, not as options: only OpenMPI has these options, and other MPIs
+        // ignore the variables.
         .envs([
             ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
             ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
@@ -117,7 +117,7 @@ fn mpirun(program: &[&str], ranks: u32, part: &str, before: &[&str], folder: &Pa
 }
 
 /// Asserts that all ranks have begun, and that none is left.
-fn nobody_is_left(folder: &Path, ranks: u32, output: &str) {
+fn assert_no_process_is_left(folder: &Path, ranks: u32, output: &str) {
     for rank in 0..ranks {
         let pid = std::fs::read_to_string(pid_file(folder, rank));
         let pid = pid.unwrap_or_else(|error| panic!("rank {rank} has not begun: {error}: {output}"));
@@ -151,7 +151,7 @@ impl Job {
     }
 
     /// Asserts that the ranks or `mpirun` printed these words.
-    pub(crate) fn says(&self, words: &str) {
-        assert!(self.output.contains(words), "nobody says `{words}`: {}", self.output);
+    pub(crate) fn expect_output(&self, words: &str) {
+        assert!(self.output.contains(words), "no rank prints `{words}`: {}", self.output);
     }
 }

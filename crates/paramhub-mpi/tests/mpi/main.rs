@@ -22,7 +22,7 @@ use job::{Job, run};
 fn rank() {
     match std::env::var(job::PART) {
         Ok(part) => parts::play(&part),
-        Err(_) => println!("nobody has started this as a rank"),
+        Err(_) => println!("mpirun has not started this process as a rank"),
     }
 }
 
@@ -44,12 +44,12 @@ fn blocks_that_do_not_fit_are_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn what_mpi_refuses_is_told_in_its_words_and_stays_so() {
+fn an_error_of_mpi_is_quoted_and_stays() {
     // A communicator that has failed cannot be left, so the job does not count as ended well.
     run(2, "wrong root", |job| {
         job.fail();
-        job.says("rank 1: broadcast of `w`: MPI_ERR_ROOT");
-        job.says("played to the end");
+        job.expect_output("rank 1: broadcast of `w`: MPI_ERR_ROOT");
+        job.expect_output("played to the end");
     });
 }
 
@@ -66,11 +66,11 @@ fn stores_of_all_designs_come_to_what_they_come_to_on_the_native_communicator() 
 }
 
 #[test]
-fn a_rank_that_is_killed_ends_the_job_with_its_name_and_leaves_nobody() {
+fn a_rank_that_is_killed_ends_the_job_with_its_name_and_leaves_no_process() {
     run(3, "killed", |job| {
         job.fail();
-        job.says("rank 1");
-        job.says("signal 9");
+        job.expect_output("rank 1");
+        job.expect_output("signal 9");
     });
 }
 
@@ -84,12 +84,12 @@ fn a_rank_that_ends_without_leaving_ends_the_job() {
     // mpirun names the rank in a table of all ranks that it was waiting for.
     run(3, "gone", |job| {
         job.fail();
-        job.says("rank 1");
+        job.expect_output("rank 1");
     });
     run(3, "panics", |job| {
         job.fail();
-        job.says("the loss is not a number");
-        job.says(",1],1]\n  Exit code:    101");
+        job.expect_output("the loss is not a number");
+        job.expect_output(",1],1]\n  Exit code:    101");
     });
 }
 
@@ -97,7 +97,7 @@ fn a_rank_that_ends_without_leaving_ends_the_job() {
 fn an_aborted_job_ends_at_all_ranks_and_says_why() {
     run(3, "aborted", |job| {
         job.fail();
-        job.says("rank 1 of 3 ends the job: the loss is not a number");
+        job.expect_output("rank 1 of 3 ends the job: the loss is not a number");
     });
 }
 
@@ -111,13 +111,13 @@ fn concom_is_refused_where_mpi_was_started_for_one_thread() {
     // A store that could not be made keeps the communicator, and no one leaves it.
     run(2, "concom over one thread", |job| {
         job.fail();
-        job.says("rank 1: collectives of several threads: MPI was started for one thread at a time");
-        job.says("played to the end");
+        job.expect_output("rank 1: collectives of several threads: MPI was started for one thread at a time");
+        job.expect_output("played to the end");
     });
 }
 
 #[test]
-fn an_mpi_that_somebody_else_began_is_used_where_it_suffices() {
+fn an_mpi_that_other_code_began_is_used_where_it_suffices() {
     run(2, "begun before", Job::succeed);
     run(2, "begun before with less", Job::succeed);
 }
@@ -126,6 +126,6 @@ fn an_mpi_that_somebody_else_began_is_used_where_it_suffices() {
 fn a_second_thread_is_refused_where_mpi_takes_one() {
     run(2, "a second thread", |job| {
         job.fail();
-        job.says("another thread of this process is in MPI");
+        job.expect_output("another thread of this process is in MPI");
     });
 }

@@ -60,21 +60,21 @@ fn all_collectives() {
     collectives::exercise(&mpi);
     mpi.leave().unwrap();
     assert!(mpi.barrier().unwrap_err().to_string().ends_with("this communicator has been left"));
-    // In pieces, of halves and of f32 that are unaligned at one rank.
+    // These collectives run in pieces, of halves and of f32 that are unaligned at one rank.
     let cut = MpiCommunicator::start(ThreadLevel::Serialized).unwrap().with_pieces(30_011);
     collectives::exercise(&cut);
-    let askew = usize::from(cut.rank() == 0);
+    let unaligned = usize::from(cut.rank() == 0);
     let count = 70_001;
     let mut memory = vec![0_u8; 4 * count + 1];
-    let values = &mut memory[askew..][..4 * count];
+    let values = &mut memory[unaligned..][..4 * count];
     values.chunks_exact_mut(4).for_each(|out| out.copy_from_slice(&1.0_f32.to_le_bytes()));
-    cut.allreduce("askew", values, Dtype::F32).unwrap();
+    cut.allreduce("unaligned", values, Dtype::F32).unwrap();
     let sum = (cut.size() as f32).to_le_bytes();
     assert!(values.chunks_exact(4).all(|value| value == sum));
     let of_rank = 4 * count / cut.size() as usize / 4 * 4;
     let mut own = vec![0_u8; of_rank + 1];
-    let own = &mut own[askew..][..of_rank];
-    cut.reduce_scatter("askew", &values[..of_rank * cut.size() as usize], own, Dtype::F32).unwrap();
+    let own = &mut own[unaligned..][..of_rank];
+    cut.reduce_scatter("unaligned", &values[..of_rank * cut.size() as usize], own, Dtype::F32).unwrap();
     let square = ((cut.size() * cut.size()) as f32).to_le_bytes();
     assert!(own.chunks_exact(4).all(|value| value == square));
     cut.leave().unwrap();
@@ -97,18 +97,18 @@ fn duplicates() {
 fn misused() {
     let mpi = join(ThreadLevel::Serialized);
     collectives::misused(&mpi);
-    let told = mpi.allreduce("g", &mut [0; 6], Dtype::F32).unwrap_err().to_string();
-    assert_eq!(told, "collective `g`: 6 bytes are no whole number of f32");
+    let message = mpi.allreduce("g", &mut [0; 6], Dtype::F32).unwrap_err().to_string();
+    assert_eq!(message, "collective `g`: 6 bytes are no whole number of f32");
     mpi.leave().unwrap();
 }
 
 fn mismatch() {
     let checking = CheckedCommunicator::new(join(ThreadLevel::Serialized));
     let names = if checking.rank() == 2 { ["b", "a"] } else { ["a", "b"] };
-    let told =
+    let message =
         names.iter().find_map(|name| checking.allreduce(name, &mut [0; 400], Dtype::F32).err()).unwrap();
     let expected = "rank 2 does not do what rank 0 does: call 0 of this communicator is allreduce of `b`";
-    assert!(told.to_string().starts_with(expected), "{told}");
+    assert!(message.to_string().starts_with(expected), "{message}");
     checking.leave().unwrap();
 }
 
@@ -163,7 +163,7 @@ fn without_end() {
 fn gone() {
     let mpi = join(ThreadLevel::Serialized);
     mpi.barrier().unwrap();
-    // Like a program that returns from its main function with an error that no one looks at.
+    // This ends like a program that returns from its main function with an error that no one looks at.
     if mpi.rank() == 1 {
         std::process::exit(0);
     }
@@ -187,10 +187,13 @@ fn aborted() {
 }
 
 fn one_thread_at_a_time() {
-    let told = MpiCommunicator::start(ThreadLevel::Multiple).unwrap_err().to_string();
-    assert!(told.contains("start of MPI for several threads: "), "{told}");
-    assert!(told.contains("provides MPI_THREAD_SERIALIZED, and MPI_THREAD_MULTIPLE is needed: "), "{told}");
-    assert!(told.contains("or choose depcha or funnel"), "{told}");
+    let message = MpiCommunicator::start(ThreadLevel::Multiple).unwrap_err().to_string();
+    assert!(message.contains("start of MPI for several threads: "), "{message}");
+    assert!(
+        message.contains("provides MPI_THREAD_SERIALIZED, and MPI_THREAD_MULTIPLE is needed: "),
+        "{message}"
+    );
+    assert!(message.contains("or choose depcha or funnel"), "{message}");
 
     let mpi = join(ThreadLevel::Serialized);
     for kind in [StoreKind::Funnel, StoreKind::DepCha] {
@@ -212,15 +215,15 @@ fn begun_before() {
     collectives::duplicates(&mpi);
     mpi.leave().unwrap();
     drop(universe);
-    let told = MpiCommunicator::start(ThreadLevel::Serialized).unwrap_err().to_string();
-    assert!(told.contains("MPI has ended in this process"), "{told}");
+    let message = MpiCommunicator::start(ThreadLevel::Serialized).unwrap_err().to_string();
+    assert!(message.contains("MPI has ended in this process"), "{message}");
 }
 
 fn begun_before_with_less() {
     let universe = mpi::initialize().unwrap();
-    let told = MpiCommunicator::start(ThreadLevel::Serialized).unwrap_err().to_string();
+    let message = MpiCommunicator::start(ThreadLevel::Serialized).unwrap_err().to_string();
     let expected = "start of MPI: the MPI that this process has begun provides MPI_THREAD_SINGLE, and MPI_THREAD_SERIALIZED is needed";
-    assert!(told.contains(expected), "{told}");
+    assert!(message.contains(expected), "{message}");
     here(mpi::traits::Communicator::rank(&universe.world()) as u32);
 }
 
@@ -234,8 +237,8 @@ fn a_second_thread() {
                 scope.spawn(|| waits.barrier().unwrap());
                 // There is nothing to sum: the call only asks for a permit.
                 let attempt = || tries.allreduce("g", &mut [], Dtype::F32);
-                let told: CommunicatorError = (0..).find_map(|_| attempt().err()).unwrap();
-                println!("{told}");
+                let error: CommunicatorError = (0..).find_map(|_| attempt().err()).unwrap();
+                println!("{error}");
                 std::fs::write(&refused, "").unwrap();
             });
         }

@@ -31,11 +31,11 @@ pub(super) struct StoreCalls {
 struct CallsState {
     waiting: VecDeque<StoreCall>,
     is_closed: bool,
-    /// Whether the thread has ended, and the store is gone.
+    /// `true` if the thread has ended, and the store is gone.
     is_over: bool,
 }
 
-/// Why a call was refused.
+/// The reason why a call was refused.
 pub(super) enum CallRefusal {
     /// No room became free before the deadline.
     Full(StoreCall),
@@ -95,7 +95,7 @@ impl StoreCalls {
             std::mem::take(&mut state.waiting)
         };
         self.changed.notify_all();
-        // Not under the lock: their reports may lead back here.
+        // This runs without the lock: their reports may lead back here.
         drop(waiting);
     }
 

@@ -22,7 +22,7 @@ type RankCredentials = (String, String, String, u32);
 struct StorePlan {
     kind: StoreKind,
     /// The rank's membership and options; `None` for a store of one process.
-    seat: Option<(Membership, Options)>,
+    membership: Option<(Membership, Options)>,
     compute_threads: Option<usize>,
     outstanding: Option<usize>,
     checks: bool,
@@ -35,17 +35,17 @@ enum OpenError {
     Store(StoreError),
 }
 
-/// Opens a store; returns when every rank has opened it. A local store has no `seat`.
+/// Opens a store; returns when every rank has opened it. A local store has no `membership`.
 #[pyfunction]
 #[pyo3(signature = (
-    kind, seat, *, transport = None, interfaces = None, rendezvous_timeout = None, rack = None, host = None,
+    kind, membership, *, transport = None, interfaces = None, rendezvous_timeout = None, rack = None, host = None,
     compute_threads = None, outstanding = None, check = false, codec = None, reproducible = false
 ))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn open_store(
     py: Python<'_>,
     kind: &str,
-    seat: Option<RankCredentials>,
+    membership: Option<RankCredentials>,
     transport: Option<&str>,
     interfaces: Option<&str>,
     rendezvous_timeout: Option<f64>,
@@ -71,14 +71,15 @@ pub(crate) fn open_store(
     combinations::check(asked.with(kind.feature()))
         .map_err(|conflict| errors::misuse(py, &conflict.to_string()))?;
     let codec = codec.map(str::parse).transpose().map_err(|problem: String| errors::misuse(py, &problem))?;
-    let seat = match seat {
+    let membership = match membership {
         None => None,
         Some((url, namespace, secret, rank)) => Some((
             join_options::membership(py, url, &namespace, &secret, rank)?,
             join_options::options(py, transport, interfaces, rendezvous_timeout, rack, host)?,
         )),
     };
-    let plan = StorePlan { kind, seat, compute_threads, outstanding, checks: check, codec, reproducible };
+    let plan =
+        StorePlan { kind, membership, compute_threads, outstanding, checks: check, codec, reproducible };
     let store = interruptible(py, move || open(plan))?.map_err(|failed| match failed {
         OpenError::Engine(error @ EngineError::Spawn { .. }) => errors::connect(py, &error.to_string()),
         OpenError::Engine(error) => errors::misuse(py, &error.to_string()),
@@ -88,16 +89,16 @@ pub(crate) fn open_store(
 }
 
 fn open(plan: StorePlan) -> Result<Arc<dyn KvStore>, OpenError> {
-    let StorePlan { kind, seat, compute_threads, outstanding, checks, codec, reproducible } = plan;
+    let StorePlan { kind, membership, compute_threads, outstanding, checks, codec, reproducible } = plan;
     let usual = EngineConfig::default();
     let config = EngineConfig {
         compute_threads: compute_threads.unwrap_or(usual.compute_threads),
-        // As many threads as collectives may be under way.
+        // There are as many threads as collectives may be under way.
         communicate_threads: outstanding.unwrap_or(usual.communicate_threads).max(1),
         ..usual
     };
     let engine = Arc::new(Engine::new(config).map_err(OpenError::Engine)?);
-    let options = match seat {
+    let options = match membership {
         Some((membership, options)) if kind == StoreKind::Hub => {
             StoreOptions::at_hub(engine, HubStoreConfig { membership, options, codec, reproducible })
         }

@@ -10,7 +10,7 @@ use crate::handle::CompletionCounter;
 
 /// One of the outcomes that a handle waits for. A report dropped undelivered is a failure.
 pub(super) struct CallReport {
-    who: Arc<str>,
+    store_name: Arc<str>,
     counter: Option<CompletionCounter>,
 }
 
@@ -21,8 +21,8 @@ pub(super) struct CallOutcome {
 }
 
 impl CallReport {
-    pub(super) fn new(who: &Arc<str>, counter: &CompletionCounter) -> CallReport {
-        CallReport { who: Arc::clone(who), counter: Some(counter.clone()) }
+    pub(super) fn new(store_name: &Arc<str>, counter: &CompletionCounter) -> CallReport {
+        CallReport { store_name: Arc::clone(store_name), counter: Some(counter.clone()) }
     }
 
     /// Prepares the outcome, with its key if it has one. `culprit` finds the rank at fault where the error
@@ -34,15 +34,15 @@ impl CallReport {
         culprit: impl FnOnce() -> Option<u32>,
     ) -> CallOutcome {
         let failure = outcome.err().map(|error| {
-            let whose = match (&error, key) {
+            let prefix = match (&error, key) {
                 // These errors name the key themselves.
                 (StoreError::Key { .. } | StoreError::Failed(_) | StoreError::Push(_), _) | (_, None) => {
-                    format!("{}: ", self.who)
+                    format!("{}: ", self.store_name)
                 }
-                (_, Some(key)) => format!("{}: key {key}: ", self.who),
+                (_, Some(key)) => format!("{}: key {key}: ", self.store_name),
             };
             let culprit = error.culprit().or_else(culprit);
-            Failure::Store(Arc::new(StoreFailure { whose, error, culprit }))
+            Failure::Store(Arc::new(StoreFailure { prefix, error, culprit }))
         });
         CallOutcome { report: self, failure }
     }
@@ -64,7 +64,7 @@ impl CallOutcome {
 impl Drop for CallReport {
     fn drop(&mut self) {
         if let Some(counter) = self.counter.take() {
-            let message = format!("{}: the store was given up before this was done", self.who);
+            let message = format!("{}: the store was given up before this was done", self.store_name);
             counter.count(Some(Failure::given_up(&message)));
         }
     }
@@ -76,7 +76,7 @@ pub(super) struct LeasedPart {
     pub(super) report: CallReport,
 }
 
-/// How a call uses a part's memory.
+/// The way in which a call uses a part's memory.
 #[derive(Clone, Copy)]
 pub(super) enum MemoryUse {
     Reads,
@@ -97,7 +97,7 @@ impl LeasedPart {
         let report_end = move |waited: Result<(), Arc<_>>| {
             let outcome = made.and_then(|()| Ok(waited?));
             let ended = report.prepare(Some(&key), outcome, || here.upgrade()?.failure()?.culprit());
-            // Drop the lease first, so that a caller who sees the end finds the memory free.
+            // Drop the lease first, so that a caller that sees the end finds the memory free.
             drop(lease);
             ended.deliver();
         };

@@ -170,17 +170,17 @@ impl Drop for Import {
 struct Exported<M> {
     managed: M,
     _extents: Vec<i64>,
-    _keeper: Box<dyn Send + Sync>,
+    _owner: Box<dyn Send + Sync>,
 }
 
-/// A DLPack capsule over memory that lives as long as `keeper`: row-major elements of `dtype` with the
+/// A DLPack capsule over memory that lives as long as `owner`: row-major elements of `dtype` with the
 /// extents `shape`. `versioned` chooses DLPack 1.0's structure.
 pub(crate) fn export(
     py: Python<'_>,
     address: usize,
     dtype: Dtype,
     shape: &[u64],
-    keeper: Box<dyn Send + Sync>,
+    owner: Box<dyn Send + Sync>,
     versioned: bool,
 ) -> PyResult<Py<PyAny>> {
     let (code, bits) = match dtype {
@@ -216,14 +216,14 @@ pub(crate) fn export(
     if versioned {
         let deleter = Some(give_back_versioned as unsafe extern "C" fn(_));
         let managed = VersionedTensor { major: 1, minor: 0, context, deleter, flags: 0, tensor };
-        let exported = Box::into_raw(Box::new(Exported { managed, _extents: extents, _keeper: keeper }));
+        let exported = Box::into_raw(Box::new(Exported { managed, _extents: extents, _owner: owner }));
         // SAFETY: just allocated, so there is no other reference.
         let managed = unsafe { &mut (*exported).managed };
         managed.context = exported.cast();
         encapsulate(py, std::ptr::from_mut(managed).cast(), FRESH_VERSIONED, drop_unused_versioned)
     } else {
         let managed = ManagedTensor { tensor, context, deleter: Some(give_back) };
-        let exported = Box::into_raw(Box::new(Exported { managed, _extents: extents, _keeper: keeper }));
+        let exported = Box::into_raw(Box::new(Exported { managed, _extents: extents, _owner: owner }));
         // SAFETY: just allocated, so there is no other reference.
         let managed = unsafe { &mut (*exported).managed };
         managed.context = exported.cast();

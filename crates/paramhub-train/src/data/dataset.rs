@@ -1,6 +1,6 @@
 use std::fmt;
 
-/// What an image looks like and how many classes there are.
+/// The shape of an image and the number of classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Geometry {
     /// 1 for grey, 3 for colour.
@@ -58,7 +58,7 @@ impl Dataset {
         self
     }
 
-    /// What the images look like.
+    /// The shape of the images.
     pub fn geometry(&self) -> Geometry {
         self.geometry
     }
@@ -68,7 +68,7 @@ impl Dataset {
         self.labels.len()
     }
 
-    /// Whether there is no example.
+    /// Returns whether there is no example.
     pub fn is_empty(&self) -> bool {
         self.labels.is_empty()
     }

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// Why a data set cannot be used: the file, what was expected and what was found.
+/// The reason why a data set cannot be used: the file, what was expected and what was found.
 #[derive(Debug, Error)]
 pub enum DataError {
     /// The name of the data set is unknown.

@@ -28,9 +28,9 @@ pub enum DataSource {
 /// The two parts of a data set.
 #[derive(Clone, Debug)]
 pub struct Data {
-    /// What the workers train on.
+    /// The examples for training.
     pub train: Dataset,
-    /// What accuracy is measured on; normalised like `train`.
+    /// The examples for measuring accuracy; normalised like `train`.
     pub test: Dataset,
 }
 

@@ -4,7 +4,7 @@ use crate::random::Random;
 /// Separates the shuffles from every other use of the seed.
 const PURPOSE: u64 = 1;
 
-/// Which worker trains on which example at which step of one epoch.
+/// The assignment of examples to workers and steps in one epoch.
 ///
 /// The epoch's examples are shuffled by (seed, epoch) alone, so that every rank computes the same order
 /// without communication. Step t takes the next `workers * batch` of them: the *global batch*. Rank r's shard

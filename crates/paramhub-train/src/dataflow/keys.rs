@@ -23,7 +23,7 @@ pub(super) struct Keys {
     meter: Arc<Meter>,
 }
 
-/// How sums become parameters.
+/// The way in which sums become parameters.
 #[derive(Clone)]
 pub(super) struct Updater {
     pub(super) optimizer: Arc<dyn Optimizer>,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub struct Meter(Mutex<MeterState>);
 
-/// What a [`Meter`] has measured.
+/// The measurements of a [`Meter`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Times {
     /// The time during which an operation computed.
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_overlaps_is_hidden_and_nothing_else() {
+    fn only_time_that_overlaps_computation_is_hidden() {
         let meter = Meter::new();
         let nap = || std::thread::sleep(Duration::from_millis(2));
         meter.computes(nap);

@@ -34,7 +34,7 @@ use slot::Slot;
 /// Steps that may be pushed beside the newest before their losses have come.
 const STEPS_AHEAD: usize = 1;
 
-/// How gradients are summed, and how parameters are computed from the sums.
+/// The way in which gradients are summed, and how parameters are computed from the sums.
 pub struct Learner<'a> {
     /// The store that sums what all ranks push. It has no optimizer, and no keys of the network yet.
     pub store: &'a dyn KvStore,

@@ -17,7 +17,7 @@ use crate::net::{self, Activation, Matrix, Network, Node};
 const BACKWARD: i32 = 2;
 const FORWARD: i32 = 1;
 
-/// What an operation returns that cannot fail.
+/// The result of an operation that cannot fail.
 const SUCCESS: Result<(), Infallible> = Ok(());
 
 /// A network, with variables for all data that its operations share.
@@ -135,7 +135,7 @@ impl Passes {
         let Edge { activation, gradient } = &self.edges[self.edges.len() - 1];
         let (logits, of_logits, labels) = (activation.clone(), gradient.clone(), self.labels.clone());
         let (loss, meter) = (Slot::new(engine), Arc::clone(&self.meter));
-        let told = loss.clone();
+        let loss_of_step = loss.clone();
         engine
             .operation("loss", Kind::Compute)
             .mutates([activation.variable(), self.labels.variable(), gradient.variable(), loss.variable()])
@@ -146,7 +146,7 @@ impl Passes {
                     net::loss_of(logits, &labels.take())
                 });
                 of_logits.put(gradient);
-                told.put(value);
+                loss_of_step.put(value);
                 SUCCESS
             })?;
         Ok(loss)

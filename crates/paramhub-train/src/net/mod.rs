@@ -51,7 +51,7 @@ pub enum NetKind {
     Inception,
 }
 
-/// Why a network cannot be built, or its parameters not be changed.
+/// The reason why a network cannot be built, or its parameters not be changed.
 #[derive(Debug, Error)]
 pub enum NetError {
     /// The name is unknown.
@@ -136,7 +136,7 @@ impl Network {
         Network { geometry, nodes, edges, sources, keys, parameters }
     }
 
-    /// What the images look like.
+    /// The shape of the images.
     pub fn geometry(&self) -> Geometry {
         self.geometry
     }
@@ -305,7 +305,7 @@ pub(crate) fn input_of(images: Vec<f32>, geometry: Geometry) -> Activation {
     Arc::new(Matrix::new(images, geometry.features()))
 }
 
-/// As [`Network::loss`].
+/// Does the same as [`Network::loss`].
 pub(crate) fn loss_of(mut logits: Matrix, labels: &[u8]) -> (f64, Matrix) {
     let loss = loss::softmax_cross_entropy(logits.values_mut(), labels);
     (loss, logits)

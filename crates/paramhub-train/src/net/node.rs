@@ -7,7 +7,7 @@ use super::parameters::SharedParameters;
 
 /// One operation of a network, between edges that carry an activation forward and its gradient back.
 ///
-/// What it computes with is behind a lock, so that threads can share the network. A caller with several
+/// Its memory is behind a lock, so that threads can share the network. A caller with several
 /// threads must order the calls of one node itself; then no thread waits for the lock.
 pub(crate) struct Node {
     pub(crate) name: String,
@@ -17,9 +17,9 @@ pub(crate) struct Node {
     pub(crate) outputs: Vec<usize>,
     /// The key of the layer's weight. Its bias has the next key.
     pub(crate) first_key: Option<usize>,
-    /// Whether this node or one before it has a key. If not, it needs no gradient.
+    /// `true` if this node or one before it has a key. If not, it needs no gradient.
     pub(crate) is_trained: bool,
-    /// Whether a node directly before it is trained.
+    /// `true` if a node directly before it is trained.
     pub(crate) passes_gradient: bool,
     /// Outputs and inputs, if the layer is fully connected.
     pub(crate) fully_connected: Option<[usize; 2]>,

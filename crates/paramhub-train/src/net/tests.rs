@@ -167,7 +167,7 @@ fn gradients_equal_finite_differences() {
                 gradient,
                 |_| false,
                 |weight, made| -> Result<(), NetError> {
-                    let LayerGradient::Dense(both) = made else { panic!("nobody takes factors") };
+                    let LayerGradient::Dense(both) = made else { panic!("this layer takes no factors") };
                     gradients[weight..weight + 2].clone_from_slice(&both);
                     Ok(())
                 },
@@ -302,7 +302,7 @@ fn a_graph_without_branches_computes_as_a_loop_over_its_layers() {
                 gradient,
                 |_| false,
                 |weight, gradient| -> Result<(), NetError> {
-                    let LayerGradient::Dense(both) = gradient else { panic!("nobody takes factors") };
+                    let LayerGradient::Dense(both) = gradient else { panic!("this layer takes no factors") };
                     made.push((weight, both));
                     Ok(())
                 },
@@ -373,7 +373,9 @@ fn factors_multiply_out_to_the_gradient() {
             assert_eq!(factored[&weight], *gradient);
             continue;
         };
-        let LayerGradient::Dense([of_weight, of_bias]) = gradient else { panic!("nobody takes factors") };
+        let LayerGradient::Dense([of_weight, of_bias]) = gradient else {
+            panic!("this layer takes no factors")
+        };
         let LayerGradient::Factors { inputs: rows, output_gradients } = &factored[&weight] else {
             panic!("layer {weight} has factors")
         };

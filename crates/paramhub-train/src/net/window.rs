@@ -10,7 +10,7 @@ pub(super) struct Window {
     pub(super) stride: usize,
     /// Zeros around the input for a convolution; pooling ignores them.
     pub(super) padding: usize,
-    /// Whether a last window that sticks out counts (as in Caffe's pooling) or not (as in a convolution).
+    /// `true` if a last window that sticks out counts (as in Caffe's pooling) or not (as in a convolution).
     pub(super) partial: bool,
 }
 

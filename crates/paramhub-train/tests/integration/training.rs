@@ -131,7 +131,7 @@ fn first_gradients(data: &Data, rank: usize, workers: usize, batch: usize) -> Ve
             |_| false,
             |weight, gradient| {
                 let LayerGradient::Dense([of_weight, of_bias]) = gradient else {
-                    panic!("nobody takes factors")
+                    panic!("this layer takes no factors")
                 };
                 recorder.push(weight, of_weight)?;
                 recorder.push(weight + 1, of_bias).map_err(TrainError::from)
@@ -189,7 +189,7 @@ fn the_mean_of_the_shards_is_the_gradient_of_the_global_batch() {
 }
 
 #[test]
-fn what_cannot_be_trained_is_refused() {
+fn a_training_that_cannot_work_is_refused() {
     let data = digits();
     let refused = Run { workers: 100, ..LENET }.report(&data, &mut |_| {}).unwrap_err().to_string();
     assert!(refused.contains("1600") && refused.contains("1437"), "{refused}");

@@ -1,5 +1,5 @@
-//! Which interfaces are chosen and what is known of them, on a machine with two NUMA nodes, bridges and a
-//! bond: `sysfs/two-nodes` has the relevant files of such a machine's `/sys`.
+//! These tests choose interfaces on a machine with two NUMA nodes, bridges and a bond: `sysfs/two-nodes`
+//! has the relevant files of such a machine's `/sys`.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -85,7 +85,7 @@ fn names_networks_and_exclusions_choose() {
     );
     assert_eq!(names("^eth"), ["br0"]);
     assert_eq!(names("^docker,lo,192.168.0.0/16,eth1"), ["eth0", "eth10"]);
-    assert_eq!(names("docker"), ["docker0"], "who names it, means it");
+    assert_eq!(names("docker"), ["docker0"], "an interface that is named is taken");
     assert_eq!(names("eth3,tun0,lo"), ["lo", "eth3", "tun0"]);
 }
 
@@ -106,7 +106,7 @@ fn the_address_is_one_that_others_can_dial() {
 }
 
 #[test]
-fn what_was_asked_for_and_cannot_be_had_is_named() {
+fn a_selector_that_cannot_be_met_is_named() {
     for (selector, parts) in [
         ("eth0,eth5", &["`eth5` means no interface", "eth0 (10.0.0.7, fe80::1)", "docker0"][..]),
         ("eth0,eth2", &["`eth2` means eth2", "no carrier"]),

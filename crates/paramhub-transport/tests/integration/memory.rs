@@ -24,17 +24,17 @@ fn owned_buffers_come_back_with_what_was_received() {
 }
 
 #[test]
-fn a_lent_buffer_comes_home_when_its_region_is_dropped() {
-    let home = BufferSlot::new(vec![1_u16, 2]);
-    let mut region = ReceiveRegion::owned(home.lend().unwrap());
-    assert!(home.lend().is_none() && home.take().is_none(), "it is away");
+fn a_lent_buffer_is_returned_when_its_region_is_dropped() {
+    let slot = BufferSlot::new(vec![1_u16, 2]);
+    let mut region = ReceiveRegion::owned(slot.lend().unwrap());
+    assert!(slot.lend().is_none() && slot.take().is_none(), "it is away");
     region.bytes_mut()[0] = 7;
     std::thread::spawn(move || drop(region)).join().unwrap();
-    assert_eq!(home.take(), Some(vec![7, 2]));
+    assert_eq!(slot.take(), Some(vec![7, 2]));
     // A slot that is gone before its buffer.
-    let home = BufferSlot::new(vec![0_u8]);
-    let region = SendRegion::owned(home.lend().unwrap());
-    drop(home);
+    let slot = BufferSlot::new(vec![0_u8]);
+    let region = SendRegion::owned(slot.lend().unwrap());
+    drop(slot);
     assert_eq!(region.bytes(), [0]);
 }
 

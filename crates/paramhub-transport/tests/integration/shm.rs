@@ -203,7 +203,7 @@ fn counts_that_cannot_be_end_the_stream() {
 }
 
 #[test]
-fn a_storm_of_bells_and_flags_disturbs_nobody_else() {
+fn a_storm_of_bells_and_flags_disturbs_no_other_stream() {
     let options = Options::with_mode(paramhub_transport::ReceiveMode::Staged);
     let (mut hand, mut stream) = Shm::with_peer(options);
     let notice = Header { length: 5, ..Header::bare(Operation::Notice) };
@@ -252,7 +252,7 @@ fn a_peer_that_never_stops_ringing_takes_no_more_than_its_turn() {
 }
 
 #[test]
-fn whoever_listens_late_hears_of_the_first_byte() {
+fn a_late_listener_is_woken_for_the_first_byte() {
     let options = Options::with_mode(paramhub_transport::ReceiveMode::Staged);
     let (mut hub, worker) = Shm::pair(options);
     let beat = Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] };
@@ -265,7 +265,7 @@ fn whoever_listens_late_hears_of_the_first_byte() {
 }
 
 #[test]
-fn an_end_is_heard_after_everything_said_before_it_and_the_other_direction_goes_on() {
+fn an_end_arrives_after_all_bytes_before_it_and_the_other_direction_goes_on() {
     let options = Options::with_mode(paramhub_transport::ReceiveMode::Staged);
     let (mut hub, mut worker) = Shm::pair(options);
     let notice = Header { length: 5, ..Header::bare(Operation::Notice) };
@@ -363,7 +363,7 @@ impl FrameSink for Copying {
 }
 
 #[test]
-fn a_flood_of_pulls_is_charged_what_it_has_copied() {
+fn a_flood_of_pulls_counts_the_time_of_its_copies() {
     const PULLS: usize = 256;
     const BUDGET: usize = 4 * COPIED;
     let tight = Options::with_mode(ReceiveMode::Staged);

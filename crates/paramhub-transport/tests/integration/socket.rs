@@ -45,7 +45,7 @@ fn a_foreign_address_is_named() {
 }
 
 #[test]
-fn nobody_listening_is_said_so() {
+fn an_address_without_a_listener_is_named_in_the_error() {
     // Bound, so that no other process gets the port meanwhile, but not listening.
     let taken = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     taken.bind(&any_port().into()).unwrap();

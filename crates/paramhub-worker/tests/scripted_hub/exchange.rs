@@ -10,15 +10,15 @@ use paramhub_core::wire::{Header, Norm, Notice, Operation, Release, Retune, Stat
 use paramhub_kernels::convert;
 use paramhub_worker::{Options, WorkerError};
 
-use super::hub::{CHUNK, Hub, PATIENCE, Peer, ramp, settings};
+use super::hub::{CHUNK, Hub, Peer, WAIT_TIMEOUT, ramp, settings};
 
 /// Ends a job whose scripted streams send nothing more.
 fn part(job: paramhub_worker::Job, peers: Vec<Peer>) {
     std::thread::scope(|scope| {
         for mut peer in peers {
             scope.spawn(move || {
-                assert_eq!(peer.request().expect("a farewell").0.operation, Operation::Leave);
-                assert!(peer.frame().is_none(), "nothing follows the farewell");
+                assert_eq!(peer.request().expect("a leave message").0.operation, Operation::Leave);
+                assert!(peer.frame().is_none(), "nothing follows the leave message");
             });
         }
         job.leave().unwrap();
@@ -74,7 +74,7 @@ fn a_later_urgent_key_overtakes_a_large_one() {
     }
     let overtaken = overtaken.expect("the urgent key was sent");
     assert!(overtaken > LARGE / 2, "the urgent key overtook only {overtaken} of {LARGE} chunks");
-    assert!(urgent.wait_timeout(PATIENCE).unwrap());
+    assert!(urgent.wait_timeout(WAIT_TIMEOUT).unwrap());
     large.wait().unwrap();
     part(job, peers);
 }
@@ -112,7 +112,7 @@ fn gradients_travel_in_the_settings_codec_however_writes_break_off() {
 }
 
 #[test]
-fn in_place_every_chunk_leaves_as_it_was_while_others_are_replaced() {
+fn every_chunk_of_an_exchange_in_place_leaves_unchanged_while_others_are_replaced() {
     const CHUNK: usize = 16 << 10;
     const CHUNKS: usize = 60;
     for codec in [Codec::F32, Codec::BF16] {
@@ -245,8 +245,8 @@ fn new_hyperparameters_leave_before_later_pushes_on_every_stream() {
     handle.wait().unwrap();
     let broken = Hyperparameters { learning_rate: f64::NAN, ..Default::default() };
     assert!(job.set_hyperparameters(4, &broken).unwrap_err().to_string().contains("finite"));
-    let told = job.set_group_hyperparameters(2, 4, &changed).unwrap_err().to_string();
-    assert!(told.contains("group 2, but the job has 2"), "{told}");
+    let message = job.set_group_hyperparameters(2, 4, &changed).unwrap_err().to_string();
+    assert!(message.contains("group 2, but the job has 2"), "{message}");
     part(job, peers);
 }
 
@@ -301,7 +301,7 @@ fn leaving_with_an_unanswered_request_names_it() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_counts_for_nothing() {
+fn a_request_that_does_not_fit_is_refused_and_changes_nothing() {
     let hub = Hub::new(1);
     let (job, mut peers) = hub.open_plain(settings(&[4, 6]));
     let refused = job.push(0, vec![0.0_f32; 3]).unwrap_err().to_string();
@@ -328,7 +328,7 @@ fn what_does_not_fit_is_refused_and_counts_for_nothing() {
 fn a_callback_may_ask_for_the_same_key_again() {
     let hub = Hub::new(1);
     let (job, mut peers) = hub.open_plain(settings(&[4]));
-    let (told, hear) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let job = Arc::new(job);
     std::thread::scope(|scope| {
         scope.spawn(|| peers[0].echo(2));
@@ -336,9 +336,9 @@ fn a_callback_may_ask_for_the_same_key_again() {
         let first = job.push_pull(0, ramp(4), vec![0.0_f32; 4]).unwrap();
         first.on_complete(move |outcome| {
             outcome.as_ref().unwrap();
-            told.send(again.push_pull(0, ramp(4), vec![0.0_f32; 4])).unwrap();
+            sender.send(again.push_pull(0, ramp(4), vec![0.0_f32; 4])).unwrap();
         });
-        hear.recv_timeout(PATIENCE).unwrap().unwrap().wait().unwrap();
+        receiver.recv_timeout(WAIT_TIMEOUT).unwrap().unwrap().wait().unwrap();
     });
     assert_eq!(job.next_step(0).unwrap(), 2);
     drop(peers);
@@ -395,19 +395,19 @@ fn many_threads_share_a_job_of_many_keys() {
 }
 
 #[test]
-fn notices_are_kept_and_told() {
+fn notices_are_kept_and_passed_to_the_callback() {
     let hub = Hub::new(1);
     let (job, mut peers) = hub.open_plain(settings(&[4]));
-    let (told, hear) = mpsc::channel();
-    job.on_notice(move |notice| told.send(notice.clone()).unwrap());
+    let (sender, receiver) = mpsc::channel();
+    job.on_notice(move |notice| sender.send(notice.clone()).unwrap());
     let notice = Notice { rank: Some(2), message: "rank 2 has been silent for 3 s".into() };
-    peers[0].say(Header::bare(Operation::Notice), &notice.encode());
-    let heard = hear.recv_timeout(PATIENCE).unwrap();
+    peers[0].send_frame(Header::bare(Operation::Notice), &notice.encode());
+    let received = receiver.recv_timeout(WAIT_TIMEOUT).unwrap();
     assert_eq!(
-        (heard.rank, heard.message.as_str(), &*heard.hub),
+        (received.rank, received.message.as_str(), &*received.hub),
         (Some(2), notice.message.as_str(), &*hub.address)
     );
-    assert_eq!(job.notices(), [heard]);
+    assert_eq!(job.notices(), [received]);
     part(job, peers);
 }
 
@@ -420,17 +420,19 @@ fn a_norm_is_complete_with_every_routes_part_and_rank_zero_releases_it_on_every_
         for step in 0..3 {
             let mut norm = job.gradient_norm(step).unwrap();
             let handle = job.push_pull(0, ramp(2 * CHUNK), vec![0.0_f32; 2 * CHUNK]).unwrap();
-            let (told, hear) = mpsc::channel();
-            job.gradient_norm(step).unwrap().on_complete(move |outcome| told.send(outcome.is_ok()).unwrap());
+            let (sender, receiver) = mpsc::channel();
+            job.gradient_norm(step)
+                .unwrap()
+                .on_complete(move |outcome| sender.send(outcome.is_ok()).unwrap());
             let requests: Vec<_> = peers.iter_mut().map(|peer| peer.request().unwrap()).collect();
             for (peer, part) in peers.iter_mut().zip([9.0, 16.0]) {
                 assert!(!norm.is_done(), "a part is missing");
                 let header = Header { step, ..Header::bare(Operation::Norm) };
-                peer.say(header, &Norm(part).encode());
+                peer.send_frame(header, &Norm(part).encode());
             }
-            assert!(norm.wait_timeout(PATIENCE).unwrap());
+            assert!(norm.wait_timeout(WAIT_TIMEOUT).unwrap());
             assert_eq!(norm.wait().unwrap().1, 5.0);
-            assert!(hear.recv_timeout(PATIENCE).unwrap());
+            assert!(receiver.recv_timeout(WAIT_TIMEOUT).unwrap());
             assert_eq!(job.last_gradient_norm(), Some((step, 5.0)));
             for (peer, (header, payload)) in peers.iter_mut().zip(requests) {
                 if rank == 0 {
@@ -449,7 +451,7 @@ fn a_norm_is_complete_with_every_routes_part_and_rank_zero_releases_it_on_every_
 #[test]
 fn a_norm_that_nothing_waits_for_breaks_the_protocol() {
     let norm = |peer: &mut Peer, step| {
-        peer.say(Header { step, ..Header::bare(Operation::Norm) }, &Norm(1.0).encode());
+        peer.send_frame(Header { step, ..Header::bare(Operation::Norm) }, &Norm(1.0).encode());
     };
     let clipped = || Settings { clip_norm: Some(1.0), ..settings(&[10]) };
     for (settings, steps) in [(settings(&[10]), vec![0]), (clipped(), vec![4, 4]), (clipped(), vec![4, 6])] {
@@ -459,9 +461,9 @@ fn a_norm_that_nothing_waits_for_breaks_the_protocol() {
         for &step in &steps {
             norm(&mut peers[0], step);
         }
-        let told = handle.wait().unwrap_err();
-        assert!(matches!(told, WorkerError::Protocol { .. }), "{steps:?}: {told}");
-        assert!(told.to_string().contains("for which nothing waits"), "{told}");
+        let error = handle.wait().unwrap_err();
+        assert!(matches!(error, WorkerError::Protocol { .. }), "{steps:?}: {error}");
+        assert!(error.to_string().contains("for which nothing waits"), "{error}");
         let late = job.gradient_norm(9).unwrap_err().to_string();
         assert!(late.contains("for which nothing waits") || late.contains("only in two phases"), "{late}");
     }
@@ -488,9 +490,9 @@ fn optimizer_state_travels_chunk_by_chunk_behind_its_count() {
         let (header, _) = peers[0].request().unwrap();
         assert_eq!((header.operation, header.step), (Operation::PullState, 1));
         let header = Header { chunk: header.chunk, step: 1, ..Header::bare(Operation::State) };
-        peers[0].say(header, &[&State::head(updates)[..], bytemuck::cast_slice(chunk)].concat());
+        peers[0].send_frame(header, &[&State::head(updates)[..], bytemuck::cast_slice(chunk)].concat());
     }
     let pulled = handle.finish();
-    assert_eq!((pulled.parameters, pulled.updates), (values, 13), "the smallest count is told");
+    assert_eq!((pulled.parameters, pulled.updates), (values, 13), "the smallest count is returned");
     part(job, peers);
 }

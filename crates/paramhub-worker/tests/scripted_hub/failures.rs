@@ -6,7 +6,7 @@ use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_worker::{Job, JobConfig, Options, WorkerError};
 
-use super::hub::{self, CHUNK, Hub, PATIENCE, Peer, ramp, settings};
+use super::hub::{self, CHUNK, Hub, Peer, WAIT_TIMEOUT, ramp, settings};
 
 /// Asserts that a request under way and a later one fail alike, and that the buffers of the first come back.
 fn assert_failed(
@@ -50,7 +50,7 @@ fn the_hubs_reason_and_the_rank_at_fault_are_passed_on() {
     let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
     let handle = ask(&job, 4);
     let failure = Failure { rank: Some(3), message: "rank 3 was lost: the connection was reset".into() };
-    peers[0].say(Header::bare(Operation::Failure), &failure.encode());
+    peers[0].send_frame(Header::bare(Operation::Failure), &failure.encode());
     let error = assert_failed(&job, handle, |error| error.culprit() == Some(3));
     assert!(error.contains("because of rank 3: rank 3 was lost"), "{error}");
 }
@@ -64,15 +64,15 @@ fn a_reason_on_one_stream_counts_more_than_the_end_of_another() {
     // The worker has seen the end by now, or will see it together with the reason.
     std::thread::sleep(Duration::from_millis(50));
     let failure = Failure { rank: Some(0), message: "rank 0 was killed".into() };
-    peers[0].say(Header::bare(Operation::Failure), &failure.encode());
+    peers[0].send_frame(Header::bare(Operation::Failure), &failure.encode());
     assert_failed(&job, handle, |error| error.culprit() == Some(0));
 }
 
-/// What a hub sends, and words of the worker's error.
+/// The frames of a hub, and words of the worker's error.
 type Offence = (&'static str, fn(&mut Peer));
 
 #[test]
-fn answers_nobody_asked_for_end_the_job_and_say_so() {
+fn answers_without_a_request_end_the_job_with_an_error() {
     let offences: [Offence; 7] = [
         ("chunk 99, which does not exist", |peer| peer.parameters(99, 1, &[0; 16])),
         ("waits for no such answer", |peer| peer.parameters(1, 1, &[0; 16])),
@@ -80,7 +80,7 @@ fn answers_nobody_asked_for_end_the_job_and_say_so() {
         ("older than version 1", |peer| peer.parameters(0, 0, &[0; 16])),
         ("12 bytes of f32", |peer| peer.parameters(0, 1, &[0; 12])),
         ("8 bytes of bf16", |peer| peer.parameters_as(Codec::BF16, 0, 1, &[0; 8])),
-        ("Failure frame cannot be read", |peer| peer.say(Header::bare(Operation::Failure), &[0; 2])),
+        ("Failure frame cannot be read", |peer| peer.send_frame(Header::bare(Operation::Failure), &[0; 2])),
     ];
     for (complaint, offend) in offences {
         let hub = Hub::new(1);
@@ -118,7 +118,7 @@ fn an_answer_before_the_request_has_left_whole_is_an_offence() {
 }
 
 #[test]
-fn in_place_nothing_is_overwritten_that_has_not_left_whole() {
+fn an_exchange_in_place_overwrites_no_chunk_that_has_not_left_whole() {
     // A chunk larger than any socket's buffer, so that it begins to leave and never ends.
     const ELEMENTS: usize = 4 << 20;
     let hub = Hub::new(1);
@@ -128,7 +128,7 @@ fn in_place_nothing_is_overwritten_that_has_not_left_whole() {
     peers[0].await_something();
     let length = 4 * ELEMENTS as u32;
     let early = Header { step: 1, length, ..Header::bare(Operation::Parameters) };
-    peers[0].say_bytes(&[&early.encode()[..], &[0xff; 4096]].concat());
+    peers[0].send_bytes(&[&early.encode()[..], &[0xff; 4096]].concat());
     let finished = handle.finish();
     assert!(matches!(finished.outcome, Err(WorkerError::Protocol { .. })), "{:?}", finished.outcome);
     assert!(finished.parameters == ramp(ELEMENTS), "the gradient was overwritten while it left");
@@ -153,7 +153,7 @@ fn bytes_that_are_no_frame_end_the_job() {
     let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
     let handle = ask(&job, 4);
     // Only workers send this frame.
-    peers[0].say(Header::bare(Operation::Leave), &[]);
+    peers[0].send_frame(Header::bare(Operation::Leave), &[]);
     let error = assert_failed(&job, handle, |error| matches!(error, WorkerError::Protocol { .. }));
     assert!(error.contains("does not go this way"), "{error}");
 }
@@ -179,11 +179,11 @@ fn heartbeats_keep_a_slow_hub_alive() {
     let mut handle = ask(&job, 4);
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_millis(2500) {
-        peers[0].say(Header::bare(Operation::Heartbeat), &[]);
+        peers[0].send_frame(Header::bare(Operation::Heartbeat), &[]);
         std::thread::sleep(Duration::from_millis(100));
     }
     peers[0].echo(1);
-    assert!(handle.wait_timeout(PATIENCE).unwrap());
+    assert!(handle.wait_timeout(WAIT_TIMEOUT).unwrap());
 }
 
 #[test]
@@ -193,21 +193,21 @@ fn a_worker_that_was_held_up_itself_does_not_blame_the_hub() {
     let job_options = JobOptions { dead_after_s: DEAD_AFTER.as_secs_f64(), ..JobOptions::default() };
     let job_config = JobConfig { job_options, ..hub.job_config(1, settings(&[4, 4])) };
     let (job, mut peers) = hub.open(job_config, Options::default());
-    let (told, hear) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     job.on_notice(move |_| {
         std::thread::sleep(DEAD_AFTER + Duration::from_millis(200));
-        told.send(()).unwrap();
+        sender.send(()).unwrap();
     });
     let mut handle = ask(&job, 4);
     let notice = Notice { rank: None, message: "nothing in particular".into() };
-    peers[0].say(Header::bare(Operation::Notice), &notice.encode());
-    hear.recv_timeout(PATIENCE).unwrap();
+    peers[0].send_frame(Header::bare(Operation::Notice), &notice.encode());
+    receiver.recv_timeout(WAIT_TIMEOUT).unwrap();
     peers[0].echo(1);
-    assert!(handle.wait_timeout(PATIENCE).unwrap());
+    assert!(handle.wait_timeout(WAIT_TIMEOUT).unwrap());
 }
 
 #[test]
-fn a_panicking_callback_ends_the_job_aloud() {
+fn a_panicking_callback_ends_the_job_with_an_error() {
     let hub = Hub::new(1);
     let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
     let handle = job.push_pull(1, ramp(4), vec![0.0_f32; 4]).unwrap();

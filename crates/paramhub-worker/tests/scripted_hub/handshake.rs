@@ -7,18 +7,18 @@ use paramhub_core::wire::{Caller, PROOF_BYTES, Refusal, Verdict};
 use paramhub_transport::socket::{read_exact_by, write_all_by};
 use paramhub_worker::{JobConfig, Options, WorkerError};
 
-use super::hub::{Hub, PATIENCE, challenge, settings};
+use super::hub::{Hub, WAIT_TIMEOUT, challenge, settings};
 
 /// Sends `verdict` after the worker's proof.
 fn conclude(mut socket: std::net::TcpStream, verdict: &Verdict) {
     challenge(&mut socket);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     read_exact_by(&mut socket, &mut [0; PROOF_BYTES], deadline).unwrap();
     write_all_by(&mut socket, &verdict.encode(), deadline).unwrap();
 }
 
 #[test]
-fn a_hello_says_who_and_which_route() {
+fn a_hello_names_the_worker_and_its_route() {
     let hub = Hub::new(2);
     let job_config = hub.job_config(1, settings(&[1000]));
     let (job, peers) = hub.open(job_config.clone(), Options::default());

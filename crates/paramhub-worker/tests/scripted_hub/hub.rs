@@ -22,7 +22,7 @@ use paramhub_transport::{
 use paramhub_worker::{Job, JobConfig, Options, WorkerError};
 
 /// The time after which a hanging test ends, far above what a slow machine needs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) const NONCE: Nonce = Nonce([7; 32]);
 /// Small, so that little data makes many chunks: 256 elements of f32.
 pub(crate) const CHUNK_BYTES: u32 = 1024;
@@ -79,7 +79,7 @@ impl Hub {
     pub(crate) fn accept(&self) -> Peer {
         let (mut socket, _) = self.listener.accept().unwrap();
         let (hello, expected, mine) = challenge(&mut socket);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         let mut proof = [0; PROOF_BYTES];
         read_exact_by(&mut socket, &mut proof, deadline).unwrap();
         assert!(Proof(proof).matches(&expected), "the worker's proof");
@@ -103,7 +103,7 @@ impl Hub {
 
 /// Reads a Hello, sends a challenge, and returns the proof to expect and the one to give.
 pub(crate) fn challenge(socket: &mut std::net::TcpStream) -> (Hello, Proof, Proof) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     let mut hello = [0; HELLO_BYTES];
     read_exact_by(socket, &mut hello, deadline).unwrap();
     let hello = Hello::decode(&hello).unwrap();
@@ -150,10 +150,10 @@ impl Peer {
 
     /// The next frame of any kind, or `None` at the end of the stream.
     pub(crate) fn frame(&mut self) -> Option<(Header, Vec<u8>)> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while self.frames.0.is_empty() && !self.closed {
             let left = deadline.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "nothing came from the worker for {PATIENCE:?}");
+            assert!(!left.is_zero(), "nothing came from the worker for {WAIT_TIMEOUT:?}");
             self.poller.wait(&mut Events::with_capacity(1), Some(left)).unwrap();
             self.closed = match self.stream.receive(&mut self.frames, &mut self.scratch, 1 << 16) {
                 Ok(received) => received.closed,
@@ -176,38 +176,41 @@ impl Peer {
     /// Waits until the worker has sent something, and leaves it there.
     pub(crate) fn await_something(&mut self) {
         let mut events = Events::with_capacity(1);
-        self.poller.wait(&mut events, Some(PATIENCE)).unwrap();
-        assert!(!events.is_empty(), "nothing came from the worker for {PATIENCE:?}");
+        self.poller.wait(&mut events, Some(WAIT_TIMEOUT)).unwrap();
+        assert!(!events.is_empty(), "nothing came from the worker for {WAIT_TIMEOUT:?}");
     }
 
     /// Sends bytes that need not be a frame and fit into the socket's buffer.
-    pub(crate) fn say_bytes(&mut self, bytes: &[u8]) {
+    pub(crate) fn send_bytes(&mut self, bytes: &[u8]) {
         assert_eq!(rustix::io::write(&self.stream, bytes).unwrap(), bytes.len());
     }
 
-    pub(crate) fn say(&mut self, header: Header, payload: &[u8]) {
+    pub(crate) fn send_frame(&mut self, header: Header, payload: &[u8]) {
         let header = Header { length: payload.len() as u32, ..header };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         let frame = [Outgoing { header, payload }];
         self.poller.modify(&self.stream, 0, Interest::BOTH).unwrap();
         while self.stream.send(&frame).unwrap().frames == 0 {
             let left = deadline.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "the worker took nothing for {PATIENCE:?}");
+            assert!(!left.is_zero(), "the worker took nothing for {WAIT_TIMEOUT:?}");
             self.poller.wait(&mut Events::with_capacity(1), Some(left)).unwrap();
         }
         self.poller.modify(&self.stream, 0, Interest::READABLE).unwrap();
     }
 
     pub(crate) fn parameters(&mut self, chunk: ChunkId, version: u32, payload: &[u8]) {
-        self.say(Header { chunk, step: version, ..Header::bare(Operation::Parameters) }, payload);
+        self.send_frame(Header { chunk, step: version, ..Header::bare(Operation::Parameters) }, payload);
     }
 
     pub(crate) fn parameters_as(&mut self, codec: Codec, chunk: ChunkId, version: u32, payload: &[u8]) {
-        self.say(Header { codec, chunk, step: version, ..Header::bare(Operation::Parameters) }, payload);
+        self.send_frame(
+            Header { codec, chunk, step: version, ..Header::bare(Operation::Parameters) },
+            payload,
+        );
     }
 
     pub(crate) fn applied(&mut self, chunk: ChunkId, version: u32) {
-        self.say(Header { chunk, step: version, ..Header::bare(Operation::Applied) }, &[]);
+        self.send_frame(Header { chunk, step: version, ..Header::bare(Operation::Applied) }, &[]);
     }
 
     /// Answers the next `requests` PushPulls with their own gradients, as a hub would answer its only worker.

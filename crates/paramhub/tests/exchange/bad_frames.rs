@@ -67,9 +67,9 @@ fn each_bad_frame_fails_its_job_with_its_reason_and_no_other_job() {
                     failure.message
                 );
                 assert!(raw.is_closed(), "{what}");
-                if let Err(told) = honest.join().unwrap() {
-                    let told = told.to_string();
-                    assert!(told.contains(reason) && told.contains("rank 1"), "{what}: {told}");
+                if let Err(error) = honest.join().unwrap() {
+                    let error = error.to_string();
+                    assert!(error.contains(reason) && error.contains("rank 1"), "{what}: {error}");
                 } else {
                     assert_eq!(
                         what, "old step",
@@ -99,14 +99,14 @@ fn a_step_that_is_over_is_refused() {
 }
 
 #[test]
-fn frames_before_the_handshake_reach_nobody() {
+fn frames_before_the_handshake_reach_no_job() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     beside_a_running_job(&cluster, || {
         for _ in 0..20 {
-            let mut stranger = Raw::dial(cluster.hub().addresses()[0]);
-            stranger.send(&push(0).repeat(20));
+            let mut unauthenticated = Raw::dial(cluster.hub().addresses()[0]);
+            unauthenticated.send(&push(0).repeat(20));
             let mut answer = Vec::new();
-            let _ = stranger.socket.read_to_end(&mut answer);
+            let _ = unauthenticated.socket.read_to_end(&mut answer);
             let verdict = answer
                 .get(CHALLENGE_BYTES..CHALLENGE_BYTES + VERDICT_BYTES)
                 .map(|wire| Verdict::decode(wire.try_into().unwrap()).unwrap());
@@ -116,7 +116,7 @@ fn frames_before_the_handshake_reach_nobody() {
                 }
                 // The connection was reset before the bytes were read: that counts as closed, too.
                 None => {}
-                Some(Verdict::Welcome { .. }) => panic!("a stranger was let in"),
+                Some(Verdict::Welcome { .. }) => panic!("a connection without a handshake was let in"),
             }
         }
     });
@@ -126,9 +126,9 @@ fn frames_before_the_handshake_reach_nobody() {
 fn a_refused_peer_that_goes_on_sending_is_cut_off() {
     const FLOOD: usize = 64 << 20;
     let cluster = Cluster::new(Transports::tcp(), 1);
-    let mut stranger = TcpStream::connect(cluster.hub().addresses()[0]).unwrap();
+    let mut unauthenticated = TcpStream::connect(cluster.hub().addresses()[0]).unwrap();
     let flood = [0; 8 << 10];
-    let is_cut_off = (0..FLOOD / flood.len()).any(|_| stranger.write_all(&flood).is_err());
+    let is_cut_off = (0..FLOOD / flood.len()).any(|_| unauthenticated.write_all(&flood).is_err());
     assert!(is_cut_off, "{FLOOD} bytes were taken from a refused peer");
 }
 
@@ -136,29 +136,30 @@ fn a_refused_peer_that_goes_on_sending_is_cut_off() {
 fn a_caller_that_does_not_wait_for_the_challenge_gets_none() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     let ticket = cluster.job("impatient", 1);
-    let greeting = hello(&ticket, 0, &settings(), &cluster).encode();
-    let mut patient = Raw::dial(cluster.hub().addresses()[0]);
-    patient.send(&greeting);
-    patient.socket.read_exact(&mut [0; CHALLENGE_BYTES]).unwrap();
-    let mut impatient = Raw::dial(cluster.hub().addresses()[0]);
+    let hello_bytes = hello(&ticket, 0, &settings(), &cluster).encode();
+    let mut waits = Raw::dial(cluster.hub().addresses()[0]);
+    waits.send(&hello_bytes);
+    waits.socket.read_exact(&mut [0; CHALLENGE_BYTES]).unwrap();
+    let mut early = Raw::dial(cluster.hub().addresses()[0]);
     // One write, so that the hub receives both.
-    impatient.send(&[&greeting[..], &[0; 4096]].concat());
+    early.send(&[&hello_bytes[..], &[0; 4096]].concat());
     let mut answer = Vec::new();
     // The connection ends by a reset, since bytes were left unread.
-    let _ = impatient.socket.read_to_end(&mut answer);
+    let _ = early.socket.read_to_end(&mut answer);
     assert!(answer.is_empty(), "{} bytes came", answer.len());
 }
 
 #[test]
-fn strangers_that_hold_connections_keep_no_job_out() {
+fn unauthenticated_connections_keep_no_job_out() {
     let cluster = Cluster::new(Transports::tcp(), 1);
-    // The hub and the strangers share this process's descriptors, and workers need some, too.
+    // The hub and the unauthenticated connections share this process's descriptors, and workers need some,
+    // too.
     let limit = paramhub_transport::handshakes::raise_descriptor_limit();
-    let strangers = (limit / 3).min(6000) as usize;
+    let connections = (limit / 3).min(6000) as usize;
     let address = cluster.hub().addresses()[0];
-    let mut silent = Vec::with_capacity(strangers);
+    let mut silent = Vec::with_capacity(connections);
     beside_a_running_job(&cluster, || {
-        for _ in 0..strangers {
+        for _ in 0..connections {
             silent.push(TcpStream::connect(address).unwrap());
         }
         let ticket = cluster.job("newcomer", 1);
@@ -166,11 +167,11 @@ fn strangers_that_hold_connections_keep_no_job_out() {
         raw.send(&push(0));
         assert_eq!(raw.await_frame(Operation::Parameters).0.step, 1);
     });
-    println!("{strangers} strangers");
+    println!("{connections} unauthenticated connections");
 }
 
 #[test]
-fn random_bytes_on_both_ports_harm_nobody() {
+fn random_bytes_on_both_ports_harm_no_job() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     let seed: u64 = std::env::var("PARAMHUB_TEST_SEED")
         .ok()
@@ -197,10 +198,10 @@ fn random_bytes_on_both_ports_harm_nobody() {
                     .for_each(drop),
                 _ => {}
             }
-            let mut stranger = TcpStream::connect(address).unwrap();
-            stranger.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
-            let _ = stranger.write_all(&bytes);
-            let _ = stranger.read(&mut [0; 64]);
+            let mut unauthenticated = TcpStream::connect(address).unwrap();
+            unauthenticated.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+            let _ = unauthenticated.write_all(&bytes);
+            let _ = unauthenticated.read(&mut [0; 64]);
         }
     });
 }

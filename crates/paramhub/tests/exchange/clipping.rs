@@ -21,10 +21,10 @@ over_transports!(
     rank_zero_releases_by_hand_with_any_factor_and_once,
     a_norm_that_is_not_finite_does_what_it_does_in_torch,
     a_learning_rate_holds_for_its_step_in_two_phases_too,
-    a_step_by_hand_is_held_told_released_and_answered,
+    a_step_by_hand_is_held_normed_released_and_answered,
     offences_against_a_release_fail_their_job_with_the_reason,
-    whoever_is_lost_or_leaves_between_the_phases_ends_the_job,
-    different_norms_to_clip_to_are_told_to_both_sides,
+    a_rank_that_is_lost_or_leaves_between_the_phases_ends_the_job,
+    different_norms_to_clip_to_are_named_to_both_ranks,
 );
 
 const SIZES: [u64; 5] = [40_001, 1, 8192, 300, 100_003];
@@ -76,8 +76,8 @@ fn train(ticket: &Ticket, settings: &Settings) -> Trained {
         for step in 0..STEPS {
             exchange_step(job, step, &mut model);
             if settings.is_two_phase() {
-                let (told, norm) = job.last_gradient_norm().unwrap();
-                assert_eq!(told, step);
+                let (normed_step, norm) = job.last_gradient_norm().unwrap();
+                assert_eq!(normed_step, step);
                 norms.push(norm);
             }
         }
@@ -105,20 +105,20 @@ fn check(settings: &Settings, trained: &Trained, factor: impl Fn(f64) -> f32) {
             .collect();
         let means = sums.iter().flatten().map(|&sum| f64::from(sum * (1.0 / WORKERS as f32)));
         let norm = means.map(|mean| mean * mean).sum::<f64>().sqrt();
-        let told = norms[step as usize];
-        assert!((told - norm).abs() <= norm * 1e-12, "step {step}: {told} instead of {norm}");
+        let reported = norms[step as usize];
+        assert!((reported - norm).abs() <= norm * 1e-12, "step {step}: {reported} instead of {norm}");
         let step = Step {
             hyperparameters: &hyperparameters,
             number: u64::from(step) + 1,
             contributions: WORKERS,
-            factor: factor(told),
+            factor: factor(reported),
         };
         for ((model, sum), state) in model.iter_mut().zip(&sums).zip(&mut state) {
             optimizer.apply(&step, model, sum, state);
         }
     }
-    for (reached, told) in trained {
-        assert_eq!(told, norms, "every rank is told the same");
+    for (reached, reported) in trained {
+        assert_eq!(reported, norms, "every rank gets the same");
         assert!(*reached == model, "{:?} reached other parameters", settings.optimizer);
     }
 }
@@ -167,9 +167,9 @@ fn rank_zero_releases_by_hand_with_any_factor_and_once(transports: Transports) {
         Settings { optimizer: sgd(1.0, 0.0), two_phase: true, ..Settings::new(keys(&[20_000, 3])) };
     cluster.job("by-hand", 2).run(&settings, |job| {
         let mut model = vec![vec![0.0_f32; 20_000], vec![0.0; 3]];
-        let told = job.release(0, 1.0).unwrap_err().to_string();
+        let message = job.release(0, 1.0).unwrap_err().to_string();
         let refusal = if job.rank() == 0 { "wait for its norm" } else { "released by rank 0" };
-        assert!(told.contains(refusal), "{told}");
+        assert!(message.contains(refusal), "{message}");
         job.broadcast(&mut model, 7).unwrap();
         let mut expected = 0.0;
         for step in 7..12 {
@@ -190,28 +190,28 @@ fn rank_zero_releases_by_hand_with_any_factor_and_once(transports: Transports) {
             expected -= 2.0 * factor;
             (model[0], model[1]) = (first.wait().unwrap().1, second.wait().unwrap().1);
             assert!(model.iter().flatten().all(|&value| value == expected), "step {step}");
-            assert!(late.wait_timeout(crate::cluster::PATIENCE).unwrap());
+            assert!(late.wait_timeout(crate::cluster::WAIT_TIMEOUT).unwrap());
             assert_eq!(job.last_gradient_norm(), Some((step, norm)));
         }
-        let told = job.gradient_norm(3).unwrap().wait().unwrap_err().to_string();
-        assert!(told.contains("the norm of step 3 is not kept any more"), "{told}");
+        let message = job.gradient_norm(3).unwrap().wait().unwrap_err().to_string();
+        assert!(message.contains("the norm of step 3 is not kept any more"), "{message}");
         // A step that does not come has no norm, and no caller waits for it for ever.
         let never = job.gradient_norm(12).unwrap();
         never.on_complete(|outcome| assert!(outcome.is_err()));
     });
     let plain = Settings { two_phase: false, ..settings.clone() };
     cluster.job("one-phase", 1).run(&plain, |job| {
-        let told = job.gradient_norm(0).unwrap_err().to_string();
-        assert!(told.contains("only in two phases"), "{told}");
+        let message = job.gradient_norm(0).unwrap_err().to_string();
+        assert!(message.contains("only in two phases"), "{message}");
         assert!(job.release(0, 1.0).is_err() && job.last_gradient_norm().is_none());
     });
     let clipped = Settings { clip_norm: Some(1.0), ..settings };
     cluster.job("by-itself", 1).run(&clipped, |job| {
-        let told = job.release(0, 1.0).unwrap_err().to_string();
-        assert!(told.contains("released by themselves"), "{told}");
+        let message = job.release(0, 1.0).unwrap_err().to_string();
+        assert!(message.contains("released by themselves"), "{message}");
         job.initialise(0, vec![0.0_f32; 20_000], 3).unwrap().wait().unwrap();
-        let told = job.initialise(1, vec![0.0_f32; 3], 4).unwrap_err().to_string();
-        assert!(told.contains("all parameters start from one version"), "{told}");
+        let message = job.initialise(1, vec![0.0_f32; 3], 4).unwrap_err().to_string();
+        assert!(message.contains("all parameters start from one version"), "{message}");
     });
 }
 
@@ -307,7 +307,7 @@ fn held(cluster: &Cluster, ticket: &Ticket) -> [Raw; 2] {
     [zero, one]
 }
 
-fn a_step_by_hand_is_held_told_released_and_answered(transports: Transports) {
+fn a_step_by_hand_is_held_normed_released_and_answered(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("raw", 2);
     let [mut zero, mut one] = held(&cluster, &ticket);
@@ -324,7 +324,7 @@ fn a_step_by_hand_is_held_told_released_and_answered(transports: Transports) {
 
 fn offences_against_a_release_fail_their_job_with_the_reason(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
-    let once = "a step is released by rank 0, once, after its norm was told";
+    let once = "a step is released by rank 0, once, after its norm was sent";
     let offences: [(&str, usize, Vec<u8>, &str); 7] = [
         ("from another rank", 1, release(0), once),
         ("of another step", 0, release(1), once),
@@ -362,7 +362,7 @@ fn offences_against_a_release_fail_their_job_with_the_reason(transports: Transpo
     });
 }
 
-fn whoever_is_lost_or_leaves_between_the_phases_ends_the_job(transports: Transports) {
+fn a_rank_that_is_lost_or_leaves_between_the_phases_ends_the_job(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     for (name, lost) in [("zero-lost", 0), ("one-lost", 1)] {
         let mut ranks = Vec::from(held(&cluster, &cluster.job(name, 2)));
@@ -377,10 +377,10 @@ fn whoever_is_lost_or_leaves_between_the_phases_ends_the_job(transports: Transpo
     assert!(failure.message.contains("other ranks wait for its release of step 0"), "{failure:?}");
 }
 
-fn different_norms_to_clip_to_are_told_to_both_sides(transports: Transports) {
+fn different_norms_to_clip_to_are_named_to_both_ranks(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("disagree", 2);
-    let told: Vec<String> = std::thread::scope(|scope| {
+    let messages: Vec<String> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)
             .map(|rank| {
                 let clip_norm = Some(1.0 + f64::from(rank));
@@ -391,8 +391,8 @@ fn different_norms_to_clip_to_are_told_to_both_sides(transports: Transports) {
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    assert!(told.iter().all(|told| told.contains("disagree on clip_norm")), "{told:?}");
+    assert!(messages.iter().all(|message| message.contains("disagree on clip_norm")), "{messages:?}");
     let wrong = Settings { clip_norm: Some(f64::NAN), ..raw_settings() };
-    let told = cluster.job("nowhere", 1).join(0, wrong).unwrap_err().to_string();
-    assert!(told.contains("clip_norm is NaN; it must be a finite number above 0"), "{told}");
+    let message = cluster.job("nowhere", 1).join(0, wrong).unwrap_err().to_string();
+    assert!(message.contains("clip_norm is NaN; it must be a finite number above 0"), "{message}");
 }

@@ -13,7 +13,7 @@ use paramhub_manager::{Manager, ManagerConfig, RunningManager};
 use paramhub_worker::{Job, Member, Membership, Options, Transport, WorkerError};
 
 /// The longest wait in these tests before it counts as a hang.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The transports of a job's workers: rank r has the one at r modulo their number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,14 +115,14 @@ impl Drop for Cluster {
     }
 }
 
-/// Polls until `ready` yields something; panics with `what` after [`PATIENCE`].
+/// Polls until `ready` yields something; panics with `what` after [`WAIT_TIMEOUT`].
 pub(crate) fn await_true<T>(what: &str, ready: impl Fn() -> Option<T>) -> T {
     let begun = std::time::Instant::now();
     loop {
         if let Some(value) = ready() {
             return value;
         }
-        assert!(begun.elapsed() < PATIENCE, "{what} did not come about within {PATIENCE:?}");
+        assert!(begun.elapsed() < WAIT_TIMEOUT, "{what} did not come about within {WAIT_TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -25,7 +25,7 @@ over_transports!(
     steps_are_clipped_by_a_norm_that_counts_what_was_made,
     the_wire_carries_what_the_plan_says,
     a_large_product_lets_another_job_have_its_share_of_the_core,
-    what_does_not_fit_a_layer_is_refused_before_it_leaves,
+    factors_that_do_not_fit_a_layer_are_refused_before_they_leave,
     each_bad_piece_fails_its_job_with_its_reason_and_no_other_job,
     a_block_may_come_again_on_another_stream,
 );
@@ -104,7 +104,7 @@ fn multiplied(layer: &Layer, [inputs, gradients]: [&[f32]; 2]) -> [Vec<f32>; 2] 
 fn step_of(job: &Job, step: u32, model: &mut [Vec<u8>]) {
     let keys = job.settings().keys.keys();
     let (dense_codec, factor_codec) = (keys[0].dtype.codec(), job.settings().layers[0].factor_codec(keys));
-    let by_factors = !job.book().plan.is_hub_only();
+    let by_factors = !job.information_book().plan.is_hub_only();
     let (mut dense, mut layers) = (Vec::new(), Vec::new());
     let mut push = |key: u32, gradient: &[f32], model: &mut [Vec<u8>]| {
         let out = std::mem::take(&mut model[key as usize]);
@@ -257,7 +257,7 @@ fn the_wire_carries_what_the_plan_says(transports: Transports) {
     };
     let is_tcp = transports == Transports::tcp();
     cluster.job("counted", WORKERS).run(&settings, |job| {
-        let plan = &job.book().plan;
+        let plan = &job.information_book().plan;
         let layers = || plan.layers.iter().filter(|planned| planned.scheme == Scheme::FactorsToHub);
         assert_eq!(layers().count(), 2);
         let planned = |planned| plan.traffic(planned, Scheme::FactorsToHub).unwrap().worker.unwrap();
@@ -355,19 +355,19 @@ fn a_large_product_lets_another_job_have_its_share_of_the_core(transports: Trans
     });
 }
 
-fn what_does_not_fit_a_layer_is_refused_before_it_leaves(transports: Transports) {
+fn factors_that_do_not_fit_a_layer_are_refused_before_they_leave(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     cluster.job("careful", 1).run(&settings(Scheme::FactorsToHub, Dtype::F32), |job| {
         let sizes = [20_000, 300 * 170, 300, 64 * 300, 500];
         let mut model: Vec<Vec<f32>> = sizes.iter().map(|&size| vec![0.0; size]).collect();
         job.broadcast(&mut model, 0).unwrap();
-        let told = |refused: Result<(), WorkerError>| refused.unwrap_err().to_string();
+        let message_of = |refused: Result<(), WorkerError>| refused.unwrap_err().to_string();
         for key in [1, 2, 3] {
             let pushed = job.push(key, vec![0.0_f32; sizes[key as usize]]).map(drop);
-            let told = told(pushed);
+            let message = message_of(pushed);
             assert!(
-                told.contains("its layer goes by factors-to-hub: push the factors of its weight"),
-                "{told}"
+                message.contains("its layer goes by factors-to-hub: push the factors of its weight"),
+                "{message}"
             );
         }
         let try_factors = |weight: u32, inputs: usize, gradients: usize, out: usize, bias: Option<usize>| {
@@ -390,8 +390,8 @@ fn what_does_not_fit_a_layer_is_refused_before_it_leaves(transports: Transports)
             (1, 170, 300, 50_999, Some(300), "parameters"),
             (1, 170, 300, 51_000, Some(299), "bias"),
         ] {
-            let told = told(try_factors(weight, inputs, gradients, out, bias).map(drop));
-            assert!(told.contains(reason), "{told}");
+            let message = message_of(try_factors(weight, inputs, gradients, out, bias).map(drop));
+            assert!(message.contains(reason), "{message}");
         }
         let under_way = try_factors(1, 170, 300, 51_000, Some(300)).unwrap();
         let busy = job.pull(2, vec![0.0_f32; 300]);

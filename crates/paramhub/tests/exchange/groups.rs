@@ -15,7 +15,7 @@ over_transports!(
     a_group_reaches_what_a_job_of_its_own_reaches,
     a_change_of_one_group_leaves_the_others,
     a_group_that_does_not_exist_is_refused_by_number,
-    ranks_that_disagree_on_a_group_are_told_which,
+    ranks_that_disagree_on_a_group_get_its_number,
 );
 
 /// Sizes on both sides of the chunk size, odd ones, and one element.
@@ -144,23 +144,23 @@ fn a_group_that_does_not_exist_is_refused_by_number(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let settings = Settings { optimizer: choice("sgd", &[rate(0.1); 2]), ..Settings::new(table(&[4, 5], 2)) };
     cluster.job("unknown", 1).run(&settings, |job| {
-        let told = job.set_group_hyperparameters(2, 0, &rate(0.2)).unwrap_err();
-        assert!(matches!(told, WorkerError::Misused { .. }), "{told:?}");
-        assert!(told.to_string().contains("for group 2, but the job has 2, counted from 0"), "{told}");
+        let error = job.set_group_hyperparameters(2, 0, &rate(0.2)).unwrap_err();
+        assert!(matches!(error, WorkerError::Misused { .. }), "{error:?}");
+        assert!(error.to_string().contains("for group 2, but the job has 2, counted from 0"), "{error}");
         job.set_group_hyperparameters(1, 0, &rate(0.2)).unwrap();
     });
 
     let keyless = Settings { optimizer: choice("sgd", &[rate(0.1)]), ..settings.clone() };
-    let told = cluster.job("keyless", 1).join(0, keyless).unwrap_err().to_string();
-    assert!(told.contains("key `layer1` is in group 1, but the optimizer has 1 group"), "{told}");
+    let error = cluster.job("keyless", 1).join(0, keyless).unwrap_err().to_string();
+    assert!(error.contains("key `layer1` is in group 1, but the optimizer has 1 group"), "{error}");
 
     let nonsense = Hyperparameters { momentum: -0.5, ..rate(0.1) };
     let refused = Settings { optimizer: choice("sgd", &[rate(0.1), nonsense]), ..settings };
-    let told = cluster.job("refused", 1).join(0, refused).unwrap_err().to_string();
-    assert!(told.contains("optimizer `sgd`, group 1: momentum is -0.5"), "{told}");
+    let error = cluster.job("refused", 1).join(0, refused).unwrap_err().to_string();
+    assert!(error.contains("optimizer `sgd`, group 1: momentum is -0.5"), "{error}");
 }
 
-fn ranks_that_disagree_on_a_group_are_told_which(transports: Transports) {
+fn ranks_that_disagree_on_a_group_get_its_number(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let settings = |rank: u32, differs_in_table: bool| match differs_in_table {
         true => Settings {
@@ -185,8 +185,8 @@ fn ranks_that_disagree_on_a_group_are_told_which(transports: Transports) {
                 })
                 .collect();
             for rank in ranks {
-                let told = rank.join().unwrap().to_string();
-                assert!(parts.iter().all(|part| told.contains(part)), "{told}");
+                let message = rank.join().unwrap().to_string();
+                assert!(parts.iter().all(|part| message.contains(part)), "{message}");
             }
         });
         assert_eq!(cluster.await_end(name).state, JobState::Failed);

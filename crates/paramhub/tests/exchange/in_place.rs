@@ -10,11 +10,11 @@ use crate::cluster::{Cluster, Transports, await_true, gradient, keys, sgd};
 
 over_transports!(
     [tcp shm mixed]
-    what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec,
+    results_in_place_equal_results_elsewhere_in_every_type_and_codec,
     thousands_of_tiny_keys_land_in_place,
     slices_regions_and_requests_of_other_kinds_go_side_by_side,
     tensors_of_an_arena_may_be_exchanged_in_place,
-    a_key_is_free_once_its_request_has_ended_whether_or_not_anyone_has_waited,
+    a_key_is_free_once_its_request_has_ended_whether_or_not_it_was_waited_for,
 );
 
 /// Both sides of the chunk size, odd ones, one element, and one of many chunks.
@@ -69,7 +69,7 @@ fn exchanged(job: &Job, is_in_place: bool) -> Vec<Vec<u8>> {
     reached
 }
 
-fn what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec(transports: Transports) {
+fn results_in_place_equal_results_elsewhere_in_every_type_and_codec(transports: Transports) {
     let cluster = Cluster::new(transports, 2);
     for (dtype, codec) in [
         (Dtype::F32, None),
@@ -130,9 +130,9 @@ fn slices_regions_and_requests_of_other_kinds_go_side_by_side(transports: Transp
             job.scope(|scope| {
                 let in_place = scope.push_pull_in_place(0, &mut lent).unwrap();
                 let elsewhere = scope.push_pull(1, &plain, &mut out).unwrap();
-                let errand = job.submit(2, RegionRequest::PushPullInPlace(region)).unwrap();
+                let submitted = job.submit(2, RegionRequest::PushPullInPlace(region)).unwrap();
                 let again = scope.push_pull_in_place(3, &mut small).unwrap();
-                for handle in [in_place, elsewhere, errand, again] {
+                for handle in [in_place, elsewhere, submitted, again] {
                     handle.wait().unwrap();
                 }
             });
@@ -184,7 +184,7 @@ fn tensors_of_an_arena_may_be_exchanged_in_place(transports: Transports) {
     }
 }
 
-fn a_key_is_free_once_its_request_has_ended_whether_or_not_anyone_has_waited(transports: Transports) {
+fn a_key_is_free_once_its_request_has_ended_whether_or_not_it_was_waited_for(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     cluster.job("early", 1).run(
         &Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[300])) },

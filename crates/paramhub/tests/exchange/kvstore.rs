@@ -36,12 +36,12 @@ fn at_hub<T: Send>(ticket: &Ticket, ranks: u32, work: impl Fn(&dyn KvStore) -> T
                 scope.spawn(move || {
                     let transport = ticket.transports.of_rank(rank);
                     let options = Options { transport, ..Default::default() };
-                    let seat = HubStoreConfig {
+                    let config = HubStoreConfig {
                         options,
                         reproducible: true,
                         ..HubStoreConfig::new(ticket.membership(rank))
                     };
-                    let store = create(StoreKind::Hub, StoreOptions::at_hub(engine(), seat)).unwrap();
+                    let store = create(StoreKind::Hub, StoreOptions::at_hub(engine(), config)).unwrap();
                     let made = work(&*store);
                     store.leave().unwrap();
                     made

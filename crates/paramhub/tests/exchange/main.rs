@@ -16,7 +16,6 @@ macro_rules! over_transports {
 }
 
 mod bad_frames;
-mod book;
 mod bystander;
 mod clipping;
 mod cluster;
@@ -25,6 +24,7 @@ mod factors;
 mod fairness;
 mod groups;
 mod in_place;
+mod information_book;
 mod kvstore;
 mod local;
 mod meet;

@@ -9,23 +9,23 @@ use paramhub::collective::kvstore::{Array, StoreKind, StoreOptions, create};
 use paramhub::service::{CreateService, JobOptions, JobState, ServiceCreated};
 use paramhub::{Dtype, Manager, ManagerClient, ManagerConfig, Membership, Options, RunningManager};
 
-struct Room {
+struct HublessJob {
     manager: RunningManager,
     client: ManagerClient,
     job: ServiceCreated,
 }
 
-impl Room {
-    fn new(name: &str, workers: u32, options: JobOptions) -> Room {
+impl HublessJob {
+    fn new(name: &str, workers: u32, options: JobOptions) -> HublessJob {
         let listen = "127.0.0.1:0".parse().unwrap();
         let manager = Manager::start(ManagerConfig { listen, ..ManagerConfig::default() }).unwrap();
         let client = ManagerClient::new(&manager.url(), None).unwrap();
         let options = JobOptions { hubs: Some(0), ..options };
         let job = client.create_service(&CreateService { name: name.into(), workers, options }).unwrap();
-        Room { manager, client, job }
+        HublessJob { manager, client, job }
     }
 
-    fn seat(&self, rank: u32) -> Membership {
+    fn membership(&self, rank: u32) -> Membership {
         let ServiceCreated { namespace, nonce } = self.job;
         Membership { url: self.manager.url(), namespace, nonce, rank }
     }
@@ -34,8 +34,8 @@ impl Room {
     fn all<T: Send>(&self, ranks: u32, part: impl Fn(Box<dyn Communicator>) -> T + Sync) -> Vec<T> {
         std::thread::scope(|scope| {
             let rank = |rank| {
-                let (seat, part) = (self.seat(rank), &part);
-                scope.spawn(move || part(rendezvous(seat, RendezvousOptions::default()).unwrap()))
+                let (membership, part) = (self.membership(rank), &part);
+                scope.spawn(move || part(rendezvous(membership, RendezvousOptions::default()).unwrap()))
             };
             let ranks: Vec<_> = (0..ranks).map(rank).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -57,8 +57,8 @@ fn sum(communicator: &dyn Communicator) -> Result<f32, String> {
 
 #[test]
 fn ranks_meet_and_leave_and_their_copies_with_them() {
-    let room = Room::new("ring", 3, JobOptions::default());
-    let sums = room.all(3, |communicator| {
+    let hubless = HublessJob::new("ring", 3, JobOptions::default());
+    let sums = hubless.all(3, |communicator| {
         let copy = communicator.duplicate().unwrap();
         let another = communicator.duplicate().unwrap();
         let sums = [sum(&communicator), sum(&copy), sum(&another)];
@@ -68,13 +68,13 @@ fn ranks_meet_and_leave_and_their_copies_with_them() {
         sums
     });
     assert_eq!(sums, vec![[Ok(6.0), Ok(6.0), Ok(6.0)]; 3]);
-    assert_eq!(room.status().0, JobState::Finished);
+    assert_eq!(hubless.status().0, JobState::Finished);
 }
 
 #[test]
 fn a_store_of_several_communicators_needs_nothing_but_the_job() {
-    let room = Room::new("stores", 2, JobOptions::default());
-    let sums = room.all(2, |communicator| {
+    let hubless = HublessJob::new("stores", 2, JobOptions::default());
+    let sums = hubless.all(2, |communicator| {
         let engine = Arc::new(Engine::new(EngineConfig::default()).unwrap());
         let options =
             StoreOptions { communicator: Some(communicator), ..StoreOptions::new(Arc::clone(&engine)) };
@@ -91,14 +91,14 @@ fn a_store_of_several_communicators_needs_nothing_but_the_job() {
         values
     });
     assert_eq!(sums, vec![vec![3.0; 9]; 2]);
-    assert_eq!(room.status().0, JobState::Finished);
+    assert_eq!(hubless.status().0, JobState::Finished);
 }
 
 #[test]
 fn a_rank_that_ends_without_leaving_ends_the_job_for_all() {
-    let room = Room::new("quitter", 3, JobOptions::default());
+    let hubless = HublessJob::new("quitter", 3, JobOptions::default());
     let all = std::sync::Barrier::new(3);
-    let ends = room.all(3, |communicator| {
+    let ends = hubless.all(3, |communicator| {
         sum(&communicator).unwrap();
         all.wait();
         match communicator.rank() {
@@ -110,19 +110,19 @@ fn a_rank_that_ends_without_leaving_ends_the_job_for_all() {
         let error = ends[rank].as_ref().unwrap_err();
         assert!(error.contains("rank 1"), "{error}");
     }
-    let (state, message) = room.status();
+    let (state, message) = hubless.status();
     assert_eq!(state, JobState::Failed);
     assert!(message.contains("left"), "{message}");
 }
 
 #[test]
 fn a_stop_of_the_job_reaches_ranks_that_wait() {
-    let room = Room::new("stopped", 2, JobOptions { lease_s: 1.0, ..JobOptions::default() });
+    let hubless = HublessJob::new("stopped", 2, JobOptions { lease_s: 1.0, ..JobOptions::default() });
     let both = std::sync::Barrier::new(2);
-    let ends = room.all(2, |communicator| {
+    let ends = hubless.all(2, |communicator| {
         let end = match communicator.rank() {
             0 => {
-                room.client.stop_job_because("stopped", "no more power").unwrap();
+                hubless.client.stop_job_because("stopped", "no more power").unwrap();
                 Ok(0.0)
             }
             _ => sum(&communicator),
@@ -137,34 +137,38 @@ fn a_stop_of_the_job_reaches_ranks_that_wait() {
 
 #[test]
 fn a_job_lives_as_long_as_its_ranks_stay_and_no_longer() {
-    let room = Room::new("leased", 2, JobOptions { lease_s: 0.4, ..JobOptions::default() });
-    room.all(2, |communicator| {
+    let hubless = HublessJob::new("leased", 2, JobOptions { lease_s: 0.4, ..JobOptions::default() });
+    hubless.all(2, |communicator| {
         std::thread::sleep(Duration::from_millis(1500));
-        assert_eq!(room.status().0, JobState::Running);
+        assert_eq!(hubless.status().0, JobState::Running);
         communicator.barrier().unwrap();
         communicator.leave().unwrap();
     });
-    assert_eq!(room.status().0, JobState::Finished);
+    assert_eq!(hubless.status().0, JobState::Finished);
 }
 
 #[test]
 fn a_rank_that_does_not_come_is_named() {
-    let room = Room::new("lonely", 2, JobOptions { rendezvous_timeout_s: 0.3, ..JobOptions::default() });
-    let refused =
-        rendezvous(room.seat(0), RendezvousOptions::default()).err().expect("nobody else comes").to_string();
+    let hubless =
+        HublessJob::new("lonely", 2, JobOptions { rendezvous_timeout_s: 0.3, ..JobOptions::default() });
+    let refused = rendezvous(hubless.membership(0), RendezvousOptions::default())
+        .err()
+        .expect("no other rank comes")
+        .to_string();
     assert!(refused.contains("rank 1 has not connected"), "{refused}");
 }
 
 #[test]
 fn tcp_is_what_travels_where_the_worker_says_so() {
-    let room = Room::new("tcp", 2, JobOptions::default());
+    let hubless = HublessJob::new("tcp", 2, JobOptions::default());
     let transports: Vec<&str> = std::thread::scope(|scope| {
         let rank = |rank| {
             let worker = Options { transport: paramhub::Transport::Tcp, ..Options::default() };
-            let seat = room.seat(rank);
+            let membership = hubless.membership(rank);
             scope.spawn(move || {
                 let communicator =
-                    rendezvous(seat, RendezvousOptions { worker, ..RendezvousOptions::default() }).unwrap();
+                    rendezvous(membership, RendezvousOptions { worker, ..RendezvousOptions::default() })
+                        .unwrap();
                 communicator.leave().unwrap();
                 communicator.transport()
             })

@@ -286,7 +286,7 @@ fn an_optimizer_of_the_users_own_runs_by_its_name(transports: Transports) {
         }
     });
     let unknown = Settings { optimizer: OptimizerChoice::named("lion"), ..settings };
-    let refused = cluster.job("unknown", 1).join(0, unknown).expect_err("nobody registered it").to_string();
+    let refused = cluster.job("unknown", 1).join(0, unknown).expect_err("it is not registered").to_string();
     assert!(
         refused.contains("lion") && refused.contains("adamw, mean, sgd, sign")
             || refused.contains("adam, adamw"),

@@ -11,26 +11,26 @@ use paramhub_core::wire::{CHALLENGE_BYTES, Header, Hello, Operation, Verdict, st
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_worker::{Job, Member, WorkerError};
 
-use crate::cluster::{Cluster, PATIENCE, Ticket, Transports, keys, sgd};
+use crate::cluster::{Cluster, Ticket, Transports, WAIT_TIMEOUT, keys, sgd};
 use crate::raw::{Raw, hello, push, settings};
 
 over_transports!(
     [tcp shm mixed]
     a_wrong_nonce_opens_neither_door,
-    a_second_process_of_a_rank_is_refused_and_told_who_has_it,
-    different_key_tables_are_told_to_both_sides,
+    a_second_process_of_a_rank_is_refused_with_the_address_of_the_first,
+    different_key_tables_are_named_to_both_ranks,
     a_gradient_with_nan_passes_by_default_and_is_refused_where_asked,
-    a_worker_whose_connection_ends_without_goodbye_is_named_to_the_others,
+    a_worker_whose_connection_ends_without_leaving_is_named_to_the_others,
     a_rank_that_never_comes_is_named,
     a_rank_that_stops_between_init_and_its_streams_is_named,
     a_name_belongs_to_one_living_job,
-    stopping_a_job_tells_its_workers,
+    stopping_a_job_ends_its_workers_with_the_reason,
     a_port_in_use_is_named_with_what_to_do,
     a_hub_that_shuts_down_says_so_to_its_workers,
     a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others,
     a_worker_may_leave_without_waiting_for_what_it_asked_for,
-    a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence,
-    a_worker_that_is_heard_no_more_finds_out_why_its_job_is_over,
+    a_rank_zero_that_leaves_without_parameters_is_named_to_ranks_that_wait,
+    a_worker_that_was_silent_too_long_learns_why_its_job_is_over,
 );
 
 fn a_wrong_nonce_opens_neither_door(transports: Transports) {
@@ -69,7 +69,7 @@ fn a_wrong_nonce_opens_neither_door(transports: Transports) {
     });
 }
 
-fn a_second_process_of_a_rank_is_refused_and_told_who_has_it(transports: Transports) {
+fn a_second_process_of_a_rank_is_refused_with_the_address_of_the_first(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("twins", 2);
     std::thread::scope(|scope| {
@@ -87,10 +87,10 @@ fn a_second_process_of_a_rank_is_refused_and_told_who_has_it(transports: Transpo
     });
 }
 
-fn different_key_tables_are_told_to_both_sides(transports: Transports) {
+fn different_key_tables_are_named_to_both_ranks(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("tables", 2);
-    let told: Vec<String> = std::thread::scope(|scope| {
+    let messages: Vec<String> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2u32)
             .map(|rank| {
                 let (ticket, sizes) = (&ticket, [4, 5 + u64::from(rank)]);
@@ -99,10 +99,12 @@ fn different_key_tables_are_told_to_both_sides(transports: Transports) {
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    for told in told {
+    for message in messages {
         assert!(
-            told.contains("key 1") && told.contains("`layer1` f32 [5]") && told.contains("`layer1` f32 [6]"),
-            "{told}"
+            message.contains("key 1")
+                && message.contains("`layer1` f32 [5]")
+                && message.contains("`layer1` f32 [6]"),
+            "{message}"
         );
     }
     assert_eq!(cluster.await_end("tables").state, JobState::Failed);
@@ -135,11 +137,11 @@ fn a_gradient_with_nan_passes_by_default_and_is_refused_where_asked(transports: 
                             mean[12_345].is_nan() && mean.iter().filter(|value| value.is_nan()).count() == 1
                         );
                     }
-                    Err(told) if reject => {
-                        let told = told.to_string();
+                    Err(error) if reject => {
+                        let error = error.to_string();
                         assert!(
-                            told.contains("rank 1 sent a gradient of key `layer1` whose element 12345"),
-                            "{told}"
+                            error.contains("rank 1 sent a gradient of key `layer1` whose element 12345"),
+                            "{error}"
                         );
                     }
                     other => panic!("reject {reject}: {:?}", other.map(|_| ())),
@@ -149,7 +151,7 @@ fn a_gradient_with_nan_passes_by_default_and_is_refused_where_asked(transports: 
     }
 }
 
-fn a_worker_whose_connection_ends_without_goodbye_is_named_to_the_others(transports: Transports) {
+fn a_worker_whose_connection_ends_without_leaving_is_named_to_the_others(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("lost", 2);
     std::thread::scope(|scope| {
@@ -162,8 +164,8 @@ fn a_worker_whose_connection_ends_without_goodbye_is_named_to_the_others(transpo
         // The connection ends in the middle of a frame: none of the frame counts.
         raw.send(&push(0)[..20]);
         drop(raw);
-        let told = waits.join().unwrap();
-        assert!(told.contains("rank 1 was lost"), "{told}");
+        let error = waits.join().unwrap();
+        assert!(error.contains("rank 1 was lost"), "{error}");
     });
     assert!(cluster.await_end("lost").message.contains("rank 1 was lost"));
 }
@@ -172,8 +174,8 @@ fn a_rank_that_never_comes_is_named(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let options = JobOptions { rendezvous_timeout_s: 0.4, ..Default::default() };
     let ticket = cluster.job_with("incomplete", 3, options);
-    let told = Member::connect(ticket.membership(1)).expect_err("two ranks are missing").to_string();
-    assert!(told.contains("ranks 0 and 2"), "{told}");
+    let message = Member::connect(ticket.membership(1)).expect_err("two ranks are missing").to_string();
+    assert!(message.contains("ranks 0 and 2"), "{message}");
 }
 
 fn a_rank_that_stops_between_init_and_its_streams_is_named(transports: Transports) {
@@ -198,11 +200,11 @@ fn a_rank_that_stops_between_init_and_its_streams_is_named(transports: Transport
             place: Default::default(),
             peer_address: None,
         };
-        cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
+        cluster.client.connect_service(ticket.namespace, &connect, WAIT_TIMEOUT).unwrap();
         let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings() };
-        cluster.client.init_service(ticket.namespace, &init, PATIENCE).unwrap();
-        let told = waits.join().unwrap();
-        assert!(told.contains("rank 1 did not open all streams"), "{told}");
+        cluster.client.init_service(ticket.namespace, &init, WAIT_TIMEOUT).unwrap();
+        let error = waits.join().unwrap();
+        assert!(error.contains("rank 1 did not open all streams"), "{error}");
     });
 }
 
@@ -216,7 +218,7 @@ fn a_name_belongs_to_one_living_job(transports: Transports) {
     cluster.client.create_service(&again).unwrap();
 }
 
-fn stopping_a_job_tells_its_workers(transports: Transports) {
+fn stopping_a_job_ends_its_workers_with_the_reason(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("stopped", 2);
     // The job runs before its workers have opened their streams.
@@ -230,19 +232,19 @@ fn stopping_a_job_tells_its_workers(transports: Transports) {
                     joined.send(()).unwrap();
                     loop {
                         let exchanged = job.push_pull(0, vec![0.0f32; 4], vec![0.0f32; 4]);
-                        if let Err(told) = exchanged.and_then(|handle| handle.wait()) {
-                            return told.to_string();
+                        if let Err(error) = exchanged.and_then(|handle| handle.wait()) {
+                            return error.to_string();
                         }
                     }
                 })
             })
             .collect();
-        (0..2).for_each(|_| has_joined.recv_timeout(PATIENCE).unwrap());
+        (0..2).for_each(|_| has_joined.recv_timeout(WAIT_TIMEOUT).unwrap());
         cluster.await_state("stopped", JobState::Running);
         cluster.client.stop_job("stopped").unwrap();
         for rank in ranks {
-            let told = rank.join().unwrap();
-            assert!(told.contains("job `stopped` failed") && told.contains("stop"), "{told}");
+            let error = rank.join().unwrap();
+            assert!(error.contains("job `stopped` failed") && error.contains("stop"), "{error}");
         }
     });
 }
@@ -268,15 +270,15 @@ fn a_hub_that_shuts_down_says_so_to_its_workers(transports: Transports) {
             joined.send(()).unwrap();
             loop {
                 let exchanged = job.push_pull(0, vec![0.0f32; 100_000], vec![0.0f32; 100_000]);
-                if let Err(told) = exchanged.and_then(|handle| handle.wait()) {
-                    return told.to_string();
+                if let Err(error) = exchanged.and_then(|handle| handle.wait()) {
+                    return error.to_string();
                 }
             }
         });
-        has_joined.recv_timeout(PATIENCE).unwrap();
+        has_joined.recv_timeout(WAIT_TIMEOUT).unwrap();
         cluster.hub.take().unwrap().stop();
-        let told = worker.join().unwrap();
-        assert!(told.contains("the hub is shutting down"), "{told}");
+        let error = worker.join().unwrap();
+        assert!(error.contains("the hub is shutting down"), "{error}");
     });
 }
 
@@ -298,8 +300,8 @@ fn a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others(transports
             // The proof has arrived when the hub notices that the other end is gone.
             raw.send(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0);
             raw.reset();
-            let told = waits.join().unwrap();
-            assert!(told.contains("rank 1 was lost"), "{told}");
+            let error = waits.join().unwrap();
+            assert!(error.contains("rank 1 was lost"), "{error}");
         });
     }
 }
@@ -315,7 +317,7 @@ fn a_worker_may_leave_without_waiting_for_what_it_asked_for(transports: Transpor
     cluster.job("next", 1).run(&settings(), |_| ());
 }
 
-fn a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence(transports: Transports) {
+fn a_rank_zero_that_leaves_without_parameters_is_named_to_ranks_that_wait(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let settings =
         Settings { optimizer: sgd(0.1, 0.0), consistency: Consistency::Asynchronous, ..settings() };
@@ -326,13 +328,13 @@ fn a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence(transpor
             job.pull(0, vec![0.0f32; 4]).unwrap().wait().unwrap_err()
         });
         ticket.join(0, settings.clone()).unwrap().leave().unwrap();
-        let told = waits.join().unwrap();
-        assert!(told.to_string().contains("rank 0 left the job"), "{told}");
-        assert!(matches!(told, WorkerError::Failed { culprit: Some(0), .. }), "{told:?}");
+        let error = waits.join().unwrap();
+        assert!(error.to_string().contains("rank 0 left the job"), "{error}");
+        assert!(matches!(error, WorkerError::Failed { culprit: Some(0), .. }), "{error:?}");
     });
 }
 
-fn a_worker_that_is_heard_no_more_finds_out_why_its_job_is_over(transports: Transports) {
+fn a_worker_that_was_silent_too_long_learns_why_its_job_is_over(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let options = JobOptions { rendezvous_timeout_s: 20.0, dead_after_s: 1.0, ..Default::default() };
     let ticket = cluster.job_with("frozen", 1, options);

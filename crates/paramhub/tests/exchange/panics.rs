@@ -107,8 +107,8 @@ fn a_core_that_panics_costs_its_own_jobs_and_no_others(transports: Transports) {
             })
         });
         for rank in ranks {
-            let told = rank.join().unwrap();
-            assert!(told.contains("job `fragile` failed") && told.contains("panicked"), "{told}");
+            let error = rank.join().unwrap();
+            assert!(error.contains("job `fragile` failed") && error.contains("panicked"), "{error}");
         }
     });
     let status = cluster.await_end("fragile");
@@ -138,8 +138,8 @@ fn a_core_may_panic_again_and_again(transports: Transports) {
         let name = format!("round{round}");
         let job = cluster.job(&name, 1).join(0, settings()).unwrap();
         begin(&job);
-        let told = exchange(&job, 0, UNFORESEEN).unwrap_err().to_string();
-        assert!(told.contains("panicked (an unforeseen sum)"), "{told}");
+        let message = exchange(&job, 0, UNFORESEEN).unwrap_err().to_string();
+        assert!(message.contains("panicked (an unforeseen sum)"), "{message}");
         assert_eq!(cluster.await_end(&name).state, JobState::Failed);
     }
     assert_eq!(cluster.hub().has_failed(), None);
@@ -149,8 +149,8 @@ fn an_optimizer_that_panics_before_a_job_begins_is_refused(transports: Transport
     let cluster = cluster(transports);
     let ticket = cluster.job("absurd", 1);
     let absurd = Settings { optimizer: OptimizerChoice::named("absurd"), ..Settings::new(keys(&[4])) };
-    let told = ticket.join(0, absurd).map(drop).unwrap_err().to_string();
-    assert!(told.contains("made its hub panic (how should I know)"), "{told}");
+    let message = ticket.join(0, absurd).map(drop).unwrap_err().to_string();
+    assert!(message.contains("made its hub panic (how should I know)"), "{message}");
     assert_eq!(cluster.hub().has_failed(), None);
     cluster.job("after", 1).run(&settings(), begin);
 }

@@ -117,8 +117,8 @@ fn exchange_step(job: &Job, step: u32, model: &mut [Vec<f32>]) {
 fn assert_models(got: &[Vec<f32>], want: &[Vec<f32>], settings: &Settings, what: &str) {
     for ((got, want), key) in got.iter().zip(want).zip(settings.keys.keys()) {
         let wrong = got.iter().zip(want).position(|(got, want)| got.to_bits() != want.to_bits());
-        let told = wrong.map(|at| (at, got[at], want[at]));
-        assert_eq!(told, None, "{what}: key {key}: element, value, expected");
+        let difference = wrong.map(|at| (at, got[at], want[at]));
+        assert_eq!(difference, None, "{what}: key {key}: element, value, expected");
     }
 }
 
@@ -291,15 +291,15 @@ fn a_gradient_that_is_not_finite_fails_its_job_by_name() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     let settings = Settings { codec: Some(Codec::OneBit), ..Settings::new(mixed()) };
     beside_a_running_job(&cluster, || {
-        let told = cluster.job("diverged", 2);
+        let ticket = cluster.job("diverged", 2);
         // A rank that is still dialling would be notified of the end in another way.
         let both_are_in = Barrier::new(2);
-        let told = std::thread::scope(|scope| {
+        let messages = std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..2)
                 .map(|rank| {
-                    let (told, settings, both_are_in) = (&told, &settings, &both_are_in);
+                    let (ticket, settings, both_are_in) = (&ticket, &settings, &both_are_in);
                     scope.spawn(move || {
-                        let job = told.join(rank, settings.clone()).unwrap();
+                        let job = ticket.join(rank, settings.clone()).unwrap();
                         both_are_in.wait();
                         let mut gradient = vec![0.5_f32; 300 * 67];
                         if rank == 1 {
@@ -314,10 +314,10 @@ fn a_gradient_that_is_not_finite_fails_its_job_by_name() {
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
         });
-        for told in told {
+        for message in messages {
             // 808 into the second chunk, and so in its first block.
-            assert!(told.contains("rank 1") && told.contains("`fc1.weight`"), "{told}");
-            assert!(told.contains("from element 8192 on, which one-bit cannot carry"), "{told}");
+            assert!(message.contains("rank 1") && message.contains("`fc1.weight`"), "{message}");
+            assert!(message.contains("from element 8192 on, which one-bit cannot carry"), "{message}");
         }
     });
 }
@@ -371,23 +371,26 @@ fn payloads_that_are_none_fail_their_job_with_their_reason() {
 }
 
 #[test]
-fn what_cannot_be_quantised_is_refused_with_its_reason() {
+fn a_key_that_cannot_be_quantised_is_refused_with_its_reason() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     let refused = |name: &str, settings: Settings| {
         cluster.job(name, 1).join(0, settings).map(drop).unwrap_err().to_string()
     };
     let stale = Settings { consistency: Consistency::Asynchronous, reproducible: false, ..settings(adam()) };
-    let told = refused("async", stale);
-    assert!(told.contains("key `fc1.weight` (one-bit): ") && told.contains("answers are changes"), "{told}");
+    let message = refused("async", stale);
+    assert!(
+        message.contains("key `fc1.weight` (one-bit): ") && message.contains("answers are changes"),
+        "{message}"
+    );
     let half = Key { dtype: Dtype::BF16, ..Key::new("w", [4, 4]) }.in_codec(Codec::TwoBit);
-    let told = refused("half", Settings::new(KeyTable::new(vec![half]).unwrap()));
-    assert!(told.contains("key `w` (two-bit, bf16): ") && told.contains("give it as f32"), "{told}");
+    let message = refused("half", Settings::new(KeyTable::new(vec![half]).unwrap()));
+    assert!(message.contains("key `w` (two-bit, bf16): ") && message.contains("give it as f32"), "{message}");
 
     let ticket = cluster.job("shm", 1);
     let options = Options { transport: Transport::Shm, ..Default::default() };
     let member = Member::connect_with(ticket.membership(0), options).unwrap();
-    let told = member.init(settings(adam())).map(drop).unwrap_err().to_string();
-    assert!(told.contains("carries raw tensors; use the transport auto or tcp"), "{told}");
+    let message = member.init(settings(adam())).map(drop).unwrap_err().to_string();
+    assert!(message.contains("carries raw tensors; use the transport auto or tcp"), "{message}");
 
     // By default a worker beside its hub takes TCP for these keys, and so all contribute alike.
     let ticket = cluster.job("auto", 1);

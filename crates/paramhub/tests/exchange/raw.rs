@@ -16,7 +16,7 @@ use paramhub_core::wire::{
     Verdict, stream_proofs,
 };
 
-use crate::cluster::{Cluster, PATIENCE, Ticket, keys};
+use crate::cluster::{Cluster, Ticket, WAIT_TIMEOUT, keys};
 
 /// A job of one key and one chunk, for peers that speak the protocol by hand.
 pub(crate) fn settings() -> Settings {
@@ -48,7 +48,7 @@ pub(crate) fn hello(ticket: &Ticket, rank: u32, settings: &Settings, cluster: &C
 impl Raw {
     pub(crate) fn dial(address: SocketAddr) -> Raw {
         let socket = TcpStream::connect(address).unwrap();
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        socket.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
         socket.set_nodelay(true).unwrap();
         Raw { socket }
     }
@@ -86,9 +86,9 @@ impl Raw {
             place: Default::default(),
             peer_address: None,
         };
-        cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
+        cluster.client.connect_service(ticket.namespace, &connect, WAIT_TIMEOUT).unwrap();
         let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings.clone() };
-        cluster.client.init_service(ticket.namespace, &init, PATIENCE).unwrap();
+        cluster.client.init_service(ticket.namespace, &init, WAIT_TIMEOUT).unwrap();
         (Raw::dial(cluster.hub().addresses()[0]), hello)
     }
 
@@ -129,7 +129,7 @@ impl Raw {
         Failure::decode(&self.await_frame(Operation::Failure).1).unwrap()
     }
 
-    /// Whether the other side closes without another frame.
+    /// Returns whether the other side closes without another frame.
     pub(crate) fn is_closed(&mut self) -> bool {
         let mut byte = [0];
         matches!(self.socket.read(&mut byte), Ok(0) | Err(_))

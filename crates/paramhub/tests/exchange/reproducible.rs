@@ -9,7 +9,7 @@ use crate::cluster::{Cluster, Transports, gradient, keys, sgd};
 
 over_transports!(
     [tcp shm mixed]
-    bits_do_not_depend_on_runs_cores_chunk_sizes_or_who_is_late,
+    bits_do_not_depend_on_runs_cores_chunk_sizes_or_late_ranks,
 );
 
 const SIZES: [u64; 4] = [300_000, 1, 8193, 65_536];
@@ -45,7 +45,7 @@ fn train(cluster: &Cluster, name: &str, chunk_bytes: u32, lateness_ms: [u64; 3])
     models[0].iter().map(|key| key.iter().map(|value| value.to_bits()).collect()).collect()
 }
 
-fn bits_do_not_depend_on_runs_cores_chunk_sizes_or_who_is_late(transports: Transports) {
+fn bits_do_not_depend_on_runs_cores_chunk_sizes_or_late_ranks(transports: Transports) {
     let (one, two) = (Cluster::new(transports, 1), Cluster::new(transports, 2));
     let reference = train(&one, "reference", 32 << 10, [0, 0, 0]);
     for (cluster, cores) in [(&one, 1), (&two, 2)] {

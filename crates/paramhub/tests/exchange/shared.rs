@@ -143,7 +143,7 @@ fn ranks_that_share_parameters_receive_them_or_use_tcp_agree() {
 }
 
 #[test]
-fn what_is_received_into_own_memory_beside_shared_parameters_is_the_same() {
+fn parameters_received_into_own_memory_equal_the_shared_ones() {
     let cluster = Cluster::new(Transports::shm(), 1);
     let settings = Settings { optimizer: sgd(0.5, 0.0), ..Settings::new(keys(&[20_000])) };
     run(&cluster.job("both", 2), &settings, &vec![sharing(); 2], |job| {
@@ -174,25 +174,25 @@ fn shared_parameters_are_refused_where_there_are_none() {
         ("async", Transport::Auto, &asynchronous, "the hub writes parameters while workers read them"),
     ] {
         let options = Options { shared_parameters: ParameterSharing::Always, ..over(transport) };
-        let told = join(&cluster.job(name, 1), 0, options, settings).unwrap_err();
-        assert!(matches!(told, WorkerError::Misused { .. }), "{told:?}");
-        let told = told.to_string();
-        assert!(told.contains(&format!("job `{name}`, rank 0")) && told.contains(reason), "{told}");
+        let error = join(&cluster.job(name, 1), 0, options, settings).unwrap_err();
+        assert!(matches!(error, WorkerError::Misused { .. }), "{error:?}");
+        let error = error.to_string();
+        assert!(error.contains(&format!("job `{name}`, rank 0")) && error.contains(reason), "{error}");
         // The others need not wait for a rank that has given up.
         assert!(cluster.await_end(name).message.contains(reason));
     }
     for (name, transport) in [("unasked", Transport::Shm), ("unasked-tcp", Transport::Tcp)] {
         run(&cluster.job(name, 1), &synchronous, &[over(transport)], |job| {
-            let told = [
+            let errors = [
                 job.push_pull_shared(0, vec![0.0f32; 4]).err().unwrap(),
                 job.pull_shared(0).err().unwrap(),
                 job.submit(0, RegionRequest::PullShared).err().unwrap(),
                 job.shared_parameters(0).err().unwrap(),
             ];
-            for told in told {
-                assert!(matches!(told, WorkerError::Misused { .. }), "{told:?}");
-                let told = told.to_string();
-                assert!(told.contains("shares no parameters: ask for them in the options"), "{told}");
+            for error in errors {
+                assert!(matches!(error, WorkerError::Misused { .. }), "{error:?}");
+                let error = error.to_string();
+                assert!(error.contains("shares no parameters: ask for them in the options"), "{error}");
             }
             // The refused requests leave the key free for those that are possible.
             job.initialise(0, vec![1.0f32; 4], 0).unwrap().wait().unwrap();
@@ -203,8 +203,8 @@ fn shared_parameters_are_refused_where_there_are_none() {
     // With a second hub, no hub has all of the parameters.
     let second = RunningHub::start(cluster.client.clone(), HubConfig::default()).unwrap();
     let settings = Settings { chunk_bytes: 1024, ..Settings::new(keys(&[4096])) };
-    let told = join(&cluster.job("two-hubs", 1), 0, sharing(), &settings).unwrap_err().to_string();
-    assert!(told.contains("job `two-hubs`, rank 0") && told.contains("a single hub"), "{told}");
+    let message = join(&cluster.job("two-hubs", 1), 0, sharing(), &settings).unwrap_err().to_string();
+    assert!(message.contains("job `two-hubs`, rank 0") && message.contains("a single hub"), "{message}");
     second.stop();
 }
 
@@ -274,9 +274,9 @@ fn a_part_of_the_arena_is_given_out_once_at_a_time() {
         let (first, parameters) = (job.gradient_tensor(0).unwrap(), job.parameter_tensor(0).unwrap());
         for (what, refused) in [("gradient", job.gradient_tensor(0)), ("parameters", job.parameter_tensor(0))]
         {
-            let told = refused.expect_err("it is given out").to_string();
-            assert!(told.contains("`layer0`") && told.contains("is given out already"), "{told}");
-            assert!(told.contains(what) && told.contains("job `takes`, rank 0"), "{told}");
+            let message = refused.expect_err("it is given out").to_string();
+            assert!(message.contains("`layer0`") && message.contains("is given out already"), "{message}");
+            assert!(message.contains(what) && message.contains("job `takes`, rank 0"), "{message}");
         }
         // Other keys have memory of their own, and a key that is under way can be given out as well.
         job.gradient_tensor(1).unwrap();
@@ -285,9 +285,9 @@ fn a_part_of_the_arena_is_given_out_once_at_a_time() {
         let (first, parameters) = underway.wait().unwrap();
         assert!(job.gradient_tensor(0).is_err() && job.parameter_tensor(0).is_err());
         // Tensors that are exchanged from elsewhere use the same memory.
-        let told =
+        let errors =
             [job.push(0, vec![0.0f32; 100]).err().unwrap(), job.pull(0, vec![0.0f32; 100]).err().unwrap()];
-        assert!(told.iter().all(|told| told.to_string().contains("exchange that tensor, or drop it")));
+        assert!(errors.iter().all(|error| error.to_string().contains("exchange that tensor, or drop it")));
         drop((first, parameters));
         let (mut again, out) = (job.gradient_tensor(0).unwrap(), job.parameter_tensor(0).unwrap());
         again.elements_mut::<f32>().fill(6.0);
@@ -303,10 +303,10 @@ fn reached(cluster: &Cluster, name: &str, settings: &Settings, transports: &[Tra
     let keys = settings.keys.keys();
     let encode = |values: Vec<f32>, dtype: Dtype| -> Vec<u8> {
         let half = |value: &f32| half::f16::from_f32(*value).to_le_bytes();
-        let brain = |value: &f32| half::bf16::from_f32(*value).to_le_bytes();
+        let bf16_bytes = |value: &f32| half::bf16::from_f32(*value).to_le_bytes();
         match dtype.codec() {
             Codec::F16 => values.iter().flat_map(half).collect(),
-            Codec::BF16 => values.iter().flat_map(brain).collect(),
+            Codec::BF16 => values.iter().flat_map(bf16_bytes).collect(),
             _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
         }
     };
@@ -402,9 +402,9 @@ fn several_hubs_and_streams_work_on_one_arena() {
         let insists = join(&cluster.job("insists", 1), 0, over(Transport::Shm), &settings);
         match insists {
             Ok(job) => assert!(shared_memory && job.shares_memory()),
-            Err(told) => {
+            Err(error) => {
                 let hub = second.addresses()[0].to_string();
-                assert!(!shared_memory && told.to_string().contains(&hub), "{told}");
+                assert!(!shared_memory && error.to_string().contains(&hub), "{error}");
             }
         }
         second.stop();
@@ -486,10 +486,10 @@ fn tensors_that_are_not_packed_cannot_be_had_as_one() {
             job.parameter_tensors(0..2).map(drop),
             job.shared_parameters_of(0..2).map(drop),
         ] {
-            let told = refused.expect_err("there is a gap").to_string();
+            let message = refused.expect_err("there is a gap").to_string();
             assert!(
-                told.contains("key 1 does not lie behind the one before it: ask for packed tensors"),
-                "{told}"
+                message.contains("key 1 does not lie behind the one before it: ask for packed tensors"),
+                "{message}"
             );
         }
         assert!(job.gradient_tensors(1..1).unwrap_err().to_string().contains("at least one"));

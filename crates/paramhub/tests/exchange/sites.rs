@@ -17,7 +17,7 @@ use paramhub_kernels::Hyperparameters;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
 use paramhub_worker::{Job, Member, Membership, Options, WorkerError};
 
-use crate::cluster::{PATIENCE, Transports, gradient, keys, sgd};
+use crate::cluster::{Transports, WAIT_TIMEOUT, gradient, keys, sgd};
 
 over_transports!(
     [tcp shm mixed]
@@ -26,7 +26,7 @@ over_transports!(
     owners_may_optimise_for_all,
     state_that_rank_0_restores_reaches_every_site,
     narrow_gradients_are_summed_in_f32_across_sites,
-    what_sites_cannot_do_is_refused_with_its_reason,
+    settings_that_sites_cannot_serve_are_refused_with_the_reason,
     state_is_not_read_where_the_optimizer_does_not_run,
     a_hub_that_goes_away_is_named_everywhere,
     a_rank_that_dies_is_named_in_every_rack,
@@ -53,7 +53,7 @@ const HOST: &str = "workstation";
 enum Hub {
     Rack(&'static str, usize),
     Host(&'static str, usize),
-    Everybody(usize),
+    AllWorkers(usize),
 }
 
 impl Racks {
@@ -65,7 +65,7 @@ impl Racks {
             let (rack, host, cores) = match *hub {
                 Hub::Rack(rack, cores) => (Some(rack.to_owned()), None, cores),
                 Hub::Host(rack, cores) => (Some(rack.to_owned()), Some(HOST.to_owned()), cores),
-                Hub::Everybody(cores) => (None, None, cores),
+                Hub::AllWorkers(cores) => (None, None, cores),
             };
             let config = HubConfig { memory_bytes: Some(4 << 30), rack, host, cores, ..Default::default() };
             Some(RunningHub::start(client.clone(), config).unwrap())
@@ -149,7 +149,7 @@ fn options(reduction: Reduction) -> JobOptions {
 type Shape = (&'static str, Vec<Hub>, Vec<&'static str>, Vec<Reduction>);
 
 fn shapes() -> Vec<Shape> {
-    use Hub::{Everybody, Host, Rack};
+    use Hub::{AllWorkers, Host, Rack};
     use Reduction::{Auto, Flat, Ring, Sharded, Tree};
     vec![
         (
@@ -166,7 +166,7 @@ fn shapes() -> Vec<Shape> {
         ),
         (
             "a parent hub with a worker of its own",
-            vec![Rack("a", 1), Everybody(2), Rack("b", 1)],
+            vec![Rack("a", 1), AllWorkers(2), Rack("b", 1)],
             vec!["a", "b", "elsewhere", "b"],
             vec![Auto, Tree, Ring],
         ),
@@ -184,13 +184,13 @@ fn shapes() -> Vec<Shape> {
         ),
         (
             "a host below a rack below a parent",
-            vec![Rack("a", 2), Host("a", 1), Everybody(2), Rack("b", 1)],
+            vec![Rack("a", 2), Host("a", 1), AllWorkers(2), Rack("b", 1)],
             vec!["b", "workstation in a", "workstation in a"],
             vec![Auto, Flat],
         ),
         (
             "a host below a parent",
-            vec![Everybody(1), Host("", 2)],
+            vec![AllWorkers(1), Host("", 2)],
             vec!["workstation in ", "workstation in ", ""],
             vec![Auto],
         ),
@@ -293,7 +293,7 @@ fn every_site_optimises_alike_and_as_one_hub_does(transports: Transports) {
         let retuner = racks.len() as u32 - 1;
         for optimizer in [sgd(0.1, 0.9), adamw.clone()] {
             let settings = Settings { optimizer, reproducible: true, ..Settings::new(keys(&SIZES)) };
-            let flat = Racks::new(transports, &[Hub::Everybody(2)]).run(
+            let flat = Racks::new(transports, &[Hub::AllWorkers(2)]).run(
                 &racks,
                 options(Reduction::Flat),
                 &settings,
@@ -331,7 +331,7 @@ fn owners_may_optimise_for_all(transports: Transports) {
             }
             (model, vec![])
         };
-        let flat = Racks::new(transports, &[Hub::Everybody(1)]).run(
+        let flat = Racks::new(transports, &[Hub::AllWorkers(1)]).run(
             &racks,
             options(Reduction::Flat),
             &settings,
@@ -410,7 +410,7 @@ fn narrow_gradients_are_summed_in_f32_across_sites(transports: Transports) {
     }
 }
 
-fn what_sites_cannot_do_is_refused_with_its_reason(transports: Transports) {
+fn settings_that_sites_cannot_serve_are_refused_with_the_reason(transports: Transports) {
     let racks = ["a", "b"];
     let cluster = Racks::new(transports, &[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
     let wrong = |racks: &[&str], settings: &Settings| {
@@ -476,7 +476,7 @@ fn a_hub_that_goes_away_is_named_everywhere(transports: Transports) {
                 for handle in handles {
                     handle?.wait()?;
                 }
-                assert!(begun.elapsed() < PATIENCE, "nobody was told");
+                assert!(begun.elapsed() < WAIT_TIMEOUT, "no rank got an error");
             }
             Ok(())
         });
@@ -496,7 +496,7 @@ fn a_rank_that_dies_is_named_in_every_rack(transports: Transports) {
     let outcomes = cluster.try_run(&["a", "b", "a"], options(Reduction::Sharded), &settings, |job| {
         for step in 0.. {
             if job.rank() == 2 && step == 2 {
-                // The rank leaves while the others go on, who would never end otherwise.
+                // The rank leaves while the others go on, because they would never end otherwise.
                 return Ok(());
             }
             job.push_pull(3, vec![1.0f32; SIZES[3] as usize], vec![0.0f32; SIZES[3] as usize])?.wait()?;
@@ -519,7 +519,7 @@ fn a_rank_stuck_behind_another_racks_hub_is_named_to_all(transports: Transports)
         let racks = Racks::new(transports, &[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
         let settings =
             Settings { optimizer: OptimizerChoice::named("mean"), ..Settings::new(keys(&[300, 20_000])) };
-        let heard = AtomicU32::new(0);
+        let notified_ranks = AtomicU32::new(0);
         racks.run(ranks, options(reduction), &settings, |job| {
             let step = |job: &Job| {
                 let pushed = [(0, 300), (1, 20_000)]
@@ -528,25 +528,25 @@ fn a_rank_stuck_behind_another_racks_hub_is_named_to_all(transports: Transports)
             };
             step(job);
             let names_it = || {
-                let told = job.notices().into_iter().map(|notice| notice.message);
-                told.into_iter().find(|told| told.contains("awaited") && told.contains("rank 3"))
+                let messages = job.notices().into_iter().map(|notice| notice.message);
+                messages.into_iter().find(|message| message.contains("awaited") && message.contains("rank 3"))
             };
-            let hears = || {
+            let await_in_all_ranks = || {
                 crate::cluster::await_true(
                     &format!("{reduction}: its name at rank {}", job.rank()),
                     names_it,
                 );
-                heard.fetch_add(1, Ordering::SeqCst);
-                let all = || (heard.load(Ordering::SeqCst) == 4).then_some(());
+                notified_ranks.fetch_add(1, Ordering::SeqCst);
+                let all = || (notified_ranks.load(Ordering::SeqCst) == 4).then_some(());
                 crate::cluster::await_true("all ranks", all);
             };
             std::thread::scope(|scope| {
-                let hearing = (job.rank() != 3).then(|| scope.spawn(hears));
+                let waiting = (job.rank() != 3).then(|| scope.spawn(await_in_all_ranks));
                 if job.rank() == 3 {
-                    hears();
+                    await_in_all_ranks();
                 }
                 step(job);
-                hearing.into_iter().for_each(|hearing| hearing.join().unwrap());
+                waiting.into_iter().for_each(|thread| thread.join().unwrap());
             });
         });
     }

@@ -21,7 +21,7 @@ over_transports!(
     state_comes_from_every_hub_and_of_half_precision_keys_in_single,
     state_of_a_step_under_way_is_that_of_the_last_one_complete,
     state_is_pulled_beside_asynchronous_updates_chunk_by_chunk_whole,
-    what_cannot_be_asked_for_is_refused_before_it_leaves,
+    a_request_that_cannot_succeed_is_refused_before_it_leaves,
     offences_against_state_fail_their_job_with_the_reason,
 );
 
@@ -234,25 +234,25 @@ fn state_is_pulled_beside_asynchronous_updates_chunk_by_chunk_whole(transports: 
     });
 }
 
-fn what_cannot_be_asked_for_is_refused_before_it_leaves(transports: Transports) {
+fn a_request_that_cannot_succeed_is_refused_before_it_leaves(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let settings = Settings { optimizer: sgd(0.1, 0.9), ..Settings::new(keys(&[10])) };
     let ticket = cluster.job("careful", 2);
     ticket.run(&settings, |job| {
         assert_eq!(job.state_slots(), 1);
-        let told = job.pull_state(0, 1, vec![0.0_f32; 10]).unwrap_err().to_string();
+        let message = job.pull_state(0, 1, vec![0.0_f32; 10]).unwrap_err().to_string();
         assert!(
-            told.contains("keeps 1 values of state a parameter") && told.contains("there is no slot 1"),
-            "{told}"
+            message.contains("keeps 1 values of state a parameter") && message.contains("there is no slot 1"),
+            "{message}"
         );
-        let told = job.pull_state(0, 0, vec![0.0_f32; 9]).unwrap_err().to_string();
-        assert!(told.contains("takes 40 bytes, but the state has 36"), "{told}");
+        let message = job.pull_state(0, 0, vec![0.0_f32; 9]).unwrap_err().to_string();
+        assert!(message.contains("takes 40 bytes, but the state has 36"), "{message}");
         if job.rank() == 0 {
-            let told = job.initialise_state(0, 0, vec![0.0_f32; 10], u64::MAX).unwrap_err().to_string();
-            assert!(told.contains("updates at most"), "{told}");
+            let message = job.initialise_state(0, 0, vec![0.0_f32; 10], u64::MAX).unwrap_err().to_string();
+            assert!(message.contains("updates at most"), "{message}");
         } else {
-            let told = job.initialise_state(0, 0, vec![0.0_f32; 10], 0).unwrap_err().to_string();
-            assert!(told.contains("comes from rank 0"), "{told}");
+            let message = job.initialise_state(0, 0, vec![0.0_f32; 10], 0).unwrap_err().to_string();
+            assert!(message.contains("comes from rank 0"), "{message}");
         }
         // Over regions, as language bindings do it.
         if job.rank() == 0 {
@@ -267,8 +267,8 @@ fn what_cannot_be_asked_for_is_refused_before_it_leaves(transports: Transports) 
     let plain = Settings::new(keys(&[10]));
     cluster.job("without", 1).run(&plain, |job| {
         assert_eq!(job.state_slots(), 0);
-        let told = job.initialise_state(0, 0, vec![0.0_f32; 10], 0).unwrap_err().to_string();
-        assert!(told.contains("keep no parameters"), "{told}");
+        let message = job.initialise_state(0, 0, vec![0.0_f32; 10], 0).unwrap_err().to_string();
+        assert!(message.contains("keep no parameters"), "{message}");
     });
 }
 
@@ -309,7 +309,7 @@ fn offences_against_state_fail_their_job_with_the_reason(transports: Transports)
                 let (mut other, hello) = Raw::join_with(&cluster, &ticket, 1 - rank, &settings);
                 match other.shake_hands(&hello, &ticket.nonce) {
                     Verdict::Welcome { state_slots: 1, .. } => other.await_failure().message,
-                    Verdict::Welcome { state_slots, .. } => panic!("{state_slots} slots are told"),
+                    Verdict::Welcome { state_slots, .. } => panic!("{state_slots} slots are announced"),
                     // The job had failed before.
                     Verdict::Refused { message, .. } => message,
                 }

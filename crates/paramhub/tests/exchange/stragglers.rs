@@ -11,16 +11,16 @@ use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_worker::{Job, Member, WorkerError};
 
-use crate::cluster::{Cluster, PATIENCE, Transports, await_true, keys, sgd};
+use crate::cluster::{Cluster, Transports, WAIT_TIMEOUT, await_true, keys, sgd};
 
 over_transports!(
     [tcp shm mixed]
     the_mean_is_over_those_in_time_and_a_late_contribution_is_dropped_whole,
-    nobody_waits_for_a_worker_that_is_ten_times_slower,
+    a_job_does_not_wait_for_a_worker_that_is_ten_times_slower,
     a_late_worker_catches_up_and_counts_again,
-    who_has_left_is_not_waited_for,
+    a_rank_that_has_left_is_not_waited_for,
     ranks_that_are_left_out_are_named_to_themselves_and_to_rank_0,
-    jobs_that_cannot_leave_anybody_out_are_refused_with_the_reason,
+    jobs_that_cannot_leave_a_rank_out_are_refused_with_the_reason,
 );
 
 /// Five chunks, the last of them short, on two cores.
@@ -99,7 +99,7 @@ fn the_mean_is_over_those_in_time_and_a_late_contribution_is_dropped_whole(trans
     }
 }
 
-fn nobody_waits_for_a_worker_that_is_ten_times_slower(transports: Transports) {
+fn a_job_does_not_wait_for_a_worker_that_is_ten_times_slower(transports: Transports) {
     let cluster = Cluster::new(transports, 2);
     for (name, stragglers) in [("backup", Stragglers::Backup(1)), ("drop", Stragglers::Drop(0.5))] {
         let of_slow = AtomicU32::new(0);
@@ -114,7 +114,7 @@ fn nobody_waits_for_a_worker_that_is_ten_times_slower(transports: Transports) {
             let steps = model.iter().map(|&value| -value).fold(0.0, f32::max);
             assert!((40.0..60.0).contains(&steps), "{name}: {steps} steps");
         });
-        // As many steps as the others' if they had waited, a tenth of that if not.
+        // The worker makes as many steps as the others if they wait, and a tenth of that if not.
         let of_slow = of_slow.into_inner();
         assert!((1..=20).contains(&of_slow), "{name}: the slow one took {of_slow} of 40 steps");
         let status = cluster.await_end(name);
@@ -143,7 +143,7 @@ fn a_late_worker_catches_up_and_counts_again(transports: Transports) {
     });
 }
 
-fn who_has_left_is_not_waited_for(transports: Transports) {
+fn a_rank_that_has_left_is_not_waited_for(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     for (name, stragglers) in [("backup", Stragglers::Backup(2)), ("drop", Stragglers::Drop(2.0))] {
         cluster.job_with(name, 3, options(stragglers)).run(&settings(), |job| {
@@ -162,35 +162,35 @@ fn who_has_left_is_not_waited_for(transports: Transports) {
 
 fn ranks_that_are_left_out_are_named_to_themselves_and_to_rank_0(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
-    let heard = [const { Mutex::new(Vec::new()) }; 3];
-    let told = AtomicBool::new(false);
+    let notices = [const { Mutex::new(Vec::new()) }; 3];
+    let rank_0_has_notices = AtomicBool::new(false);
     cluster.job_with("late", 3, options(Stragglers::Backup(1))).run(&settings(), |job| {
         let mut model = start(job);
         if job.rank() == 2 {
-            wait_for(&told);
+            wait_for(&rank_0_has_notices);
         }
         let begun = std::time::Instant::now();
-        while job.rank() < 2 && !told.load(Ordering::SeqCst) && begun.elapsed() < PATIENCE {
+        while job.rank() < 2 && !rank_0_has_notices.load(Ordering::SeqCst) && begun.elapsed() < WAIT_TIMEOUT {
             model = exchange(job, 1.0, model);
-            told.fetch_or(job.rank() == 0 && !job.notices().is_empty(), Ordering::SeqCst);
+            rank_0_has_notices.fetch_or(job.rank() == 0 && !job.notices().is_empty(), Ordering::SeqCst);
         }
-        wait_for(&told);
+        wait_for(&rank_0_has_notices);
         let own =
             || job.notices().into_iter().map(|notice| (notice.rank, notice.message)).collect::<Vec<_>>();
         if job.rank() == 2 {
             await_true("its notice", || (!own().is_empty()).then_some(()));
         }
-        heard[job.rank() as usize].lock().unwrap().extend(own());
+        notices[job.rank() as usize].lock().unwrap().extend(own());
     });
-    let heard = heard.map(|heard| heard.into_inner().unwrap());
+    let notices = notices.map(|notices| notices.into_inner().unwrap());
     for rank in [0, 2] {
-        let (about, message) = &heard[rank][0];
+        let (about, message) = &notices[rank][0];
         assert_eq!(*about, Some(2));
         assert!(message.starts_with("rank 2 of job `late` is late: "), "{message}");
         assert!(message.ends_with("have ended without it (stragglers = backup:1)"), "{message}");
-        assert!(heard[rank].len() <= 6, "once an order of magnitude: {heard:?}");
+        assert!(notices[rank].len() <= 6, "once an order of magnitude: {notices:?}");
     }
-    assert!(heard[1].is_empty(), "{heard:?}");
+    assert!(notices[1].is_empty(), "{notices:?}");
 }
 
 /// The error of rank 0 of a job of two when it hands in its settings.
@@ -206,7 +206,7 @@ fn refusal(cluster: &Cluster, name: &str, settings: Settings) -> String {
     outcomes[0].as_ref().unwrap_err().to_string()
 }
 
-fn jobs_that_cannot_leave_anybody_out_are_refused_with_the_reason(transports: Transports) {
+fn jobs_that_cannot_leave_a_rank_out_are_refused_with_the_reason(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let asynchronous = Settings { consistency: Consistency::Asynchronous, ..settings() };
     let clipped = Settings { clip_norm: Some(1.0), ..settings() };
@@ -216,21 +216,21 @@ fn jobs_that_cannot_leave_anybody_out_are_refused_with_the_reason(transports: Tr
         ("exact", Settings { reproducible: true, ..settings() }, "differs from run to run"),
         ("clipped", clipped, "the norm, as clipping needs it"),
     ] {
-        let told = refusal(&cluster, name, settings);
+        let message = refusal(&cluster, name, settings);
         assert!(
-            told.contains(&format!("job `{name}`")) && told.contains("`stragglers` other than wait"),
-            "{told}"
+            message.contains(&format!("job `{name}`")) && message.contains("`stragglers` other than wait"),
+            "{message}"
         );
-        assert!(told.contains(why) && told.contains("use `stragglers = wait`"), "{told}");
+        assert!(message.contains(why) && message.contains("use `stragglers = wait`"), "{message}");
     }
     let create = |options| {
         let request = paramhub_core::service::CreateService { name: "refused".into(), workers: 4, options };
         cluster.client.create_service(&request).unwrap_err().to_string()
     };
-    let told = create(options(Stragglers::Backup(4)));
-    assert!(told.contains("job `refused` cannot have stragglers = backup:4"), "{told}");
-    assert!(told.contains("use backup:3 or less"), "{told}");
+    let message = create(options(Stragglers::Backup(4)));
+    assert!(message.contains("job `refused` cannot have stragglers = backup:4"), "{message}");
+    assert!(message.contains("use backup:3 or less"), "{message}");
     let on_interface_down = paramhub_core::service::OnInterfaceDown::Continue;
-    let told = create(JobOptions { on_interface_down, ..options(Stragglers::Drop(0.5)) });
-    assert!(told.contains("use `on_interface_down = fail`, or `stragglers = wait`"), "{told}");
+    let message = create(JobOptions { on_interface_down, ..options(Stragglers::Drop(0.5)) });
+    assert!(message.contains("use `on_interface_down = fail`, or `stragglers = wait`"), "{message}");
 }

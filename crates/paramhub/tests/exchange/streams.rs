@@ -27,16 +27,16 @@ fn connected_to(ports: &[u16]) -> usize {
 }
 
 fn train(ticket: &Ticket, settings: &Settings, on_the_way: impl Fn() + Sync) -> Vec<Vec<Vec<f32>>> {
-    let everybody_is_here = std::sync::Barrier::new(ticket.workers as usize);
+    let all_workers_are_here = std::sync::Barrier::new(ticket.workers as usize);
     ticket.run(settings, |job| {
         let sizes = settings.keys.keys().iter().map(|key| key.elements().unwrap() as usize);
         let mut model: Vec<Vec<f32>> = sizes.map(|elements| vec![0.0; elements]).collect();
         job.broadcast(&mut model, 0).unwrap();
-        everybody_is_here.wait();
+        all_workers_are_here.wait();
         if job.rank() == 0 {
             on_the_way();
         }
-        everybody_is_here.wait();
+        all_workers_are_here.wait();
         for step in 0..3 {
             let handles: Vec<_> = (0..model.len() as u32)
                 .map(|key| {

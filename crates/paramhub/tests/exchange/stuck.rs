@@ -26,10 +26,10 @@ fn step(job: &Job) {
 }
 
 /// Waits until this rank has received a notice with all these parts.
-fn hears(job: &Job, parts: &[&str]) {
+fn await_notice(job: &Job, parts: &[&str]) {
     await_true(&format!("a notice with {parts:?} at rank {}", job.rank()), || {
-        let told = job.notices().into_iter().map(|notice| notice.message);
-        told.into_iter().find(|told| parts.iter().all(|part| told.contains(part)))
+        let messages = job.notices().into_iter().map(|notice| notice.message);
+        messages.into_iter().find(|message| parts.iter().all(|part| message.contains(part)))
     });
 }
 
@@ -65,7 +65,10 @@ fn a_rank_stuck_in_its_own_code_is_named_everywhere() {
         if job.rank() != 2 {
             let key = 1;
             let pushed = job.push_pull(key, vec![1.0_f32; 20_000], vec![0.0_f32; 20_000]).unwrap();
-            hears(job, &["rank 2 of job `stuck` is awaited", "its contribution to step 5 of key `layer1`"]);
+            await_notice(
+                job,
+                &["rank 2 of job `stuck` is awaited", "its contribution to step 5 of key `layer1`"],
+            );
             if job.rank() == 0 {
                 let status = awaits(true);
                 let awaited = status.awaited.unwrap();
@@ -81,11 +84,11 @@ fn a_rank_stuck_in_its_own_code_is_named_everywhere() {
             all_are_here(&count, 1);
             pushed.wait().unwrap();
         } else {
-            hears(job, &["rank 2 of job `stuck` is awaited"]);
+            await_notice(job, &["rank 2 of job `stuck` is awaited"]);
             all_are_here(&count, 1);
             job.push_pull(1, vec![1.0_f32; 20_000], vec![0.0_f32; 20_000]).unwrap().wait().unwrap();
         }
-        hears(job, &["job `stuck` goes on: rank 2 kept the others waiting"]);
+        await_notice(job, &["job `stuck` goes on: rank 2 kept the others waiting"]);
         if job.rank() == 0 {
             awaits(false);
         }
@@ -95,13 +98,13 @@ fn a_rank_stuck_in_its_own_code_is_named_everywhere() {
 }
 
 #[test]
-fn who_is_too_far_ahead_of_a_stuck_rank_hears_its_name() {
+fn a_rank_too_far_ahead_of_a_stuck_rank_receives_its_name() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     let settings = Settings { consistency: Consistency::BoundedStaleness(1), ..mean() };
     let count = AtomicU32::new(0);
     cluster.job("stale", WORKERS).run(&settings, |job| {
         if job.rank() == 1 {
-            hears(job, &["rank 1 of job `stale` is awaited"]);
+            await_notice(job, &["rank 1 of job `stale` is awaited"]);
             step(job);
         } else {
             step(job);
@@ -112,7 +115,7 @@ fn who_is_too_far_ahead_of_a_stuck_rank_hears_its_name() {
 }
 
 #[test]
-fn initial_parameters_and_releases_that_rank_0_owes_are_told_to_all() {
+fn missing_initial_parameters_and_releases_of_rank_0_are_reported_to_all() {
     let cluster = Cluster::new(Transports::tcp(), 2);
     let settings =
         Settings { optimizer: sgd(0.1, 0.0), two_phase: true, ..Settings::new(keys(&[300, 20_000])) };
@@ -120,17 +123,17 @@ fn initial_parameters_and_releases_that_rank_0_owes_are_told_to_all() {
     cluster.job("owed", WORKERS).run(&settings, |job| {
         let mut model = vec![vec![0.0_f32; 300], vec![0.0_f32; 20_000]];
         let parts = ["rank 0 of job `owed` is awaited", "to start from"];
-        let told = |job: &Job| {
-            hears(job, &parts);
+        let await_in_all_ranks = |job: &Job| {
+            await_notice(job, &parts);
             all_are_here(&count, 1);
         };
         std::thread::scope(|scope| {
-            let telling = (job.rank() != 0).then(|| scope.spawn(|| told(job)));
+            let waiting = (job.rank() != 0).then(|| scope.spawn(|| await_in_all_ranks(job)));
             if job.rank() == 0 {
-                told(job);
+                await_in_all_ranks(job);
             }
             job.broadcast(&mut model, 0).unwrap();
-            telling.into_iter().for_each(|told| told.join().unwrap());
+            waiting.into_iter().for_each(|thread| thread.join().unwrap());
         });
         let pushed: Vec<_> = (0..2)
             .map(|key| {
@@ -139,7 +142,7 @@ fn initial_parameters_and_releases_that_rank_0_owes_are_told_to_all() {
             })
             .collect();
         job.gradient_norm(0).unwrap().wait().unwrap();
-        hears(job, &["rank 0 of job `owed` is awaited", "its release of step 0"]);
+        await_notice(job, &["rank 0 of job `owed` is awaited", "its release of step 0"]);
         all_are_here(&count, 2);
         if job.rank() == 0 {
             job.release(0, 1.0).unwrap();
@@ -154,7 +157,7 @@ fn a_job_that_says_so_ends_when_a_rank_makes_no_progress() {
     // Long compared with any pause of a busy machine.
     let options = JobOptions { progress_timeout_s: Some(8.0), ..Default::default() };
     let ticket = cluster.job_with("ended", WORKERS, options);
-    let told: Vec<String> = std::thread::scope(|scope| {
+    let messages: Vec<String> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..WORKERS)
             .map(|rank| {
                 let ticket = &ticket;
@@ -171,10 +174,10 @@ fn a_job_that_says_so_ends_when_a_rank_makes_no_progress() {
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    for told in told {
-        assert!(told.contains("because of rank 1"), "{told}");
-        assert!(told.contains("rank 1 made no progress"), "{told}");
-        assert!(told.contains("its contribution to step 1 of key `layer0`"), "{told}");
+    for message in messages {
+        assert!(message.contains("because of rank 1"), "{message}");
+        assert!(message.contains("rank 1 made no progress"), "{message}");
+        assert!(message.contains("its contribution to step 1 of key `layer0`"), "{message}");
     }
     let status = cluster.await_end("ended");
     assert_eq!((status.state, status.awaited), (JobState::Failed, None));

@@ -167,7 +167,7 @@ fn layers_by_factors_and_through_the_hub_learn_as_one() {
 }
 
 #[test]
-fn a_loop_out_of_order_is_told_and_may_go_on() {
+fn a_loop_out_of_order_is_refused_and_may_go_on() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     as_every_rank(&cluster.job("confused", RANKS), |mut syncers| {
         let rank = syncers.job().rank();
@@ -226,7 +226,7 @@ fn a_nan_among_factors_passes_by_default_and_is_refused_where_asked() {
     for reject in [false, true] {
         let name = if reject { "rejects" } else { "passes" };
         let settings = Settings { reject_non_finite: reject, ..settings() };
-        let told = as_every_rank_with(&cluster.job(name, RANKS), &settings, |mut syncers| {
+        let outcomes = as_every_rank_with(&cluster.job(name, RANKS), &settings, |mut syncers| {
             let rank = syncers.job().rank();
             let mut model: Vec<Vec<f32>> = (0..KEYS).map(|key| vec![0.0; elements(key)]).collect();
             (0..).zip(&mut model).for_each(|(key, parameters)| syncers.begin(key, parameters).unwrap());
@@ -243,13 +243,13 @@ fn a_nan_among_factors_passes_by_default_and_is_refused_where_asked() {
             syncers.leave().map_err(|error| error.to_string())
         });
         if !reject {
-            told.into_iter().for_each(|rank| rank.unwrap());
+            outcomes.into_iter().for_each(|rank| rank.unwrap());
             continue;
         }
-        for told in told {
-            let told = told.unwrap_err();
-            assert!(told.contains("rank 1"), "{told}");
-            assert!(told.contains("factors of key `fc.weight` hold a NaN or an infinity"), "{told}");
+        for outcome in outcomes {
+            let error = outcome.unwrap_err();
+            assert!(error.contains("rank 1"), "{error}");
+            assert!(error.contains("factors of key `fc.weight` hold a NaN or an infinity"), "{error}");
         }
         let status = cluster.await_end(name);
         assert_eq!(status.state, JobState::Failed);

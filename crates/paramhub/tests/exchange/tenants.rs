@@ -152,8 +152,8 @@ fn two_hundred_jobs_leave_nothing_behind(transports: Transports) {
                     job.push_pull(0, vec![0.0f32; 50_000], vec![0.0f32; 50_000]).unwrap().wait().unwrap_err()
                 });
                 ticket.join(1, settings.clone()).unwrap().leave().unwrap();
-                let told = waits.join().unwrap().to_string();
-                assert!(told.contains("rank 1 left the job"), "{told}");
+                let message = waits.join().unwrap().to_string();
+                assert!(message.contains("rank 1 left the job"), "{message}");
             });
         } else {
             mean_job(&cluster, &name, 2, 2);
@@ -206,8 +206,8 @@ fn a_job_is_spread_over_hubs_interfaces_and_cores(transports: Transports) {
         })
     };
     let spread = train(&cluster.job("spread", 2));
-    let lonely = Cluster::new(transports, 1);
-    let alone = train(&lonely.job("alone", 2));
+    let idle_cluster = Cluster::new(transports, 1);
+    let alone = train(&idle_cluster.job("alone", 2));
     assert_eq!(spread[0], alone[0], "where a chunk lives does not change it");
     assert_eq!(spread[0], spread[1]);
     let used = await_true("the job has finished", || {

@@ -5,23 +5,24 @@ use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// How long an end sends before it counts. By then the buckets' first burst is over and the congestion window
-/// has found its size.
+/// The time that an end sends before it counts. By then the buckets' first burst is over and the congestion
+/// window has found its size.
 const WARMUP: Duration = Duration::from_millis(1500);
-/// How long an end counts. Over a second or so, bytes that streams lose and send again arrive in bursts: slow
-/// links would seem to carry more than they do.
+/// The time that an end counts. Over a second or so, bytes that streams lose and send again arrive in
+/// bursts: slow links would seem to carry more than they do.
 const WINDOW: Duration = Duration::from_millis(3000);
-/// How long an end still sends after its own window: on a busy machine that of the other side may end later.
+/// The time that an end still sends after its own window: on a busy machine that of the other side may end
+/// later.
 const AFTER: Duration = Duration::from_millis(500);
-/// How often a stream that stands still is checked.
+/// The interval at which a stream that stands still is checked.
 const TICK: Duration = Duration::from_millis(200);
 /// The bytes of a read or write: as large as the stack's largest packets.
 const BUFFER_BYTES: usize = 64 << 10;
 /// Streams of a flow. A hub's link carries streams of every worker, and one stream alone stalls if both ways
 /// are full.
 const CONNECTIONS: usize = 4;
-/// How long an end waits for the other, so that it ends even if none comes.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// The time that an end waits for the other, so that it ends even if none comes.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs an end. `listen ADDRESS` prints its port first; `dial FROM TO` connects. Both print in the end how
 /// many bytes a second they received.
@@ -49,7 +50,7 @@ fn accept(address: &str) -> std::io::Result<Vec<TcpStream>> {
     let listener = TcpListener::bind((address, 0))?;
     println!("{}", listener.local_addr()?.port());
     listener.set_nonblocking(true)?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     let mut accepted = Vec::new();
     while accepted.len() < CONNECTIONS {
         match listener.accept() {
@@ -72,7 +73,7 @@ fn dial(from: &str, to: &str) -> std::io::Result<Vec<TcpStream>> {
     let to: SocketAddr = to.parse().map_err(std::io::Error::other)?;
     let from: IpAddr = from.parse().map_err(std::io::Error::other)?;
     let connect = |_| {
-        let stream = TcpStream::connect_timeout(&to, PATIENCE)?;
+        let stream = TcpStream::connect_timeout(&to, WAIT_TIMEOUT)?;
         match stream.local_addr()?.ip() {
             ip if ip == from => Ok(stream),
             ip => Err(std::io::Error::other(format!("it was sent from {ip}"))),
@@ -92,7 +93,7 @@ fn run(streams: Vec<TcpStream>) -> std::io::Result<f64> {
 fn carry(stream: TcpStream, began: Instant) -> std::io::Result<f64> {
     let end = began + WARMUP + WINDOW + AFTER;
     stream.set_read_timeout(Some(TICK))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(WAIT_TIMEOUT))?;
     let mut sending = stream.try_clone()?;
     let sender = std::thread::spawn(move || {
         let buffer = [1_u8; BUFFER_BYTES];
@@ -111,7 +112,7 @@ fn receive(mut stream: TcpStream, began: Instant) -> std::io::Result<f64> {
     let mut buffer = vec![0_u8; BUFFER_BYTES];
     let window = began + WARMUP..began + WARMUP + WINDOW;
     let mut bytes = 0_usize;
-    while Instant::now() < began + PATIENCE {
+    while Instant::now() < began + WAIT_TIMEOUT {
         match stream.read(&mut buffer) {
             Ok(0) => break,
             Ok(read) if window.contains(&Instant::now()) => bytes += read,

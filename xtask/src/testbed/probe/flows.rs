@@ -1,4 +1,4 @@
-//! Which hosts send to one another, so that every link of a testbed is full at some time.
+//! This lists the hosts that send to one another, so that every link of a testbed is full at some time.
 
 use std::net::Ipv4Addr;
 
@@ -20,7 +20,7 @@ pub(super) struct Flow {
 pub(super) struct FlowBatch {
     pub(super) what: &'static str,
     pub(super) flows: Vec<Flow>,
-    /// How many neighbours in the list share a link.
+    /// The number of neighbours in the list that share a link.
     pub(super) flows_a_link: usize,
     /// The rate of each link.
     pub(super) rate: Rate,

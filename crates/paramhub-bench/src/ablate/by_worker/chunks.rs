@@ -192,7 +192,7 @@ impl Chunks {
                 convert::decode(payload, &mut model.values, chunk.codec);
                 model.encode(chunk.codec);
             }
-            other => bail!("rank {rank} sent {other:?}, which nobody here understands"),
+            other => bail!("rank {rank} sent {other:?}, which this exchange does not understand"),
         }
         let exchange = &mut work.exchange;
         exchange.settle(0, |rank, answer| pending.push(PendingAnswer { rank, slot, answer, version: 0 }));
@@ -244,9 +244,9 @@ impl Chunks {
             let mut waiting = lock(&outbox.pending);
             let was_empty = waiting.is_empty();
             waiting.extend(pending.iter().filter(|pending| pending.rank as usize % cores == core));
-            let is_news = was_empty && !waiting.is_empty();
+            let has_begun_to_wait = was_empty && !waiting.is_empty();
             drop(waiting);
-            if is_news && core != here {
+            if has_begun_to_wait && core != here {
                 outbox.waker.wake();
             }
         }
@@ -277,7 +277,7 @@ impl Chunks {
                 let length = chunk.elements * chunk.codec.bytes() as u32;
                 Header { operation: Operation::Parameters, codec: chunk.codec, length, ..header }
             }
-            Answer::State(_) => unreachable!("nobody asks for optimizer state here"),
+            Answer::State(_) => unreachable!("optimizer state is never asked for here"),
         }
     }
 

@@ -28,8 +28,8 @@ use paramhub_worker::{JobConfig, Options, Transport};
 
 use chunks::Chunks;
 
-/// How long all workers may take to connect.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time that all workers may take to connect.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Workers send no heartbeats here, and they may wait for their commands meanwhile.
 const DEAD_AFTER_S: f64 = 86_400.0;
 
@@ -94,7 +94,7 @@ fn admit(
     core: usize,
     job: &ServiceCreated,
 ) -> anyhow::Result<Vec<(u32, TcpStream)>> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     listener.set_nonblocking(true)?;
     let expected = chunks.ranks_of(core).count();
     let mut workers: Vec<(u32, TcpStream)> = Vec::new();
@@ -138,7 +138,7 @@ fn shake_hands(
     let mut given = [0; PROOF_BYTES];
     read_exact_by(&mut socket, &mut given, deadline).context("a worker did not prove itself")?;
     if !Proof(given).matches(&expected) {
-        bail!("a stranger came");
+        bail!("a connection did not prove that it knows the job's nonce");
     }
     write_all_by(&mut socket, &Verdict::Welcome { proof, state_slots: 0 }.encode(), deadline)?;
     match hello.caller {

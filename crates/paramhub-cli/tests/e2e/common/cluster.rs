@@ -11,7 +11,7 @@ const TOKEN: &str = "of-these-hosts-only";
 
 /// The processes that run on a host.
 #[derive(Clone, Copy)]
-pub struct Station {
+pub struct HostRole {
     /// The rack; empty for none.
     rack: &'static str,
     hub: Option<Serves>,
@@ -20,36 +20,36 @@ pub struct Station {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Serves {
-    Everybody,
+    AllWorkers,
     Rack,
     Host,
 }
 
-impl Station {
+impl HostRole {
     /// A hub for all workers.
-    pub const HUB: Station = Station { rack: "", hub: Some(Serves::Everybody), workers: 0 };
+    pub const HUB: HostRole = HostRole { rack: "", hub: Some(Serves::AllWorkers), workers: 0 };
 
     /// A hub for a rack.
-    pub const fn rack_hub(rack: &'static str) -> Station {
-        Station { rack, hub: Some(Serves::Rack), workers: 0 }
+    pub const fn rack_hub(rack: &'static str) -> HostRole {
+        HostRole { rack, hub: Some(Serves::Rack), workers: 0 }
     }
 
     /// A hub for the workers beside it alone.
-    pub const fn host_hub(rack: &'static str, workers: usize) -> Station {
-        Station { rack, hub: Some(Serves::Host), workers }
+    pub const fn host_hub(rack: &'static str, workers: usize) -> HostRole {
+        HostRole { rack, hub: Some(Serves::Host), workers }
     }
 
     /// Workers without a hub.
-    pub const fn workers(rack: &'static str, workers: usize) -> Station {
-        Station { rack, hub: None, workers }
+    pub const fn workers(rack: &'static str, workers: usize) -> HostRole {
+        HostRole { rack, hub: None, workers }
     }
 
-    /// The same station with workers on it.
-    pub const fn with_workers(self, workers: usize) -> Station {
-        Station { workers, ..self }
+    /// The same role with workers on it.
+    pub const fn with_workers(self, workers: usize) -> HostRole {
+        HostRole { workers, ..self }
     }
 
-    /// Whether jobs wait for the station's hub. They do not wait for a hub that serves its own host.
+    /// Returns whether jobs wait for the role's hub. They do not wait for a hub that serves its own host.
     pub fn is_waited_for(&self) -> bool {
         self.hub.is_some_and(|serves| serves != Serves::Host)
     }
@@ -61,7 +61,7 @@ pub struct Cluster {
     manager: Option<Process>,
     hubs: BTreeMap<usize, Process>,
     pub manager_host: Host,
-    stations: Vec<(Station, Host)>,
+    roles: Vec<(HostRole, Host)>,
     /// Keeps the switch alive.
     _network: Network,
 }
@@ -69,19 +69,19 @@ pub struct Cluster {
 impl Cluster {
     /// The hosts without processes. `None`, after a line that says why, if network namespaces are not
     /// permitted.
-    pub fn of_hosts(stations: &[Station]) -> Option<Cluster> {
+    pub fn of_hosts(roles: &[HostRole]) -> Option<Cluster> {
         let mut network = Network::new()?;
         let manager_host = network.host();
-        let stations = stations.iter().map(|&station| (station, network.host())).collect();
-        Some(Cluster { manager: None, hubs: BTreeMap::new(), manager_host, stations, _network: network })
+        let roles = roles.iter().map(|&role| (role, network.host())).collect();
+        Some(Cluster { manager: None, hubs: BTreeMap::new(), manager_host, roles, _network: network })
     }
 
     /// The hosts with manager and hubs.
-    pub fn start(stations: &[Station]) -> Option<Cluster> {
-        let mut cluster = Cluster::of_hosts(stations)?;
+    pub fn start(roles: &[HostRole]) -> Option<Cluster> {
+        let mut cluster = Cluster::of_hosts(roles)?;
         cluster.manager = Some(cluster.start_manager());
-        let with_hubs = (0..stations.len()).filter(|&station| stations[station].hub.is_some());
-        cluster.hubs = with_hubs.map(|station| (station, cluster.start_hub(station))).collect();
+        let with_hubs = (0..roles.len()).filter(|&role| roles[role].hub.is_some());
+        cluster.hubs = with_hubs.map(|role| (role, cluster.start_hub(role))).collect();
         cluster.hubs.values().for_each(|hub| drop(hub.wait_for("hub ready: ")));
         Some(cluster)
     }
@@ -94,10 +94,10 @@ impl Cluster {
         manager
     }
 
-    /// Starts the hub of a station; it may not be ready yet.
-    pub fn start_hub(&self, station: usize) -> Process {
-        let (Station { rack, hub, .. }, host) = &self.stations[station];
-        let (url, listen) = (self.url(), self.address(station));
+    /// Starts the hub of a role; it may not be ready yet.
+    pub fn start_hub(&self, role: usize) -> Process {
+        let (HostRole { rack, hub, .. }, host) = &self.roles[role];
+        let (url, listen) = (self.url(), self.address(role));
         let flags = ["hub", "--manager", &url, "--listen", &listen, "--cores", "1", "--pin", "no"];
         let host_only = (*hub == Some(Serves::Host)).then_some("--host-only");
         let of_rack = if rack.is_empty() { &[][..] } else { &["--rack", rack] };
@@ -110,18 +110,18 @@ impl Cluster {
         format!("http://{}:{MANAGER_PORT}", self.manager_host.address)
     }
 
-    pub fn host(&self, station: usize) -> &Host {
-        &self.stations[station].1
+    pub fn host(&self, role: usize) -> &Host {
+        &self.roles[role].1
     }
 
-    /// The address on which a station's hub listens.
-    pub fn address(&self, station: usize) -> String {
-        format!("{}:{HUB_PORT}", self.host(station).address)
+    /// The address on which a role's hub listens.
+    pub fn address(&self, role: usize) -> String {
+        format!("{}:{HUB_PORT}", self.host(role).address)
     }
 
     /// A hub that [`Cluster::start`] has started.
-    pub fn hub(&self, station: usize) -> &Process {
-        &self.hubs[&station]
+    pub fn hub(&self, role: usize) -> &Process {
+        &self.hubs[&role]
     }
 
     /// Runs a command that operators use, on the manager's host.
@@ -134,21 +134,21 @@ impl Cluster {
         program.env("PARAMHUB_URL", &self.url()).env("PARAMHUB_ADMIN_TOKEN", TOKEN)
     }
 
-    /// Creates a job and starts all workers of the stations for it, in the order of the stations.
+    /// Creates a job and starts all workers of the roles for it, in the order of the roles.
     pub fn start_job(&self, create: &[&str], arguments: &[&str]) -> Vec<Process> {
-        let seats: Vec<(usize, &[&str])> = (0..self.stations.len())
-            .flat_map(|station| std::iter::repeat_n((station, arguments), self.stations[station].0.workers))
+        let ranks: Vec<(usize, &[&str])> = (0..self.roles.len())
+            .flat_map(|role| std::iter::repeat_n((role, arguments), self.roles[role].0.workers))
             .collect();
-        self.start_job_at(&seats, create)
+        self.start_job_at(&ranks, create)
     }
 
-    /// The same with each rank's station and arguments. Workers get only the three lines that `jobs create`
+    /// The same with each rank's role and arguments. Workers get only the three lines that `jobs create`
     /// prints, their ranks and their racks.
-    pub fn start_job_at(&self, seats: &[(usize, &[&str])], create: &[&str]) -> Vec<Process> {
-        let workers = seats.len().to_string();
+    pub fn start_job_at(&self, ranks: &[(usize, &[&str])], create: &[&str]) -> Vec<Process> {
+        let workers = ranks.len().to_string();
         let printed = self.operate(&[&["jobs", "create", "-n", &workers], create].concat());
-        let worker = |(rank, &(station, arguments)): (usize, &(usize, &[&str]))| {
-            let (Station { rack, .. }, host) = &self.stations[station];
+        let worker = |(rank, &(role, arguments)): (usize, &(usize, &[&str]))| {
+            let (HostRole { rack, .. }, host) = &self.roles[role];
             let program = host.example("exchange", arguments.iter().copied());
             let program = printed
                 .lines()
@@ -156,6 +156,6 @@ impl Cluster {
                 .fold(program, |program, (name, value)| program.env(name, value));
             program.env("RANK", &rank.to_string()).env("PARAMHUB_RACK", rack).start()
         };
-        seats.iter().enumerate().map(worker).collect()
+        ranks.iter().enumerate().map(worker).collect()
     }
 }

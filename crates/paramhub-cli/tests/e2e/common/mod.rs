@@ -21,11 +21,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 /// Far above what any healthy step takes on two busy cores, far below the harness's own limit.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long a whole program may take: some train and compare for half a minute on two idle cores, and other tests run beside
-/// them. nextest ends a test after 300 s.
-const PROGRAM_PATIENCE: Duration = Duration::from_secs(240);
+/// The time that a whole program may take: some train and compare for half a minute on two idle cores, and
+/// other tests run beside them. nextest ends a test after 300 s.
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// A program to be started, in a folder of its own.
 pub struct Program {
@@ -91,7 +91,7 @@ pub fn hub<'a>(more: impl IntoIterator<Item = &'a str>) -> (Process, String) {
     (hub, url)
 }
 
-/// Whether a process exists and is more than a zombie.
+/// Returns whether a process exists and is more than a zombie.
 pub fn is_alive(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
@@ -120,9 +120,9 @@ pub fn rank_of(worker: i32) -> u32 {
 /// Waits until `holds` is true.
 #[track_caller]
 pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while !holds() {
-        assert!(Instant::now() < deadline, "waited {PATIENCE:?} in vain: {what}");
+        assert!(Instant::now() < deadline, "waited {WAIT_TIMEOUT:?} in vain: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -196,12 +196,12 @@ impl Process {
         kill_process(self.pid(), signal).expect("the process is there");
     }
 
-    /// What the program has written to stdout so far.
+    /// The text that the program has written to stdout so far.
     pub fn stdout(&self) -> String {
         self.stdout.text()
     }
 
-    /// What the program has written to stderr so far.
+    /// The text that the program has written to stderr so far.
     pub fn stderr(&self) -> String {
         self.stderr.text()
     }
@@ -210,7 +210,7 @@ impl Process {
     #[track_caller]
     pub fn wait_for(&self, part: &str) -> String {
         let mut found = None;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while found.is_none() {
             let text = self.stdout();
             let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
@@ -229,7 +229,7 @@ impl Process {
     /// Waits for the program's end.
     #[track_caller]
     pub fn finish(mut self) -> Finished {
-        let deadline = Instant::now() + PROGRAM_PATIENCE;
+        let deadline = Instant::now() + PROGRAM_TIMEOUT;
         let exit = loop {
             if let Some(exit) = self.child.try_wait().expect("it can be waited for") {
                 break exit;
@@ -237,7 +237,7 @@ impl Process {
             let (stdout, stderr) = (self.stdout(), self.stderr());
             assert!(
                 Instant::now() < deadline,
-                "no end after {PROGRAM_PATIENCE:?}:\n{stdout}\nstderr:\n{stderr}"
+                "no end after {PROGRAM_TIMEOUT:?}:\n{stdout}\nstderr:\n{stderr}"
             );
             std::thread::sleep(Duration::from_millis(10));
         };
@@ -306,7 +306,7 @@ impl Pipe {
     /// a limited time.
     fn read_to_end(&mut self) -> String {
         if let Some(reader) = self.reader.take() {
-            let deadline = Instant::now() + PATIENCE;
+            let deadline = Instant::now() + WAIT_TIMEOUT;
             while !reader.is_finished() && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(5));
             }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-use super::PATIENCE;
+use super::WAIT_TIMEOUT;
 
 /// Shows a program the interfaces of its own namespace at /sys, as `ip netns exec` does.
 const WITH_OWN_SYS: [&str; 5] =
@@ -52,7 +52,7 @@ impl Namespace {
             .spawn()?;
         let own = read_link("/proc/self/ns/net")?;
         let path = format!("/proc/{}/ns/net", holder.id());
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             if let Some(exit) = holder.try_wait()? {
                 return Err(Error::other(format!("`unshare --net` has failed: {exit}")));

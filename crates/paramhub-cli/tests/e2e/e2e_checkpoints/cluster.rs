@@ -183,7 +183,11 @@ pub(crate) fn complete(folder: &Path, job: &str) -> Vec<u32> {
 
 /// Waits after each multiple of `every` until the checkpoint that is due has been written, before the next
 /// step.
-pub(crate) fn at_leisure<'a>(folder: &'a Path, job: &'a str, every: u32) -> impl Fn(u32) + Sync + 'a {
+pub(crate) fn waiting_for_checkpoints<'a>(
+    folder: &'a Path,
+    job: &'a str,
+    every: u32,
+) -> impl Fn(u32) + Sync + 'a {
     move |step| {
         if step.is_multiple_of(every) {
             wait_until("a checkpoint", || complete(folder, job).contains(&step));

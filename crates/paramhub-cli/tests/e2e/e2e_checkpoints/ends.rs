@@ -87,11 +87,11 @@ fn a_hub_killed_in_mid_write_at_fifty_random_points_loses_nothing_that_was_compl
 }
 
 #[test]
-fn a_hub_that_is_told_to_end_leaves_the_newest_step() {
+fn a_hub_that_is_asked_to_end_writes_the_newest_step() {
     let folder = scratch();
     let path = folder.path().to_str().unwrap();
     let (hub, url) = hub(["--checkpoints", path]);
-    let (at, name) = (url.clone(), "told");
+    let (at, name) = (url.clone(), "ended");
     let worker = std::thread::spawn(move || push_until_the_end(&at, name, "1000000", None));
     let client = ManagerClient::new(&url, None).unwrap();
     wait_until("some steps", || client.job(name).is_ok_and(|job| job.counters.updates > 1000));

@@ -3,15 +3,17 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use super::cluster::{Cluster, SIZES, all, at_leisure, complete, scratch, settings, train, train_on};
-use crate::common::{PATIENCE, wait_until};
+use super::cluster::{
+    Cluster, SIZES, all, complete, scratch, settings, train, train_on, waiting_for_checkpoints,
+};
+use crate::common::{WAIT_TIMEOUT, wait_until};
 use paramhub::checkpoint::Resume;
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{Codec, Consistency, Dtype, Job, Key, KeyTable};
 use safetensors::SafeTensors;
 
 #[test]
-fn what_one_hub_writes_is_a_state_dict_and_masters_of_half_keys_are_single() {
+fn the_file_of_one_hub_is_a_state_dict_and_masters_of_half_keys_are_single() {
     let folder = scratch();
     let cluster = Cluster::new(folder.path(), &[2]);
     let mut keys: Vec<Key> = settings().keys.keys().to_vec();
@@ -61,11 +63,11 @@ fn what_one_hub_writes_is_a_state_dict_and_masters_of_half_keys_are_single() {
 }
 
 #[test]
-fn what_is_torn_damaged_or_foreign_is_refused_and_the_one_before_offered() {
+fn a_torn_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_offered() {
     let folder = scratch();
     let cluster = Cluster::new(folder.path(), &[1]);
     let settings = settings();
-    let keep = at_leisure(folder.path(), "w", 2);
+    let keep = waiting_for_checkpoints(folder.path(), "w", 2);
     cluster.run("w", cluster.options(Some("2"), None), &settings, |job| drop(train(job, 6, &keep))).unwrap();
     assert_eq!(complete(folder.path(), "w"), [6, 4, 2]);
     let resume = |from, settings: &Settings| {
@@ -144,7 +146,7 @@ fn an_asynchronous_job_is_kept_as_it_is_and_says_so() {
         while complete(folder.path(), "a").is_empty() {
             model = train_on(job, model, step, step + 1);
             step += 1;
-            assert!(begun.elapsed() < PATIENCE);
+            assert!(begun.elapsed() < WAIT_TIMEOUT);
         }
         step
     };

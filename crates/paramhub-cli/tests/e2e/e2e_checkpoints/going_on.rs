@@ -1,7 +1,8 @@
 //! Jobs that resume from a checkpoint, to the same bits.
 
 use super::cluster::{
-    Cluster, SIZES, WORKERS, all, at_leisure, complete, gradient, scratch, settings, train, train_on,
+    Cluster, SIZES, WORKERS, all, complete, gradient, scratch, settings, train, train_on,
+    waiting_for_checkpoints,
 };
 use crate::common::{paramhub, wait_until};
 use paramhub::checkpoint::Resume;
@@ -19,7 +20,7 @@ fn a_job_goes_on_from_its_checkpoint_to_the_same_bits_on_other_hubs() {
     let settings = settings();
     let whole =
         cluster.run("whole", cluster.options(None, None), &settings, |job| train(job, 9, |_| {})).unwrap();
-    let keep = at_leisure(folder.path(), "part/a", 2);
+    let keep = waiting_for_checkpoints(folder.path(), "part/a", 2);
     let options = cluster.options(Some("2"), None);
     let half = cluster.run("part/a", options, &settings, |job| train(job, 7, &keep)).unwrap();
     // The last checkpoint of all is that of the end.
@@ -30,9 +31,9 @@ fn a_job_goes_on_from_its_checkpoint_to_the_same_bits_on_other_hubs() {
     assert_eq!(newest.parts.len(), 2, "a part a hub");
     newest.verify().unwrap();
     assert!(newest.parts.iter().all(|part| part.workers == WORKERS && part.is_consistent));
-    let told = cluster.client.job("part/a").unwrap().checkpoints.unwrap();
-    assert_eq!((told.failed, told.failure.as_str()), (0, ""));
-    assert!(told.step >= Some(6) && told.bytes > 3 * 4 * SIZES.iter().sum::<u64>(), "{told:?}");
+    let reported = cluster.client.job("part/a").unwrap().checkpoints.unwrap();
+    assert_eq!((reported.failed, reported.failure.as_str()), (0, ""));
+    assert!(reported.step >= Some(6) && reported.bytes > 3 * 4 * SIZES.iter().sum::<u64>(), "{reported:?}");
     drop(cluster);
 
     // One hub instead of two, more cores, other chunks.
@@ -93,7 +94,7 @@ fn a_layer_whose_factors_go_to_a_hub_goes_on_from_a_checkpoint_to_the_same_bits(
     let cluster = Cluster::new(folder.path(), &[2]);
     let options = |every, resume| cluster.options(every, resume);
     let whole = cluster.run("whole", options(None, None), &settings, |job| train(job, 8, &|_| ())).unwrap();
-    let keep = at_leisure(folder.path(), "part", 3);
+    let keep = waiting_for_checkpoints(folder.path(), "part", 3);
     cluster.run("part", options(Some("3"), None), &settings, |job| train(job, 5, &keep)).unwrap();
     wait_until("the last checkpoint", || complete(folder.path(), "part").first() == Some(&5));
     for (from, step) in [(Resume::Latest, 5), (Resume::Step(3), 3)] {
@@ -117,7 +118,7 @@ fn jobs_of_several_racks_go_on_however_their_hubs_reduce() {
             let options =
                 |every, resume| JobOptions { reduction, optimize_at, ..cluster.options(every, resume) };
             let run = |name, every, resume, end| {
-                let keep = at_leisure(folder.path(), "part", 2);
+                let keep = waiting_for_checkpoints(folder.path(), "part", 2);
                 let between = |step: u32| {
                     if every == Some("2") {
                         keep(step)

@@ -30,7 +30,7 @@ impl Drop for SmallDisk {
 fn tried_again(folder: &Path, obstacle: &Path) {
     let cluster = Cluster::new(folder, &[1]);
     let status = || cluster.client.job("w").ok().and_then(|job| job.checkpoints).unwrap_or_default();
-    let told = |step: u32| match step {
+    let after_step = |step: u32| match step {
         1 => {
             wait_until("the failure", || status().failed >= 1);
             let status = status();
@@ -41,7 +41,9 @@ fn tried_again(folder: &Path, obstacle: &Path) {
         4 => wait_until("a checkpoint", || !complete(folder, "w").is_empty()),
         _ => {}
     };
-    cluster.run("w", cluster.options(Some("1"), None), &settings(), |job| drop(train(job, 6, told))).unwrap();
+    cluster
+        .run("w", cluster.options(Some("1"), None), &settings(), |job| drop(train(job, 6, after_step)))
+        .unwrap();
     wait_until("the last report", || status().failure.is_empty());
     assert!(status().written >= 1 && status().failed >= 1, "{:?}", status());
 }

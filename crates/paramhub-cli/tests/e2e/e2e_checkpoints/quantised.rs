@@ -8,7 +8,7 @@ use paramhub::{Codec, Job, Key, KeyTable};
 use paramhub_hub::FoundCheckpoint;
 use safetensors::SafeTensors;
 
-use super::cluster::{Cluster, all, at_leisure, complete, gradient, scratch, settings};
+use super::cluster::{Cluster, all, complete, gradient, scratch, settings, waiting_for_checkpoints};
 use crate::common::wait_until;
 
 /// Keys of several chunks and of less than one, and one that is not quantised.
@@ -61,7 +61,7 @@ fn quantised_keys_go_on_to_the_same_bits_from_every_step_that_checkpoints_are_du
     let settings = quantised();
     let cluster = Cluster::new(folder.path(), &[2, 1]);
     let run = |name, resume, end, keeps: bool| {
-        let keep = at_leisure(folder.path(), name, 2);
+        let keep = waiting_for_checkpoints(folder.path(), name, 2);
         let between = |step| {
             if keeps {
                 keep(step);
@@ -90,11 +90,11 @@ fn exact(keys: &KeyTable) -> KeyTable {
 }
 
 #[test]
-fn what_workers_have_is_in_a_file_of_its_own_and_belongs_to_quantised_keys_only() {
+fn received_parameters_are_in_a_file_of_their_own_for_quantised_keys_only() {
     let folder = scratch();
     let settings = quantised();
     let cluster = Cluster::new(folder.path(), &[2]);
-    let keep = at_leisure(folder.path(), "part", 4);
+    let keep = waiting_for_checkpoints(folder.path(), "part", 4);
     let options = cluster.options(Some("4"), None);
     let trained = cluster.run("part", options, &settings, |job| train(job, 4, &keep)).unwrap();
     let found = newest(folder.path(), "part");

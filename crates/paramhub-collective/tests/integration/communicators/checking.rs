@@ -10,7 +10,10 @@ use super::group::at_all;
 type Outcome = Result<(), CommunicatorError>;
 
 /// Each rank's error of its own calls; asserts that a later call gets the same error.
-fn told(size: u32, calls: impl Fn(&CheckedCommunicator<MeshCommunicator>) -> Outcome + Sync) -> Vec<String> {
+fn errors_of(
+    size: u32,
+    calls: impl Fn(&CheckedCommunicator<MeshCommunicator>) -> Outcome + Sync,
+) -> Vec<String> {
     at_all(
         size,
         |config| config,
@@ -30,7 +33,7 @@ fn the_first_call_that_differs_is_named_at_all_ranks() {
     let reduce = |checking: &CheckedCommunicator<MeshCommunicator>, name: &str, elements: usize| {
         checking.allreduce(name, &mut vec![0; 4 * elements], Dtype::F32)
     };
-    let order = told(3, |checking| {
+    let order = errors_of(3, |checking| {
         reduce(checking, "first", 10)?;
         let names = if checking.rank() == 2 { ["b", "a"] } else { ["a", "b"] };
         names.iter().try_for_each(|name| reduce(checking, name, 100))
@@ -38,16 +41,16 @@ fn the_first_call_that_differs_is_named_at_all_ranks() {
     let expected = "rank 2 does not do what rank 0 does: call 1 of this communicator is allreduce of `b`, 400 bytes of f32 (its call \
                     1) there, and allreduce of `a`, 400 bytes of f32 (its call 1) at rank 0; collectives come in one order at all \
                     ranks";
-    assert!(order.iter().all(|told| told == expected), "{order:?}");
+    assert!(order.iter().all(|message| message == expected), "{order:?}");
 
-    let lengths = told(2, |checking| reduce(checking, "g", 10 + checking.rank() as usize));
+    let lengths = errors_of(2, |checking| reduce(checking, "g", 10 + checking.rank() as usize));
     assert!(lengths[0].contains("40 bytes of f32") && lengths[0].contains("44 bytes of f32"), "{lengths:?}");
-    let types = told(2, |checking| {
+    let types = errors_of(2, |checking| {
         let dtype = [Dtype::F16, Dtype::BF16][checking.rank() as usize];
         checking.allreduce("g", &mut [0; 4], dtype)
     });
     assert!(types[1].contains("4 bytes of f16") && types[1].contains("4 bytes of bf16"), "{types:?}");
-    let kinds = told(2, |checking| match checking.rank() {
+    let kinds = errors_of(2, |checking| match checking.rank() {
         0 => checking.barrier(),
         _ => checking.broadcast("w", &mut [0; 4], 1),
     });
@@ -55,11 +58,11 @@ fn the_first_call_that_differs_is_named_at_all_ranks() {
         kinds[0].contains("is broadcast of `w`, 4 bytes from rank 1 (its call 0) there, and barrier"),
         "{kinds:?}"
     );
-    let roots = told(2, |checking| checking.broadcast("w", &mut [0; 4], checking.rank()));
+    let roots = errors_of(2, |checking| checking.broadcast("w", &mut [0; 4], checking.rank()));
     assert!(roots[0].contains("from rank 1") && roots[0].contains("from rank 0"), "{roots:?}");
     // Names that differ only beyond the part that is sent.
     let long = "x".repeat(200);
-    let names = told(2, |checking| reduce(checking, &format!("{long}{}", checking.rank()), 1));
+    let names = errors_of(2, |checking| reduce(checking, &format!("{long}{}", checking.rank()), 1));
     assert!(names[0].contains("rank 1 does not do"), "{names:?}");
 }
 

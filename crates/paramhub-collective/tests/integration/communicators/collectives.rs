@@ -36,8 +36,8 @@ fn blocks_that_do_not_fit_are_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn an_aborted_communicator_tells_all_ranks_why() {
-    let told = at_all(
+fn an_aborted_communicator_gives_all_ranks_the_reason() {
+    let messages = at_all(
         3,
         |config| config,
         |communicator| {
@@ -51,7 +51,7 @@ fn an_aborted_communicator_tells_all_ranks_why() {
     );
     // The rank that receives it first may pass it on to the other.
     for rank in [0, 2] {
-        let told = &told[rank];
-        assert!(told.contains("ended the mesh: the loss is not a number"), "{told}");
+        let messages = &messages[rank];
+        assert!(messages.contains("ended the mesh: the loss is not a number"), "{messages}");
     }
 }

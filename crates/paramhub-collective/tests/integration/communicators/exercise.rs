@@ -92,9 +92,9 @@ pub(crate) fn misused(communicator: &dyn Communicator) {
         assert!(matches!(error, CommunicatorError::Misused { .. }), "{error}");
         error.to_string()
     };
-    let told = refused(communicator.allgather("w", &[0; 4], &mut [0; 7]));
-    assert_eq!(told, "collective `w`: 2 blocks of 4 bytes each are not 7 bytes");
-    let told = refused(communicator.reduce_scatter("g", &[0; 12], &mut [0; 6], Dtype::F32));
-    assert_eq!(told, "collective `g`: 2 blocks of f32 of 6 bytes each are not 12 bytes");
+    let message = refused(communicator.allgather("w", &[0; 4], &mut [0; 7]));
+    assert_eq!(message, "collective `w`: 2 blocks of 4 bytes each are not 7 bytes");
+    let message = refused(communicator.reduce_scatter("g", &[0; 12], &mut [0; 6], Dtype::F32));
+    assert_eq!(message, "collective `g`: 2 blocks of f32 of 6 bytes each are not 12 bytes");
     communicator.barrier().unwrap();
 }

@@ -39,11 +39,11 @@ fn naive(communicator: Arc<dyn Communicator>) -> Vec<Result<f32, String>> {
     for (name, gradient, variable) in &gradients {
         let calls = Arc::clone(&calls);
         let (communicator, gradient) = (Arc::clone(&communicator), Arc::clone(gradient));
-        let (name, tell) = (*name, is_first_done.clone());
+        let (name, is_first_done) = (*name, is_first_done.clone());
         let reduce = move || -> Result<(), CommunicatorError> {
             let _one_at_a_time = calls.lock().unwrap();
             // There may be no receiver left.
-            let _ = tell.send(());
+            let _ = is_first_done.send(());
             let mut wire = gradient.lock().unwrap()[0].to_le_bytes();
             communicator.allreduce(name, &mut wire, Dtype::F32)?;
             *gradient.lock().unwrap() = [f32::from_le_bytes(wire)];
@@ -79,14 +79,14 @@ fn collectives_that_run_when_their_data_is_ready_meet_in_another_order() {
         assert_eq!(failed.len(), 2, "{outcomes:?}");
         let mismatch = "call 0 of this communicator is allreduce of `g3`, 4 bytes of f32 (its call 0) there, and allreduce of `g2`";
         assert!(
-            failed.iter().all(|told| told.contains(mismatch) && told.contains("allreduce g")),
+            failed.iter().all(|message| message.contains(mismatch) && message.contains("allreduce g")),
             "{failed:?}"
         );
     }
 }
 
 #[test]
-fn without_the_check_they_are_summed_and_nobody_hears_of_it() {
+fn unchecked_collectives_that_differ_are_summed_without_an_error() {
     let outcomes = at_all(
         2,
         |config| config,

@@ -8,7 +8,7 @@ use paramhub_collective::engine::Kind;
 use super::common::{Gate, Log, Never, engine};
 
 #[test]
-fn a_closure_is_told_when_the_variable_is_free_and_in_its_turn() {
+fn a_closure_is_called_in_its_turn_when_the_variable_is_free() {
     let engine = engine([1, 1, 1]);
     let (variable, gate, log) = (engine.variable(), Gate::default(), Log::default());
     let note = |what: &'static str| {
@@ -43,10 +43,10 @@ fn a_closure_is_told_when_the_variable_is_free_and_in_its_turn() {
 }
 
 #[test]
-fn a_closure_hears_the_failure_which_then_counts_as_told() {
+fn a_closure_receives_the_failure_which_then_counts_as_reported() {
     let engine = engine([1, 1, 1]);
     let (variable, gate) = (engine.variable(), Gate::default());
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let held = gate.clone();
     let divide = move || {
         held.pass();
@@ -54,16 +54,16 @@ fn a_closure_hears_the_failure_which_then_counts_as_told() {
     };
     engine.operation("divide", Kind::Compute).mutates([&variable]).push(divide).unwrap();
     engine.operation("print", Kind::Compute).reads([&variable]).push(|| Err("this is not run")).unwrap();
-    engine.when_readable(&variable, move |outcome| tell.send(outcome).unwrap());
+    engine.when_readable(&variable, move |outcome| sender.send(outcome).unwrap());
     gate.open();
-    let failure = told.recv().unwrap().unwrap_err();
+    let failure = receiver.recv().unwrap().unwrap_err();
     assert_eq!(failure.to_string(), "operation divide failed: by zero");
     engine.wait_for_var(&variable).unwrap();
     engine.wait_for_all().unwrap();
 }
 
 #[test]
-fn a_panic_of_a_closure_is_lost_and_a_dropped_engine_calls_nobody() {
+fn a_panic_of_a_closure_is_lost_and_a_dropped_engine_calls_no_closure() {
     let engine = engine([1, 1, 1]);
     let (variable, gate, log) = (engine.variable(), Gate::default(), Log::default());
     engine.when_readable(&variable, |_| panic!("on purpose"));
@@ -79,7 +79,7 @@ fn a_panic_of_a_closure_is_lost_and_a_dropped_engine_calls_nobody() {
     let captured = Arc::clone(&token);
     engine.when_mutable(&variable, move |_| {
         let _held = &captured;
-        noted.note("told");
+        noted.note("called");
     });
     has_begun.recv().unwrap();
     let pusher = engine.pusher();

@@ -68,7 +68,7 @@ impl fmt::Debug for Gate {
     }
 }
 
-/// What happened, in order.
+/// The events, in order.
 #[derive(Clone)]
 pub(crate) struct Log<T>(Arc<Mutex<Vec<T>>>);
 

@@ -8,7 +8,7 @@ use paramhub_collective::engine::{Completion, Kind};
 use super::common::{Log, Never, engine};
 
 #[test]
-fn what_depends_on_it_waits_for_the_completion_and_its_thread_does_not() {
+fn dependants_of_a_deferred_operation_wait_for_its_completion_and_its_thread_does_not() {
     let engine = engine([1, 1, 1]);
     let variable = engine.variable();
     let (give, given) = mpsc::channel::<Completion>();
@@ -75,7 +75,7 @@ fn a_panic_before_the_completion_was_given_away_ends_the_operation_with_its_mess
 }
 
 #[test]
-fn a_panic_after_the_completion_was_given_away_is_told_to_who_waits_for_all() {
+fn a_panic_after_the_completion_was_given_away_is_returned_by_a_wait_for_all() {
     let engine = engine([1, 1, 1]);
     let variable = engine.variable();
     let (give, given) = mpsc::channel::<Completion>();

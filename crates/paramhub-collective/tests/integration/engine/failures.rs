@@ -64,9 +64,9 @@ fn reason(outcome: Outcome) -> &'static str {
 
 /// Runs one operation after the other, and applies the rules of poison.
 fn interpret(steps: &[Step]) -> Report {
-    let (mut told, mut values) = (Vec::new(), [0; VARIABLES]);
+    let (mut reported, mut values) = (Vec::new(), [0; VARIABLES]);
     let mut poison: [Option<(u64, String)>; VARIABLES] = Default::default();
-    let mut untold: Vec<(u64, String)> = Vec::new();
+    let mut unreported: Vec<(u64, String)> = Vec::new();
     let mut number = 0;
     for step in steps {
         match step {
@@ -75,7 +75,7 @@ fn interpret(steps: &[Step]) -> Report {
                 let mut failure = touched().filter_map(|&at| poison[at].clone()).min();
                 if failure.is_none() && *outcome != Outcome::Succeeds {
                     failure = Some((number, reason(*outcome).to_owned()));
-                    untold.extend(failure.clone());
+                    unreported.extend(failure.clone());
                 }
                 match failure {
                     Some(_) => mutates.iter().for_each(|&at| poison[at].clone_from(&failure)),
@@ -85,22 +85,22 @@ fn interpret(steps: &[Step]) -> Report {
             }
             Step::WaitForVar(at) | Step::WaitToMutate(at) => {
                 let failure = poison[*at].take();
-                untold.retain(|untold| failure.as_ref() != Some(untold));
-                told.push(failure);
+                unreported.retain(|unreported| failure.as_ref() != Some(unreported));
+                reported.push(failure);
             }
             Step::WaitForAll => {
-                untold.extend(poison.iter_mut().filter_map(Option::take));
-                told.push(untold.drain(..).min());
+                unreported.extend(poison.iter_mut().filter_map(Option::take));
+                reported.push(unreported.drain(..).min());
             }
         }
     }
-    (told, values)
+    (reported, values)
 }
 
 fn perform(engine: &Engine, steps: &[Step]) -> Report {
     let variables: [Variable; VARIABLES] = std::array::from_fn(|_| engine.variable());
     let values: [Arc<AtomicU64>; VARIABLES] = Default::default();
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     let mut number = 0;
     for step in steps {
         let waited = match step {
@@ -134,19 +134,19 @@ fn perform(engine: &Engine, steps: &[Step]) -> Report {
             Step::WaitToMutate(at) => engine.wait_to_mutate(&variables[*at]),
             Step::WaitForAll => engine.wait_for_all(),
         };
-        told.push(waited.err().map(|failure| {
+        reported.push(waited.err().map(|failure| {
             assert_eq!(failure.operation, failure.number.to_string());
             (failure.number, failure.reason.clone())
         }));
     }
-    (told, values.map(|value| value.load(Ordering::Relaxed)))
+    (reported, values.map(|value| value.load(Ordering::Relaxed)))
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn waits_tell_and_values_become_what_an_interpreter_says(
+    fn failures_of_waits_and_values_equal_those_of_an_interpreter(
         mut steps in prop::collection::vec(step(), 1..40),
         threads in 1_usize..4,
     ) {
@@ -185,7 +185,7 @@ fn the_failure_names_the_operation_its_reason_and_reaches_what_depends_on_it() {
 }
 
 #[test]
-fn a_failure_without_a_variable_is_told_to_who_waits_for_all_and_once() {
+fn a_failure_without_a_variable_is_returned_once_by_a_wait_for_all() {
     let engine = engine([1, 1, 1]);
     engine.operation("log", Kind::Compute).push(|| Err("disk full")).unwrap();
     assert_eq!(engine.wait_for_all().unwrap_err().to_string(), "operation log failed: disk full");
@@ -236,8 +236,8 @@ fn a_long_chain_and_a_wide_fan_behind_a_failure_end_without_deep_stacks() {
 
 #[test]
 fn a_panic_with_any_payload_is_a_failure_and_the_thread_goes_on() {
-    struct Vicious;
-    impl Drop for Vicious {
+    struct PanicsWhenDropped;
+    impl Drop for PanicsWhenDropped {
         fn drop(&mut self) {
             std::panic::resume_unwind(Box::new("again"));
         }
@@ -251,7 +251,7 @@ fn a_panic_with_any_payload_is_a_failure_and_the_thread_goes_on() {
     fails(|| panic!("out of {}", "range"), "it panicked: out of range");
     fails(|| panic!("plain"), "it panicked: plain");
     fails(|| std::panic::resume_unwind(Box::new(7)), "it panicked");
-    fails(|| std::panic::resume_unwind(Box::new(Vicious)), "it panicked");
+    fails(|| std::panic::resume_unwind(Box::new(PanicsWhenDropped)), "it panicked");
     engine.operation("fit", Kind::Compute).mutates([&variable]).push(|| -> Never { Ok(()) }).unwrap();
     engine.wait_for_var(&variable).unwrap();
 }

@@ -60,9 +60,10 @@ fn perform(number: usize, step: &Step, values: &[RwLock<u64>]) {
     let mut mutates = step.mutates.clone();
     mutates.sort_unstable();
     mutates.dedup();
-    let read: Vec<_> = reads.iter().map(|&at| values[at].try_read().expect("nobody mutates it")).collect();
+    let read: Vec<_> =
+        reads.iter().map(|&at| values[at].try_read().expect("no operation mutates it")).collect();
     let mut mutated: Vec<_> =
-        mutates.iter().map(|&at| values[at].try_write().expect("nobody has it")).collect();
+        mutates.iter().map(|&at| values[at].try_write().expect("no operation has it")).collect();
     let seen = |at: &usize| match mutates.binary_search(at) {
         Ok(place) => *mutated[place],
         Err(_) => *read[reads.binary_search(at).unwrap()],
@@ -150,7 +151,9 @@ fn threads_that_push_the_same_variables_in_all_orders_never_wait_in_a_circle() {
                     let operation = engine.operation("count", KINDS[random.below(3)]);
                     let operation = operation.mutates(order.map(|at| &variables[at]));
                     let work = move || -> Never {
-                        order.iter().for_each(|&at| *counts[at].try_write().expect("nobody has it") += 1);
+                        order
+                            .iter()
+                            .for_each(|&at| *counts[at].try_write().expect("no operation has it") += 1);
                         Ok(())
                     };
                     operation.push(work).unwrap();

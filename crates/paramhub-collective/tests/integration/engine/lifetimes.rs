@@ -20,7 +20,7 @@ fn an_operation_and_what_it_captured_are_gone_when_a_wait_for_it_returns() {
         };
         engine.operation("use", Kind::Compute).mutates([&variable]).push(work).unwrap();
         engine.wait_for_var(&variable).unwrap();
-        Arc::try_unwrap(data).expect("nobody else has it");
+        Arc::try_unwrap(data).expect("no other operation has it");
     }
 }
 
@@ -67,19 +67,19 @@ fn a_dropped_engine_waits_for_what_runs_and_drops_what_has_not_begun() {
 #[test]
 fn an_operation_may_own_its_engine() {
     let engine = Arc::new(engine([1, 1, 1]));
-    let (told, tell) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let (gate, own) = (Gate::default(), Arc::clone(&engine));
     let held = gate.clone();
     let work = move || -> Never {
         held.pass();
         drop(own);
-        told.send(()).unwrap();
+        sender.send(()).unwrap();
         Ok(())
     };
     engine.operation("last", Kind::Compute).push(work).unwrap();
     drop(engine);
     gate.open();
-    tell.recv().unwrap();
+    receiver.recv().unwrap();
 }
 
 #[test]
@@ -109,12 +109,12 @@ fn operations_push_operations_that_are_ordered_behind_them() {
 }
 
 #[test]
-fn who_pushes_too_much_waits_outside_and_is_refused_inside() {
+fn a_full_engine_blocks_pushes_outside_and_refuses_them_inside() {
     const IN_FLIGHT: u64 = 8;
     let engine = Engine::new(EngineConfig { in_flight: IN_FLIGHT, ..config([1, 1, 1]) }).unwrap();
     let (gate, pushed, ran) = (Gate::default(), Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let (held, pusher) = (gate.clone(), engine.pusher());
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let inside = move || -> Never {
         held.pass();
         // Outside the engine is full; inside there is room for as many again.
@@ -129,7 +129,7 @@ fn who_pushes_too_much_waits_outside_and_is_refused_inside() {
         pusher.operation("block", Kind::Copy).mutates([&variable]).push(wait).unwrap();
         let refused = (0..).find_map(|number| push().err().map(|error| (number, error))).unwrap();
         block.open();
-        tell.send(refused).unwrap();
+        sender.send(refused).unwrap();
         Ok(())
     };
     engine.operation("outer", Kind::Compute).push(inside).unwrap();
@@ -157,7 +157,7 @@ fn who_pushes_too_much_waits_outside_and_is_refused_inside() {
         }
         gate.open();
     });
-    let (number, error) = told.recv().unwrap();
+    let (number, error) = receiver.recv().unwrap();
     // Eight came before, then the blocking one, and then these.
     assert_eq!(number, IN_FLIGHT - 1);
     assert_eq!(error, PushError::Full { operation: "inner".into(), limit: 2 * IN_FLIGHT });

@@ -1,4 +1,5 @@
-//! Which operations run together, in which order and on which threads, and what observers see.
+//! These tests show which operations run together, in which order and on which threads, and what observers
+//! see.
 
 use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
@@ -54,7 +55,7 @@ fn the_highest_priority_goes_first_and_readiness_decides_among_equals() {
 }
 
 #[test]
-fn of_what_one_end_releases_the_highest_priority_goes_first() {
+fn the_highest_priority_released_by_an_end_goes_first() {
     let engine = engine([1, 1, 1]);
     let (gate, log, root) = (Gate::default(), Log::default(), engine.variable());
     let held = gate.clone();

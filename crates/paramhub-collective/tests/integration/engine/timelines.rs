@@ -41,7 +41,8 @@ fn operations_are_spans_of_the_threads_that_began_them() {
 
     let (spans, left_out) = trace.take();
     assert_eq!(left_out, 0);
-    let told = |span: &Span| (span.name.clone(), span.kind, span.thread_name.to_string(), span.is_deferred);
+    let description =
+        |span: &Span| (span.name.clone(), span.kind, span.thread_name.to_string(), span.is_deferred);
     let here = thread::current().name().unwrap().to_owned();
     let expected = [
         ("forward", Kind::Compute, "compute 0", false),
@@ -50,7 +51,7 @@ fn operations_are_spans_of_the_threads_that_began_them() {
     ];
     let expected =
         expected.map(|(name, kind, thread, deferred)| (name.into(), kind, thread.into(), deferred));
-    assert_eq!(spans.iter().map(told).collect::<Vec<_>>(), expected);
+    assert_eq!(spans.iter().map(description).collect::<Vec<_>>(), expected);
     assert!(spans.iter().all(|span| span.start <= span.end), "{spans:?}");
     assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].start), "each waited for the one before");
     assert!(trace.take().0.is_empty());

@@ -37,16 +37,16 @@ fn a_wait_to_read_does_not_wait_for_readers_and_one_to_mutate_does() {
     engine.operation("read", Kind::Compute).reads([&variable]).push(read).unwrap();
     engine.wait_for_var(&variable).unwrap();
     assert_eq!(engine.in_flight(), 1);
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(|| {
             engine.wait_to_mutate(&variable).unwrap();
-            tell.send(engine.in_flight()).unwrap();
+            sender.send(engine.in_flight()).unwrap();
         });
-        assert_eq!(told.try_recv(), Err(mpsc::TryRecvError::Empty));
+        assert_eq!(receiver.try_recv(), Err(mpsc::TryRecvError::Empty));
         gate.open();
     });
-    assert_eq!(told.recv(), Ok(0));
+    assert_eq!(receiver.recv(), Ok(0));
 }
 
 #[test]

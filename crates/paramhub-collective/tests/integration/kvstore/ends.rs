@@ -10,7 +10,7 @@ use super::team::{DESIGNS, engine, local};
 #[test]
 fn a_rank_that_aborts_ends_what_the_others_wait_for_and_says_why() {
     for kind in DESIGNS {
-        let told = at_all(
+        let failures = at_all(
             3,
             |config| config,
             |native| {
@@ -38,8 +38,8 @@ fn a_rank_that_aborts_ends_what_the_others_wait_for_and_says_why() {
                 Some((error.to_string(), culprit))
             },
         );
-        assert_eq!(told[1], None);
-        for (message, culprit) in told.into_iter().flatten() {
+        assert_eq!(failures[1], None);
+        for (message, culprit) in failures.into_iter().flatten() {
             assert!(message.contains("rank 1 has no data"), "{kind}: {message}");
             assert_eq!(culprit, Some(1), "{kind}: {message}");
         }
@@ -47,7 +47,7 @@ fn a_rank_that_aborts_ends_what_the_others_wait_for_and_says_why() {
 }
 
 #[test]
-fn a_local_store_has_nobody_to_tell() {
+fn a_local_store_ignores_an_abort() {
     let store = local();
     store.abort("no reason");
     assert!(store.failure().is_none());

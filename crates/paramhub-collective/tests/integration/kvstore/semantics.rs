@@ -89,39 +89,48 @@ fn every_push_counts_pulled_or_not() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_what_would() {
+fn an_array_that_does_not_fit_is_refused_with_what_would_fit() {
     let store = &*local();
-    let told = |outcome: Result<(), StoreError>| outcome.unwrap_err().to_string();
+    let message_of = |outcome: Result<(), StoreError>| outcome.unwrap_err().to_string();
     let three = [array(store, vec![0.0; 3])];
-    assert_eq!(told(store.push(&"w".into(), &three, 0)), "key w: it has no value yet: give it one with init");
-    store.init(&"w".into(), &array(store, vec![1.0; 4])).unwrap();
-    assert_eq!(told(store.init(&"w".into(), &three[0])), "key w: it has its value already");
     assert_eq!(
-        told(store.push(&"w".into(), &three, 0)),
+        message_of(store.push(&"w".into(), &three, 0)),
+        "key w: it has no value yet: give it one with init"
+    );
+    store.init(&"w".into(), &array(store, vec![1.0; 4])).unwrap();
+    assert_eq!(message_of(store.init(&"w".into(), &three[0])), "key w: it has its value already");
+    assert_eq!(
+        message_of(store.push(&"w".into(), &three, 0)),
         "key w: its value is 4 of f32, the array is 3 of f32"
     );
-    assert_eq!(told(store.pull(&"w".into(), &[], 0)), "key w: there is no array to push, or to pull into");
+    assert_eq!(
+        message_of(store.pull(&"w".into(), &[], 0)),
+        "key w: there is no array to push, or to pull into"
+    );
     store.push(&"w".into(), &[array(store, vec![1.0; 4])], 0).unwrap();
     let late = store.set_optimizer("sgd", Hyperparameters::default());
-    assert_eq!(told(late), "the optimizer is chosen before the first push");
-    assert_eq!(told(store.set_hyperparameters(Hyperparameters::default())), "there is no optimizer");
+    assert_eq!(message_of(late), "the optimizer is chosen before the first push");
+    assert_eq!(message_of(store.set_hyperparameters(Hyperparameters::default())), "there is no optimizer");
 
-    let unknown = told(local().set_optimizer("sdg", Hyperparameters::default()));
+    let unknown = message_of(local().set_optimizer("sdg", Hyperparameters::default()));
     assert!(unknown.contains("sdg") && unknown.contains("sgd"), "{unknown}");
 
     let two = || engine(EngineConfig { communicate_threads: 2, ..Default::default() });
     let refused = |kind, options| create(kind, options).err().unwrap().to_string();
     assert_eq!(refused(StoreKind::DepCha, StoreOptions::new(two())), "a depcha store needs a communicator");
-    assert_eq!(refused(StoreKind::Hub, StoreOptions::new(two())), "a hub store needs a seat at a hub");
-    let told = "nccl".parse::<StoreKind>().unwrap_err().to_string();
-    assert_eq!(told, "there is no store `nccl`: expected hub, local, funnel, concom, depcha");
+    assert_eq!(
+        refused(StoreKind::Hub, StoreOptions::new(two())),
+        "a hub store needs a HubStoreConfig: make its options with StoreOptions::at_hub"
+    );
+    let message_of = "nccl".parse::<StoreKind>().unwrap_err().to_string();
+    assert_eq!(message_of, "there is no store `nccl`: expected hub, local, funnel, concom, depcha");
     super::group::at_all(
         1,
         |config| config,
         |native| {
             let options = StoreOptions { outstanding: Some(3), ..StoreOptions::over(two(), native) };
-            let told = refused(StoreKind::ConCom, options);
-            assert!(told.starts_with("3 keys at a time need as many threads"), "{told}");
+            let message_of = refused(StoreKind::ConCom, options);
+            assert!(message_of.starts_with("3 keys at a time need as many threads"), "{message_of}");
         },
     );
     super::group::at_all(
@@ -141,14 +150,17 @@ fn what_does_not_fit_is_refused_with_what_would() {
             let all = [communicator, membership, refused(StoreKind::Local, outstanding)];
             for rule in Caller::Store.rules() {
                 let shown = format!("{}; {}", rule.why, rule.remedy);
-                assert!(all.iter().any(|told| told.ends_with(&shown)), "no example meets {rule:?}");
+                assert!(
+                    all.iter().any(|message_of| message_of.ends_with(&shown)),
+                    "no example meets {rule:?}"
+                );
             }
         },
     );
 }
 
 #[test]
-fn a_gradient_that_could_not_be_made_is_told_by_its_name_where_it_is_waited_for() {
+fn a_gradient_that_could_not_be_made_is_named_where_it_is_waited_for() {
     for kind in [StoreKind::Local, StoreKind::Funnel, StoreKind::ConCom, StoreKind::DepCha] {
         let work = |store: &dyn KvStore| {
             let key = Key::from("w");
@@ -160,12 +172,12 @@ fn a_gradient_that_could_not_be_made_is_told_by_its_name_where_it_is_waited_for(
             broken.push(|| Err("it is not a number")).unwrap();
             let out = [array(store, vec![0.0; 4])];
             let pushed = store.pushpull(&key, &gradient, &out, 0);
-            let told = match pushed {
+            let message = match pushed {
                 // A design whose push waits reports it there.
                 Err(error) => error.to_string(),
                 Ok(()) => out[0].to_vec(store.engine()).unwrap_err().to_string(),
             };
-            assert_eq!(told, "operation backward w failed: it is not a number", "{kind}");
+            assert_eq!(message, "operation backward w failed: it is not a number", "{kind}");
         };
         if kind == StoreKind::Local {
             work(&*local());

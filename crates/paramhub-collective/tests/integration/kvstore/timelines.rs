@@ -51,7 +51,7 @@ fn named<'a>(calls: &'a [(String, String)], thread: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn whoever_pushes_calls_all_collectives_of_funnel_and_barriers_of_concom() {
+fn the_pushing_thread_calls_all_collectives_of_funnel_and_the_barriers_of_concom() {
     for calls in calls(StoreKind::Funnel) {
         assert_eq!(named(&calls, "caller"), ["allreduce 0", "allreduce 1", "allreduce 2", "allreduce 3"]);
         assert_eq!(calls.len(), 4, "{calls:?}");

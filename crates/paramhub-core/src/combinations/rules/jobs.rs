@@ -262,7 +262,7 @@ pub(super) const INTERFACES: &[Rule] = &[
         these: &[ContinuesOverInterfaces],
         those: &[Asynchronous, BoundedStaleness],
         verdict: Refused,
-        why: "the model moves on without a rank, so that the ends of a cut stream cannot tell which frames were lost",
+        why: "the model moves on without a rank, so that the ends of a cut stream cannot know which frames were lost",
         remedy: "use `on_interface_down = fail`, or synchronous consistency",
         callers: &[InitService],
     },

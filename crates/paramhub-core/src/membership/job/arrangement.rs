@@ -1,4 +1,4 @@
-//! Whether the hubs suffice for a job whose ranks are all there, and how they are arranged for it.
+//! This checks whether the hubs suffice for a job whose ranks are all there, and arranges them for it.
 
 use std::sync::Arc;
 
@@ -11,16 +11,16 @@ use super::{Job, JobPhase, Transition, join_words};
 use crate::membership::hubs::OfferedHub;
 use crate::membership::probes::CoreBandwidth;
 
-/// How many hubs a message lists before it only counts the rest.
+/// The number of hubs that a message lists before it only counts the rest.
 const HUBS_LISTED: usize = 8;
 
 impl Job {
-    /// Whether the job needs nothing but hubs to advance.
+    /// Returns whether the job needs nothing but hubs to advance.
     pub(crate) fn is_complete(&self) -> bool {
         self.state == JobState::Connecting && self.assignments.are_all_assigned()
     }
 
-    /// Whether as many hubs have joined as the job waits for.
+    /// Returns whether as many hubs have joined as the job waits for.
     pub(crate) fn suffice(&self, hubs: &[OfferedHub]) -> bool {
         count(hubs) >= self.hubs_needed()
     }
@@ -77,19 +77,19 @@ impl Job {
         ))
     }
 
-    /// How many hubs the job needs to begin.
+    /// Returns the number of hubs that the job needs to begin.
     fn hubs_needed(&self) -> usize {
         self.options.hubs.map_or(1, |hubs| hubs as usize)
     }
 
-    /// How the hubs are arranged, and the reason of that choice for messages.
+    /// Returns the arrangement of the hubs, and the reason of that choice for messages.
     fn arrange(
         &self,
         hubs: &[(HubShape, Place)],
         core: &CoreBandwidth,
     ) -> Result<(String, Arranged), ArrangeError> {
         let options = &self.options;
-        let (reduction, said) = match core {
+        let (reduction, summary) = match core {
             _ if options.reduction != Reduction::Auto => {
                 (options.reduction, format!("{}, as the job asks", options.reduction))
             }
@@ -98,15 +98,15 @@ impl Job {
             CoreBandwidth::Known { rate, source, hubs_source } => match choose(hubs, &self.places, *rate) {
                 Some(choice) => {
                     let hub = choice.hub;
-                    let said =
+                    let summary =
                         format!("auto: {choice} (core {source}; the hubs of a rack {hub}, {hubs_source})");
-                    (choice.reduction, said)
+                    (choice.reduction, summary)
                 }
                 None => (Reduction::Auto, String::new()),
             },
         };
         let arranged = arrange(hubs, &self.places, reduction, options.optimize_at)?;
-        Ok((said, arranged))
+        Ok((summary, arranged))
     }
 }
 

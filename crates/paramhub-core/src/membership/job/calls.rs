@@ -12,13 +12,13 @@ use crate::membership::hubs::OfferedHub;
 use crate::membership::{Answer, CallId, Now};
 use crate::service::{ErrorCode, JobStatus, ServiceError, StopWhen, refusal};
 
-use super::ending::stop_patience;
+use super::ending::stop_timeout;
 use super::{Job, JobPhase, Transition};
 
 /// A call that waits for a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum JobCall {
-    /// ConnectService. The ticket tells the rank's calls apart.
+    /// ConnectService. The ticket distinguishes the rank's calls.
     Connect { rank: u32, incarnation: Incarnation, ticket: u64 },
     /// InitService.
     Init { rank: u32, ticket: u64 },
@@ -62,7 +62,7 @@ impl Job {
         self.calls.insert(id, call);
     }
 
-    /// How many calls of ranks wait.
+    /// Returns the number of waiting calls of ranks.
     pub fn waiting(&self) -> usize {
         self.calls.values().filter(|call| call.is_of_rank()).count()
     }
@@ -149,7 +149,7 @@ impl Job {
             return Ok(Box::new(self.status(now)));
         }
         let (name, holding) = (&self.name, self.hubs_not_cleared());
-        let seconds = stop_patience(when).as_secs();
+        let seconds = stop_timeout(when).as_secs();
         let message = match self.state.has_ended() {
             true => format!(
                 "job `{name}` is stopped, but {holding} did not confirm within {seconds} s that its memory is free; it \

@@ -1,4 +1,4 @@
-//! Why a job has ended, if several report it: the first cause, wherever it was observed.
+//! This finds why a job has ended, if several report it: the first cause, wherever it was observed.
 //!
 //! A worker that is killed, a hub that shuts down, a link that is cut: many observe it, at hubs, at launchers
 //! and here, and each process that ends because of it sends a report, too. Reports arrive in any order. A
@@ -9,11 +9,11 @@ use crate::service::CauseKind;
 
 use crate::membership::Now;
 
-/// How much later than its consequences a certain cause may be noticed: hubs look at their interfaces every
-/// few seconds, and a launcher's death is noticed by its supervisor.
+/// The time by which a certain cause may be noticed later than its consequences: hubs look at their
+/// interfaces every few seconds, and a launcher's death is noticed by its supervisor.
 const NOTICED_LATE_S: f64 = 5.0;
 /// The same for hubs that the manager has lost: they last called some time before they were lost.
-const HEARD_LATE_S: f64 = 1.0;
+const HUB_LOSS_DELAY_S: f64 = 1.0;
 
 /// One report of why a job has ended.
 #[derive(Clone, Debug)]
@@ -31,8 +31,8 @@ impl Cause {
         Cause { kind: CauseKind::Known, rank: None, began: now, message }
     }
 
-    /// Whether `other` is likely a consequence of this cause. If either could be the consequence, the cause
-    /// recorded first stays.
+    /// Returns whether `other` is likely a consequence of this cause. If either could be the consequence, the
+    /// cause recorded first stays.
     pub(crate) fn explains(&self, other: &Cause) -> bool {
         if self.kind >= other.kind {
             return false;
@@ -44,7 +44,7 @@ impl Cause {
         let may_be_late_s = match (self.kind, other.kind) {
             // A launcher notices only its workers' ends, and those soon.
             (_, CauseKind::Hearsay) | (CauseKind::Known, _) => NOTICED_LATE_S,
-            (CauseKind::HubLost, _) => HEARD_LATE_S,
+            (CauseKind::HubLost, _) => HUB_LOSS_DELAY_S,
             // Ranks that are notified of a failure end a little later, too.
             _ => 0.0,
         };
@@ -75,8 +75,8 @@ mod tests {
     }
 
     /// Checks that the first of these causes is recorded, in whichever order they are reported.
-    fn is_the_root_in_every_order(story: &[Cause]) {
-        let mut order: Vec<usize> = (0..story.len()).collect();
+    fn is_the_root_in_every_order(causes: &[Cause]) {
+        let mut order: Vec<usize> = (0..causes.len()).collect();
         // Heap's algorithm.
         fn permute(order: &mut Vec<usize>, fixed: usize, look: &mut dyn FnMut(&[usize])) {
             if fixed == order.len() {
@@ -89,8 +89,8 @@ mod tests {
             }
         }
         permute(&mut order, 0, &mut |order| {
-            let message = recorded(order.iter().map(|&index| &story[index]));
-            assert_eq!(message, story[0].message, "reported in the order {order:?} of {story:?}");
+            let message = recorded(order.iter().map(|&index| &causes[index]));
+            assert_eq!(message, causes[0].message, "reported in the order {order:?} of {causes:?}");
         });
     }
 
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_happens_later_explains_nothing_before_it() {
+    fn a_later_cause_does_not_replace_an_earlier_one() {
         let start = at(0.0);
         let lost = cause(start, PeerLost, Some(1), 0.0);
         assert_eq!(recorded([&lost, &cause(start, HubLost, None, 8.0)]), lost.message);
@@ -158,21 +158,21 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_says_of_itself_is_not_replaced_by_its_loss() {
+    fn a_reason_that_a_rank_gives_itself_is_not_replaced_by_its_loss() {
         let start = at(0.0);
-        let said = cause(start, GaveUp, Some(0), 0.0);
+        let gave_up = cause(start, GaveUp, Some(0), 0.0);
         let lost = cause(start, PeerLost, Some(0), -30.0);
-        assert_eq!(recorded([&said, &lost]), said.message);
+        assert_eq!(recorded([&gave_up, &lost]), gave_up.message);
         let other = cause(start, PeerLost, Some(1), -30.0);
         assert_eq!(
-            recorded([&said, &other]),
+            recorded([&gave_up, &other]),
             other.message,
             "but by another's, which it may have waited for"
         );
     }
 
     #[test]
-    fn of_two_that_are_known_alike_the_first_that_is_told_stays() {
+    fn the_first_report_of_two_causes_of_a_kind_stays() {
         let start = at(0.0);
         for kind in [Known, HubLost, PeerLost, GaveUp, Hearsay] {
             let (first, second) = (cause(start, kind, Some(0), 1.0), cause(start, kind, Some(1), 0.0));

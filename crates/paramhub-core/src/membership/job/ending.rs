@@ -1,4 +1,4 @@
-//! How a job ends: at once, or when its hubs have reported what they know; and how later reports are
+//! This part ends a job: at once, or when its hubs have reported what they know; and how later reports are
 //! recorded.
 
 use std::time::Duration;
@@ -8,17 +8,17 @@ use super::{Job, JobPhase, Transition};
 use crate::membership::Now;
 use crate::service::{CauseKind, ErrorCode, JobState, StopWhen, refusal};
 
-/// How long an operator's stop waits for the hubs to report that they freed the job.
+/// The time that an operator's stop waits for the hubs to report that they freed the job.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a launcher that is about to end its workers waits for the hubs' last checkpoints. These take 5 s
-/// at most if the workers reach a step together.
+/// The time that a launcher that is about to end its workers waits for the hubs' last checkpoints. These
+/// take 5 s at most if the workers reach a step together.
 const KEEP_TIMEOUT: Duration = Duration::from_secs(8);
-/// How long a launcher whose workers have ended waits for the hubs to report how the job ended.
+/// The time that a launcher whose workers have ended waits for the hubs to report how the job ended.
 const CONCLUDE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How long the hubs of a job whose workers have ended may take to report how it ended there. The bound is
-/// for hubs that call but do not answer. They answer within seconds, unless a last checkpoint takes longer,
-/// and a hub that does not call is lost.
+/// The time that the hubs of a job whose workers have ended may take to report how it ended there. The
+/// bound is for hubs that call but do not answer. They answer within seconds, unless a last checkpoint
+/// takes longer, and a hub that does not call is lost.
 const CONCLUDED_WITHIN_S: f64 = 60.0;
 
 /// A question to the hubs of a job whose workers have ended.
@@ -29,8 +29,8 @@ pub(super) struct PendingConclusion {
     cause: Cause,
 }
 
-/// How long a StopService waits for what it asks.
-pub(super) fn stop_patience(when: StopWhen) -> Duration {
+/// Returns the time that a StopService waits for what it asks.
+pub(super) fn stop_timeout(when: StopWhen) -> Duration {
     match when {
         StopWhen::Now => STOP_TIMEOUT,
         StopWhen::WorkersEnding => KEEP_TIMEOUT,
@@ -46,7 +46,7 @@ impl Job {
             StopWhen::WorkersEnding => self.announce(reason, now),
             StopWhen::WorkersEnded => self.conclude(reason, now),
         };
-        (stop_patience(when), transition)
+        (stop_timeout(when), transition)
     }
 
     /// Fails the job for all callers, with a message that is certain. A job that has ended keeps its own.
@@ -106,12 +106,12 @@ impl Job {
         }
     }
 
-    /// Whether no hub holds anything of the job any more.
+    /// Returns whether no hub holds anything of the job any more.
     pub(crate) fn is_cleared(&self) -> bool {
         self.phase == JobPhase::Cleared
     }
 
-    /// Whether every hub has taken its part of the job's last checkpoint, or has none to take.
+    /// Returns whether every hub has taken its part of the job's last checkpoint, or has none to take.
     pub(crate) fn is_kept(&self) -> bool {
         self.state.has_ended() || self.members.iter().all(|member| !member.keeps || member.ended)
     }
@@ -163,7 +163,7 @@ impl Job {
         }
         self.ended_at = Some(now.unix_s);
         self.proposed = None;
-        self.book = None;
+        self.information_book = None;
         self.concluding = None;
         self.assignments.forget_processes();
         let stop: Vec<u32> =

@@ -22,11 +22,11 @@ pub(super) struct Member {
     pub(super) shape: HubShape,
     /// The site of the hub.
     pub(super) site: SiteId,
-    /// Whether the manager has asked the hub to allocate.
+    /// `true` if the manager has asked the hub to allocate.
     pub(super) asked: bool,
     pub(super) allocated: bool,
     pub(super) ended: bool,
-    /// Whether the hub has yet to take a last checkpoint.
+    /// `true` if the hub has yet to take a last checkpoint.
     pub(super) keeps: bool,
     pub(super) counters: JobCounters,
     /// For each rank, the updates made without it.
@@ -251,7 +251,7 @@ impl Job {
         self.members.iter().map(|member| member.hub)
     }
 
-    /// Whether this hub was asked to hold part of the job.
+    /// Returns whether this hub was asked to hold part of the job.
     pub(crate) fn is_served_by(&self, hub: u32) -> bool {
         self.member_index(hub).is_some()
     }

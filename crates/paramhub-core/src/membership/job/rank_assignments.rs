@@ -1,4 +1,4 @@
-//! Which process holds which rank of a job.
+//! This module records which process holds which rank of a job.
 
 use crate::auth::Incarnation;
 use crate::service::ConnectService;
@@ -6,7 +6,7 @@ use crate::service::ConnectService;
 use super::COME_BACK_S;
 use crate::membership::Now;
 
-/// How many ranges of ranks a message lists before it only counts the rest.
+/// The number of ranges of ranks that a message lists before it only counts the rest.
 const RANGES_LISTED: usize = 8;
 
 /// The assignment of each rank.
@@ -34,7 +34,7 @@ pub(super) struct RankHolder {
     /// The ticket of the process's newest call.
     ticket: u64,
     submitted: bool,
-    /// Whether the rank has finished its work without a hub.
+    /// `true` if the rank has finished its work without a hub.
     finished: bool,
     lost_at: Option<Now>,
 }
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_name_cannot_garble_a_message() {
+    fn a_host_name_cannot_corrupt_a_message() {
         assert_eq!(describe_process("node\n7\u{1b}[31m", 12), "process 12 on node7[31m");
         assert_eq!(describe_process("", 12), "process 12");
     }

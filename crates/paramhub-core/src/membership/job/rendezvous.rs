@@ -1,5 +1,5 @@
-//! ConnectService and InitService: who gets a rank, what a call waits for, and when the settings of all ranks
-//! are there.
+//! ConnectService and InitService: these rules decide which process gets a rank, what a call waits for, and
+//! when the settings of all ranks are there.
 
 use std::sync::Arc;
 
@@ -11,25 +11,25 @@ use crate::auth::Incarnation;
 use crate::membership::Now;
 use crate::membership::hubs::{OfferedHub, check_place};
 use crate::placement::HubShape;
-use crate::scheme::Book;
+use crate::scheme::InformationBook;
 use crate::service::{
     ConnectService, ErrorCode, JobState, ServiceConnected, ServiceError, ServiceInitialised, refusal,
 };
 use crate::settings::Settings;
 
-/// How an InitService call continues.
+/// The continuation of an InitService call.
 #[derive(Debug)]
 pub(crate) enum JobSubmission {
     /// The job runs: a repeated call.
     Done,
-    /// The call waits. `ticket` tells it apart from the rank's other calls.
+    /// The call waits. `ticket` distinguishes it from the rank's other calls.
     Wait { ticket: u64 },
     /// The call waits once its settings have been compared with those of rank `first`.
     Compare { ticket: u64, first: u32, settings: Arc<Settings> },
 }
 
 impl Job {
-    /// Takes a rank's call to ConnectService. The ticket tells the rank's calls apart.
+    /// Takes a rank's call to ConnectService. The ticket distinguishes the rank's calls.
     pub(crate) fn connect(&mut self, call: &ConnectService, now: Now) -> Result<u64, ServiceError> {
         self.lease.renew(now.monotonic);
         if self.state.has_ended() {
@@ -228,14 +228,14 @@ impl Job {
         &mut self,
         summary: SettingsSummary,
         placements: Vec<SitePlacement>,
-        book: Arc<Book>,
+        information_book: Arc<InformationBook>,
     ) -> bool {
         if self.state != JobState::Initialising {
             return false;
         }
         self.summary = summary;
         self.placements = placements;
-        self.book = Some(book);
+        self.information_book = Some(information_book);
         self.members.iter_mut().for_each(|member| member.asked = true);
         true
     }
@@ -253,13 +253,13 @@ impl Job {
     ) -> Result<Arc<ServiceInitialised>, ServiceError> {
         let site = self.composition.as_ref().and_then(|composition| composition.site_of(rank));
         let placed = site.and_then(|site| Some((site, self.placements.get(usize::from(site))?)));
-        match (placed, &self.book, self.state) {
-            (Some((site, placed)), Some(book), JobState::Running) => {
+        match (placed, &self.information_book, self.state) {
+            (Some((site, placed)), Some(information_book), JobState::Running) => {
                 Ok(answers.of(site, || ServiceInitialised {
                     resumed_step: self.members.iter().find_map(|member| member.resumed_step),
                     placement_hash: placed.hash.clone(),
                     imbalance: placed.imbalance,
-                    roster: book.roster.clone(),
+                    roster: information_book.roster.clone(),
                 }))
             }
             _ => Err(self.failure_refusal()),

@@ -63,10 +63,10 @@ fn placed() -> SitePlacement {
 }
 
 /// The information book that the manager makes for those settings, of a job whose hubs report no machine.
-fn book(job: &Job) -> Arc<Book> {
+fn information_book(job: &Job) -> Arc<InformationBook> {
     let roster = job.roster(job.hubs().map(|hub| (hub, "")));
     let plan = Plan::new(&settings(), &roster.cluster());
-    Arc::new(Book { job: job.name.clone(), roster, plan })
+    Arc::new(InformationBook { job: job.name.clone(), roster, plan })
 }
 
 fn phase(job: &Job) -> JobPhase {
@@ -90,7 +90,7 @@ fn placing(workers: u32, hub_count: u32) -> Job {
         job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
         assert_eq!(job.agree(rank).is_some(), rank + 1 == workers);
     }
-    assert!(job.place(SettingsSummary::default(), vec![placed()], book(&job)));
+    assert!(job.place(SettingsSummary::default(), vec![placed()], information_book(&job)));
     job
 }
 
@@ -156,7 +156,7 @@ fn a_second_process_cannot_have_a_rank_but_the_first_may_ask_again() {
 }
 
 #[test]
-fn a_timeout_tells_ranks_that_never_came_from_those_that_gave_up() {
+fn a_timeout_distinguishes_ranks_that_never_came_from_those_that_gave_up() {
     let mut job = job(4);
     let zero = job.connect(&call(0, 0), now()).unwrap();
     let two = job.connect(&call(2, 2), now()).unwrap();
@@ -202,7 +202,7 @@ fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
 }
 
 #[test]
-fn a_job_waits_for_hubs_that_serve_everybody() {
+fn a_job_waits_for_hubs_that_serve_all_workers() {
     let at = |rack: &str, host: &str| Place { rack: rack.into(), host: host.into() };
     let mut job = job(2);
     for (rank, rack) in [(0, "a"), (1, "b")] {
@@ -314,7 +314,7 @@ fn events_of_a_hub_that_does_not_serve_the_job_change_nothing() {
 }
 
 #[test]
-fn the_lease_runs_only_while_nobody_waits() {
+fn the_lease_runs_only_while_no_rank_waits() {
     let mut job = job(2);
     assert_eq!(job.check_time(later(119.0)), Transition::None);
     let ticket = job.connect(&call(0, 0), now()).unwrap();
@@ -372,7 +372,7 @@ fn init_timeouts_name_ranks_then_hubs() {
 }
 
 #[test]
-fn leaving_frees_a_seat_or_fails_the_job() {
+fn leaving_frees_a_rank_or_fails_the_job() {
     let mut job = job(2);
     job.connect(&call(0, 0), now()).unwrap();
     assert_eq!(leave(&mut job, 0, 0, ""), Ok(Transition::None));
@@ -405,7 +405,7 @@ fn a_restart_ends_what_ran_and_keeps_what_had_ended() {
 }
 
 #[test]
-fn the_book_tells_where_hubs_run() {
+fn the_information_book_shows_where_hubs_run() {
     let mut job = job(2);
     let mut places = ["blue", "green"].into_iter();
     for rank in 0..2 {
@@ -426,17 +426,17 @@ fn the_book_tells_where_hubs_run() {
 }
 
 #[test]
-fn a_job_has_its_book_while_it_is_placed_and_lives() {
+fn a_job_has_its_information_book_while_it_is_placed_and_lives() {
     let mut job = job(1);
-    assert_eq!(job.book().unwrap_err().code, ErrorCode::Missing);
+    assert_eq!(job.information_book().unwrap_err().code, ErrorCode::Missing);
     job.connect(&call(0, 0), now()).unwrap();
     assert_eq!(job.begin_initialising(hubs(1), &CoreBandwidth::Unneeded), Transition::Advanced);
     job.submit(0, process(0), &settings(), now()).unwrap();
     assert!(job.agree(0).is_some());
-    assert!(job.place(SettingsSummary::default(), vec![placed()], book(&job)));
-    assert_eq!(job.book().unwrap().plan.rows().count(), 1);
+    assert!(job.place(SettingsSummary::default(), vec![placed()], information_book(&job)));
+    assert_eq!(job.information_book().unwrap().plan.rows().count(), 1);
     let _ = job.fail(ErrorCode::JobEnded, "enough".into(), now());
-    let refused = job.book().unwrap_err();
+    let refused = job.information_book().unwrap_err();
     assert!(refused.code == ErrorCode::JobEnded && refused.message.contains("enough"), "{refused}");
 }
 
@@ -487,7 +487,7 @@ fn a_job_whose_workers_have_left_finishes_although_its_launcher_is_quicker_than_
 }
 
 #[test]
-fn a_hub_that_has_said_how_a_job_ended_is_not_asked_again_and_not_believed_otherwise() {
+fn the_first_report_of_a_hub_on_how_a_job_ended_is_final() {
     let mut job = running(1, 2);
     let _ = finish(&mut job, 0);
     let reason = "stopped: its workers ended without leaving".to_string();
@@ -509,7 +509,7 @@ fn a_job_whose_workers_have_ended_fails_with_what_its_hubs_say() {
 }
 
 #[test]
-fn hubs_that_do_not_answer_leave_a_job_to_what_its_launcher_said() {
+fn a_job_whose_hubs_do_not_answer_ends_with_the_reason_of_its_launcher() {
     let mut job = running(2, 1);
     let reason = "stopped: its workers ended without leaving";
     let _ = job.conclude(reason.into(), now());
@@ -556,8 +556,12 @@ fn workers_that_leave_after_an_announced_end_finish_their_job() {
 #[test]
 fn a_hub_that_shuts_down_is_named_although_another_hub_was_quicker_to_blame_a_rank() {
     let mut job = running(2, 2);
-    let blamed =
-        fail_at(&mut job, 1, CauseKind::PeerLost, "rank 1 was lost: its connection ended without a goodbye");
+    let blamed = fail_at(
+        &mut job,
+        1,
+        CauseKind::PeerLost,
+        "rank 1 was lost: its connection ended without a leave message",
+    );
     assert_eq!(blamed, Transition::Ended { stop: vec![0] });
     assert_eq!(fail_at(&mut job, 0, CauseKind::Known, "the hub is shutting down"), Transition::Explained);
     assert_eq!(

@@ -8,7 +8,7 @@ use super::{Job, JobPhase, Transition};
 use crate::membership::Now;
 
 impl Job {
-    /// Whether the job uses no hub.
+    /// Returns whether the job uses no hub.
     pub(crate) fn is_rendezvous_only(&self) -> bool {
         self.options.hubs == Some(0)
     }

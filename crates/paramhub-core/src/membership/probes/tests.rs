@@ -76,7 +76,7 @@ fn the_thinnest_link_is_the_core() {
 }
 
 #[test]
-fn what_the_hubs_own_interfaces_limit_is_no_thin_core() {
+fn a_rate_that_the_hubs_interfaces_limit_is_no_thin_core() {
     let now = at(0.0);
     let probes = two_racks(mbit(950.0), mbit(940.0), now);
     // There are four hubs in the weakest rack.
@@ -93,7 +93,7 @@ fn results_are_used_for_an_hour_and_failures_for_a_minute() {
     let both = probers(&[hub(0, "a", 1000), hub(1, "b", 1000)], &racks(&["a", "b"]));
     let probes = two_racks(mbit(100.0), mbit(100.0), now);
     assert!(probes.rounds(&both, false, later(now, 3599.0)).is_empty());
-    assert_eq!(probes.rounds(&both, true, now).len(), 1, "unless somebody asks");
+    assert_eq!(probes.rounds(&both, true, now).len(), 1, "unless a job asks");
     assert_eq!(probes.rounds(&both, false, later(now, 3601.0)).len(), 1);
     let probes = two_racks(mbit(100.0), ProbeOutcome::Failed("no way".into()), now);
     assert!(probes.rounds(&both, false, later(now, 59.0)).is_empty());
@@ -133,7 +133,7 @@ fn a_silent_hub_is_named_at_the_deadline_and_asked_no_more() {
 }
 
 #[test]
-fn what_strangers_and_lost_hubs_say_counts_for_nothing() {
+fn answers_of_unknown_and_lost_hubs_are_ignored() {
     let now = at(0.0);
     let mut probes = Probes::new(Nonce([1; 32]));
     let both = probers(&[hub(0, "a", 1000), hub(1, "b", 1000)], &racks(&["a", "b"]));
@@ -146,7 +146,7 @@ fn what_strangers_and_lost_hubs_say_counts_for_nothing() {
     assert!(!probes.step(now).1);
     answer(&mut probes, &commands, 0, ProbeOutcome::BitsPerSecond(f64::NAN));
     probes.forget(1);
-    assert!(probes.step(now).1, "nobody waits for a hub that is lost");
+    assert!(probes.step(now).1, "no probe waits for a lost hub");
     let problems: Vec<String> = probes.statuses(now).into_iter().map(|link| link.problem).collect();
     assert!(problems[1].contains("reports NaN") && problems[0].contains("was lost"), "{problems:?}");
     let mut known = two_racks(mbit(1.0), mbit(1.0), now);
@@ -161,5 +161,5 @@ fn many_racks_meet_in_a_bounded_number_of_rounds() {
     let names: BTreeSet<String> = hubs.iter().map(|(_, (_, place))| place.rack.clone()).collect();
     let rounds = Probes::new(Nonce([1; 32])).rounds(&probers(&hubs, &names), false, now);
     assert_eq!(rounds.len(), ROUNDS_MAX);
-    assert!(rounds.iter().all(|round| round.len() == 20), "everybody is in every round");
+    assert!(rounds.iter().all(|round| round.len() == 20), "every hub is in every round");
 }

@@ -17,7 +17,7 @@ use paramhub_core::membership::{
     SitePlacement, Submission, WaitingCall,
 };
 use paramhub_core::placement::{HubShape, Imbalance, InterfaceShape};
-use paramhub_core::scheme::{Book, Plan};
+use paramhub_core::scheme::{InformationBook, Plan};
 use paramhub_core::service::{
     CauseKind, ConnectService, CreateService, HubCommand, HubEvent, HubReport, JobEnd, JobOptions, JobState,
     LeaveService, Presence, ProbeOutcome, ProbeReport, RegisterHub, StopWhen,
@@ -40,7 +40,7 @@ struct Caller {
     namespace: Option<Namespace>,
     /// The rank and the process of a worker.
     rank: Option<(u32, Incarnation)>,
-    /// Whether the worker has left meanwhile.
+    /// `true` if the worker has left meanwhile.
     left: bool,
 }
 
@@ -49,7 +49,7 @@ struct SimulatedHub {
     number: u32,
     token: String,
     frozen: bool,
-    /// When the manager last heard it.
+    /// The time at which the manager last heard it.
     heard: Duration,
     leaving: bool,
     commands: VecDeque<Order>,
@@ -61,7 +61,7 @@ enum Order {
     Command(HubCommand),
 }
 
-/// What is known of a job outside the manager.
+/// The state of a job outside the manager.
 #[derive(Default)]
 struct ObservedJob {
     workers: u32,
@@ -69,7 +69,7 @@ struct ObservedJob {
     /// The last sign of life of a worker.
     renewed: Duration,
     state: Option<JobState>,
-    /// The process that was told, of each rank, that all ranks have joined.
+    /// For each rank the process that knows that all ranks have joined.
     joined: BTreeMap<u32, Incarnation>,
     /// The newest call to ConnectService of each rank, whose process has the rank while the call waits.
     newest_calls: BTreeMap<u32, CallId>,
@@ -190,7 +190,7 @@ impl Simulation {
             Action::Depart { hub, gone } => {
                 let Some(number) = self.pick_hub(hub) else { return };
                 let hub = self.hubs.get_mut(&number).unwrap();
-                // Who is not heard cannot take its leave.
+                // A hub whose calls do not arrive cannot leave.
                 hub.leaving |= !hub.frozen;
                 let presence = if gone { Presence::Gone } else { Presence::Leaving };
                 self.report(number, HubReport { presence, ..HubReport::default() });
@@ -289,8 +289,8 @@ impl Simulation {
         let hash = |site: usize| format!("site {site}");
         let placements = (0..sites.len()).map(|site| SitePlacement { hash: hash(site), imbalance }).collect();
         let plan = Plan::new(&settings, &roster.cluster());
-        let book = Arc::new(Book { job: job.name.clone(), roster, plan });
-        let hubs = self.membership.place(namespace, SettingsSummary::default(), placements, book);
+        let information_book = Arc::new(InformationBook { job: job.name.clone(), roster, plan });
+        let hubs = self.membership.place(namespace, SettingsSummary::default(), placements, information_book);
         let of_sites = sites.iter().enumerate().flat_map(|(site, &hubs)| vec![site; hubs]);
         for (number, site) in hubs.into_iter().zip(of_sites) {
             let hub = self.hubs.get_mut(&number).expect("only hubs that are here are asked to allocate");
@@ -465,7 +465,7 @@ impl Simulation {
                     }
                 }
                 Output::Remove(namespace) => drop(self.store.remove(&namespace)),
-                Output::News(news) => self.check_news(news),
+                Output::Log(event) => self.check_log_event(event),
             }
         }
         self.check_jobs();
@@ -488,7 +488,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_manager_keeps_its_promises_in_every_order_of_events(
+    fn a_manager_keeps_its_invariants_in_every_order_of_events(
         actions in prop::collection::vec(action(), 1..120),
     ) {
         let mut simulation = Simulation::new();

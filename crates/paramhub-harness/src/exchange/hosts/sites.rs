@@ -50,8 +50,8 @@ mod tests {
             optimize_at: None,
         };
         let sites = flags.sites(3);
-        let told: Vec<_> = sites.iter().map(|site| (site.address.to_string(), site.ranks)).collect();
-        assert_eq!(told, [("10.0.0.1".to_owned(), 2), ("10.0.0.2".to_owned(), 1)]);
+        let described: Vec<_> = sites.iter().map(|site| (site.address.to_string(), site.ranks)).collect();
+        assert_eq!(described, [("10.0.0.1".to_owned(), 2), ("10.0.0.2".to_owned(), 1)]);
         assert_eq!(sites[1].enter, ["in", "b"]);
         assert_eq!(flags.first(1).sites(3).len(), 1);
     }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::spec::{Spec, Transport};
 
-/// Where workers find the raw server.
+/// The address at which workers find the raw server.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Server {

@@ -19,8 +19,8 @@ use paramhub_transport::shm::{Segment, receive_segments, send_segments};
 
 use crate::exchange::spec::{Optimizer, Spec};
 
-/// How long all workers may take to connect, and how long a worker waits for a pass.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time that all workers may take to connect, and how long a worker waits for a pass.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Elements processed at once, as in the hub.
 const BLOCK_ELEMENTS: usize = 256;
 const READY: u8 = 1;
@@ -85,14 +85,14 @@ fn answer(listener: &UnixListener, extent: Extent) -> anyhow::Result<()> {
     let mut sockets: Vec<Vec<UnixStream>> = (0..extent.cores).map(|_| Vec::new()).collect();
     for _ in 0..extent.workers * extent.cores {
         let (socket, _) = listener.accept()?;
-        let mut who = [0; 8];
-        let (read, mut descriptors) = receive_segments(&socket, &mut who)?;
+        let mut rank_and_core = [0; 8];
+        let (read, mut descriptors) = receive_segments(&socket, &mut rank_and_core)?;
         ensure!(
-            read == who.len() && descriptors.len() == 1,
-            "a worker of the raw run does not say who it is"
+            read == rank_and_core.len() && descriptors.len() == 1,
+            "a worker of the raw run does not send its rank and core"
         );
         let [rank, core] =
-            [0, 4].map(|at| u32::from_le_bytes(who[at..at + 4].try_into().expect("four")) as usize);
+            [0, 4].map(|at| u32::from_le_bytes(rank_and_core[at..at + 4].try_into().expect("four")) as usize);
         if let std::collections::hash_map::Entry::Vacant(vacant) = arenas.entry(rank) {
             vacant.insert(Arc::new(Segment::adopt(descriptors.remove(0), extent.arena_bytes())?));
         }
@@ -178,9 +178,9 @@ impl RawArena {
         for core in 0..extent.cores as u32 {
             let socket = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)
                 .context("cannot reach the raw server")?;
-            socket.set_read_timeout(Some(PATIENCE))?;
-            let who = [rank.to_le_bytes(), core.to_le_bytes()].concat();
-            send_segments(&socket, &who, &[arena.as_fd()])?;
+            socket.set_read_timeout(Some(WAIT_TIMEOUT))?;
+            let rank_and_core = [rank.to_le_bytes(), core.to_le_bytes()].concat();
+            send_segments(&socket, &rank_and_core, &[arena.as_fd()])?;
             sockets.push(socket);
         }
         Ok(RawArena { sockets, _arena: arena })

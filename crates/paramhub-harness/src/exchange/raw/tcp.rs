@@ -19,8 +19,9 @@ use rustix::io::Errno;
 
 /// Larger reads and writes are no faster.
 const PIECE_BYTES: usize = 256 << 10;
-/// How long all workers may take to connect, and how long a worker waits for a stream that stands still.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time that all workers may take to connect, and how long a worker waits for a stream that stands
+/// still.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Starts the server, with a thread for each core. Returns the address of each stream of a worker, which
 /// carries `bytes` a turn each way.
@@ -60,7 +61,7 @@ impl RawStreams {
     pub(super) fn connect(addresses: &[SocketAddr], bytes: Vec<usize>) -> anyhow::Result<RawStreams> {
         let ready = Ready::new(addresses.len())?;
         let pipes = (0..).zip(addresses).map(|(number, address)| {
-            let stream = TcpStream::connect_timeout(address, PATIENCE)?;
+            let stream = TcpStream::connect_timeout(address, WAIT_TIMEOUT)?;
             Pipe::new(stream, &ready, number)
         });
         let pipes = pipes.collect::<io::Result<_>>().context("cannot reach the raw server")?;
@@ -90,7 +91,7 @@ impl RawStreams {
                 return Ok(());
             }
             if moved == 0 {
-                self.ready.wait(&mut self.pipes, Some(PATIENCE))?;
+                self.ready.wait(&mut self.pipes, Some(WAIT_TIMEOUT))?;
             }
         }
     }
@@ -118,7 +119,7 @@ fn answer(listeners: &[(TcpListener, u64)], workers: u32) -> anyhow::Result<()> 
                 *owed += received as u64;
                 *coming = coming.checked_sub(received as u64).context("a worker sent too much")?;
             }
-            // Only large writes, except for the last of a turn.
+            // The server makes only large writes, except for the last of a turn.
             if pipe.writable && (*owed >= PIECE_BYTES as u64 || (*coming == 0 && *owed > 0)) {
                 let sent = pipe.write(&fixed[..PIECE_BYTES.min(*owed as usize)])?;
                 moved += sent;
@@ -136,7 +137,7 @@ fn answer(listeners: &[(TcpListener, u64)], workers: u32) -> anyhow::Result<()> 
 
 fn accept(listener: &TcpListener, workers: u32, ready: &Ready, pipes: &mut Vec<Pipe>) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     let before = pipes.len();
     while pipes.len() < before + workers as usize {
         match listener.accept() {
@@ -159,7 +160,7 @@ struct Pipe {
     stream: TcpStream,
     readable: bool,
     writable: bool,
-    /// Whether the other side has closed. The end is then read without another event.
+    /// `true` if the other side has closed. The end is then read without another event.
     is_closing: bool,
 }
 
@@ -218,13 +219,13 @@ impl Ready {
         Ok(Ready { epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?, events: Vec::with_capacity(streams) })
     }
 
-    fn wait(&mut self, pipes: &mut [Pipe], patience: Option<Duration>) -> io::Result<()> {
+    fn wait(&mut self, pipes: &mut [Pipe], timeout: Option<Duration>) -> io::Result<()> {
         if pipes.iter().any(|pipe| pipe.readable && pipe.is_closing) {
             return Ok(());
         }
         self.events.clear();
-        let patience = patience.and_then(|patience| Timespec::try_from(patience).ok());
-        match epoll::wait(&self.epoll, spare_capacity(&mut self.events), patience.as_ref()) {
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        match epoll::wait(&self.epoll, spare_capacity(&mut self.events), timeout.as_ref()) {
             Ok(0) => return Err(io::Error::new(ErrorKind::TimedOut, "the raw streams stand still")),
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),

@@ -31,13 +31,13 @@ impl Shard {
         has_expired: bool,
     ) -> OverdueNeighbours {
         let ports = &self.plan.ports;
-        let who = match awaited {
+        let neighbours = match awaited {
             // Rank 0, at whichever site it exchanges.
             Awaited::Parameters | Awaited::Release(_) => vec![Neighbour::Worker(0)],
             Awaited::Contribution(_) => self.exchange.late(slot).map(|member| ports.member(member)).collect(),
         };
         let key = self.key_name(self.slots[slot as usize].key);
-        OverdueNeighbours { who, awaited, key, waited, has_expired }
+        OverdueNeighbours { neighbours, awaited, key, waited, has_expired }
     }
 }
 
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_keeps_the_others_waiting_is_named_with_the_key() {
+    fn a_rank_that_keeps_others_waiting_is_named_with_the_key() {
         let keys = vec![Key::new("a", [2]), Key::new("b", [2])];
         let mut shard = shard_with(3, keys, Stragglers::Wait, |_| {});
         for rank in 0..3 {
@@ -63,7 +63,7 @@ mod tests {
         let events: Vec<_> =
             (0..20).filter_map(|tick| shard.overdue_event(Duration::from_millis(250 * tick))).collect();
         let overdue = OverdueNeighbours {
-            who: vec![Neighbour::Worker(1)],
+            neighbours: vec![Neighbour::Worker(1)],
             awaited: Awaited::Contribution(0),
             key: "b".into(),
             waited: GRACE,

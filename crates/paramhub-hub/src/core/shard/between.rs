@@ -72,7 +72,7 @@ impl Shard {
         let checked = self.plan.optimizer.check_change(initial, &next);
         checked.map_err(|error| refused(error.to_string()))?;
         let schedule = &mut self.schedules[group as usize];
-        if schedule.says(first_step, &next) {
+        if schedule.has_change(first_step, &next) {
             return Ok(());
         }
         let changed = schedule.change(self.newest_step, first_step, next);

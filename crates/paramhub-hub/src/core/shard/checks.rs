@@ -103,7 +103,7 @@ fn contributed_as(side: Side, slot: &Slot) -> Codec {
     }
 }
 
-/// Whether a frame of this operation may arrive by a port.
+/// Returns whether a frame of this operation may arrive by a port.
 fn may_come(side: Side, operation: Operation) -> bool {
     match (side, operation) {
         // The stream only admits what workers may send.

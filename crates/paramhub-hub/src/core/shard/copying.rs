@@ -7,8 +7,8 @@
 use super::Shard;
 use crate::core::snapshot::{ArmedSnapshot, ChunkMark, Snapshot, SnapshotOutcome, SnapshotTarget};
 
-/// How far chunks may be beyond the wanted version while others have not reached it. If every step pushes all
-/// keys, they differ by one step at most.
+/// The number of versions by which chunks may be beyond the wanted one while others have not reached it. If
+/// every step pushes all keys, they differ by one step at most.
 const LAG_MAX: u32 = 8;
 
 impl Shard {
@@ -32,7 +32,7 @@ impl Shard {
         }
     }
 
-    /// Whether chunks have not been looked at yet.
+    /// Returns whether chunks have not been looked at yet.
     pub(crate) fn is_copying(&self) -> bool {
         self.armed.as_ref().is_some_and(|armed| {
             armed.snapshot.outcome == SnapshotOutcome::Open && (armed.at as usize) < self.slots.len()

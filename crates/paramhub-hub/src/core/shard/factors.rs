@@ -105,7 +105,7 @@ impl Shard {
         }
     }
 
-    /// Whether a gradient is being made.
+    /// Returns whether a gradient is being made.
     pub(crate) fn is_making(&self) -> bool {
         self.factors.layers.iter().any(|layer| layer.making.is_some())
     }

@@ -10,7 +10,7 @@ use crate::core::layout::Slot;
 use crate::core::reports::LateRank;
 
 /// A rank is reported again when it has missed this many times as many steps.
-const TOLD_AGAIN: u64 = 10;
+const REPORT_FACTOR: u64 = 10;
 
 impl Shard {
     /// Answers a contribution that was dropped because its step is over: the sender gets the newest
@@ -39,7 +39,7 @@ impl Shard {
         }
     }
 
-    /// When the next step ends by time.
+    /// Returns the time at which the next step ends by time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         self.timing.late_ranks()?.deadlines.next()
     }
@@ -83,14 +83,14 @@ impl Shard {
     }
 
     /// A rank to report as left out: first when it has missed a step's worth of updates, then each time that
-    /// the number is [`TOLD_AGAIN`] times as large. So there are few reports, however long it goes on.
+    /// the number is [`REPORT_FACTOR`] times as large. So there are few reports, however long it goes on.
     pub(crate) fn late_rank(&mut self) -> Option<LateRank> {
         let report_from = &mut self.timing.late_ranks_mut()?.report_from;
         let left_out = self.exchange.left_out();
         let rank = left_out.iter().zip(report_from.iter()).position(|(missed, from)| missed >= from)?;
         let slots = self.slots.len() as u64;
         let steps = left_out[rank] / slots;
-        report_from[rank] = TOLD_AGAIN.saturating_pow(steps.ilog(TOLD_AGAIN) + 1).saturating_mul(slots);
+        report_from[rank] = REPORT_FACTOR.saturating_pow(steps.ilog(REPORT_FACTOR) + 1).saturating_mul(slots);
         Some(LateRank { rank: rank as u32, steps, of: (self.counters.updates / slots).max(steps) })
     }
 }
@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(
             (shard.counters().updates, shard.next_deadline()),
             (2, None),
-            "nobody is the median of chunk 1"
+            "no rank is the median of chunk 1"
         );
         assert_eq!(shard.left_out(), [0, 0, 1]);
         let frames: Vec<_> = (0..2).map(|_| answer(&mut shard, 1)).collect();
@@ -179,9 +179,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_of_a_late_rank_is_little_however_long_it_goes_on() {
+    fn reports_of_a_late_rank_stay_few_however_long_it_is_late() {
         let mut shard = late_shard(Stragglers::Backup(1), 2);
-        let mut told = Vec::new();
+        let mut reported = Vec::new();
         for step in 0..250 {
             for chunk in 0..2 {
                 for rank in [0, 1] {
@@ -191,9 +191,9 @@ mod tests {
             for rank in [0, 1, 0, 1] {
                 answer(&mut shard, rank);
             }
-            told.extend(std::iter::from_fn(|| shard.late_rank()));
+            reported.extend(std::iter::from_fn(|| shard.late_rank()));
         }
         let expected = [1, 10, 100].map(|steps| LateRank { rank: 2, steps, of: steps });
-        assert_eq!(told, expected);
+        assert_eq!(reported, expected);
     }
 }

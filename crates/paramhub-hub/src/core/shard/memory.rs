@@ -1,4 +1,4 @@
-//! How a shard's memory is taken and given back: in parts, between the turns of other jobs.
+//! This part takes and gives back a shard's memory: in parts, between the turns of other jobs.
 
 use paramhub_core::exchange::Exchange;
 use paramhub_core::hyperparameters::Schedule;

@@ -32,7 +32,7 @@ impl Model {
         })
     }
 
-    /// Whether the optimizer gets whole chunks.
+    /// Returns whether the optimizer gets whole chunks.
     pub(super) fn is_by_chunk(&self) -> bool {
         self.block_elements > BLOCK_ELEMENTS
     }

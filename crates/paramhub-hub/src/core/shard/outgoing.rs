@@ -1,4 +1,4 @@
-//! What leaves a shard: frames that answer, sums that go up, and the place of their bytes.
+//! The outgoing data of a shard: frames that answer, sums that go up, and the place of their bytes.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::Answer;
@@ -53,8 +53,8 @@ impl Shard {
         }
     }
 
-    /// Whether a rank can make a quantised chunk's newest parameters from those that it has and the newest
-    /// answer.
+    /// Returns whether a rank can make a quantised chunk's newest parameters from those that it has and the
+    /// newest answer.
     fn lacks_last_change(&self, index: u32, rank: u32) -> bool {
         self.slots[index as usize].gradient.is_quantised()
             && self.quantised.lacks_last(index, rank, self.exchange.answer_version(index, rank))

@@ -19,7 +19,7 @@ impl Shard {
         self.outboxes[port as usize].message(header, payload)
     }
 
-    /// Whether a port has nothing left to send.
+    /// Returns whether a port has nothing left to send.
     pub(crate) fn has_sent_all(&self, port: u32) -> bool {
         self.outboxes[port as usize].is_empty()
     }

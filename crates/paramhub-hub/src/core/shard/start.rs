@@ -1,5 +1,5 @@
-//! How chunks begin: with rank 0's parameters and optimizer state, which the hub passes on to the other
-//! sites.
+//! This part starts chunks: with rank 0's parameters and optimizer state, which the hub passes on to the
+//! other sites.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::Answer;

@@ -13,7 +13,7 @@ use crate::core::buffer::{Buffer, OutOfMemory, Pages};
 use crate::core::layout::{BLOCK_ELEMENTS, Layout, Slot};
 use crate::core::plan::ShardPlan;
 
-/// How contributions are added up. It is fixed at InitService.
+/// The way in which contributions are added up. It is fixed at InitService.
 enum Accumulation {
     /// In the order of arrival. Contributions in arenas stay there until the step is complete, so that all of
     /// them are added in one pass over the sum.
@@ -84,7 +84,7 @@ impl Sums {
         match (fold, &mut self.accumulation) {
             (Fold::Drop, _) => {}
             (Fold::Park, Accumulation::InMemberOrder { parked }) => {
-                // What lies in an arena waits there.
+                // A contribution in an arena waits there.
                 if let Payload::Here(wire) = payload {
                     aggregator.assign(&mut parked[member as usize - 1][slot.range()], wire, codec);
                 }
@@ -167,7 +167,7 @@ impl Sums {
         &mut self.merge[range]
     }
 
-    /// Whether the sums of the last updates are kept for sites below.
+    /// Returns whether the sums of the last updates are kept for sites below.
     pub(super) fn keeps_totals(&self) -> bool {
         !self.totals.is_empty()
     }

@@ -1,4 +1,4 @@
-//! When the sum of a step becomes an update.
+//! This decides when the sum of a step becomes an update.
 
 use std::time::Instant;
 
@@ -6,18 +6,18 @@ use crate::core::deadlines::Deadlines;
 use crate::core::layout::Layout;
 use crate::core::plan::ShardPlan;
 
-/// When a step of a chunk ends. It is fixed at InitService. Consistency is the exchange's matter, and so is the
-/// detour of sums through sites above.
+/// The time at which a step of a chunk ends. It is fixed at InitService. Consistency is the exchange's
+/// matter, and so is the detour of sums through sites above.
 pub(super) enum UpdateTiming {
     /// With the last contribution that the exchange waits for.
     WhenComplete,
-    /// When rank 0 releases the step, which it does when it knows the norm of all chunks' gradients.
+    /// The step ends when rank 0 releases it, which it does when it knows the norm of all chunks' gradients.
     OnRelease(HeldStep),
     /// With enough contributions, without those that are late.
     WithQuorum(LateRanks),
 }
 
-/// What is kept of a step whose complete chunks wait for their release.
+/// The state of a step whose complete chunks wait for their release.
 pub(super) struct HeldStep {
     /// For each held slot: the sum of the squares of its mean gradient.
     pub(super) squares: Vec<f64>,
@@ -25,7 +25,7 @@ pub(super) struct HeldStep {
     pub(super) factor: f32,
 }
 
-/// What is kept of steps that end without late ranks.
+/// The state of steps that end without late ranks.
 pub(super) struct LateRanks {
     pub(super) deadlines: Deadlines,
     /// For each rank: how many updates must have left it out before the next report.
@@ -55,7 +55,7 @@ impl UpdateTiming {
         }
     }
 
-    /// What is kept of late ranks, in a job that leaves them out.
+    /// The state of late ranks, in a job that leaves them out.
     pub(super) fn late_ranks(&self) -> Option<&LateRanks> {
         match self {
             UpdateTiming::WithQuorum(late) => Some(late),
@@ -63,7 +63,7 @@ impl UpdateTiming {
         }
     }
 
-    /// As [`late_ranks`](Self::late_ranks).
+    /// Does the same as [`late_ranks`](Self::late_ranks).
     pub(super) fn late_ranks_mut(&mut self) -> Option<&mut LateRanks> {
         match self {
             UpdateTiming::WithQuorum(late) => Some(late),

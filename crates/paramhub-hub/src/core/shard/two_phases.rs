@@ -42,7 +42,7 @@ impl Shard {
         Ok(())
     }
 
-    /// Whether chunks of a released step wait for [`Shard::update_released`].
+    /// Returns whether chunks of a released step wait for [`Shard::update_released`].
     pub(crate) fn is_releasing(&self) -> bool {
         self.exchange.is_releasing()
     }

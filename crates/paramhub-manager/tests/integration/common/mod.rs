@@ -22,7 +22,7 @@ use paramhub_core::settings::Settings;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
 
 /// Far above what any wait in these tests should take, and far below a job's default timeout of 60 s.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) fn config() -> ManagerConfig {
     ManagerConfig { listen: "127.0.0.1:0".parse().unwrap(), ..ManagerConfig::default() }
@@ -38,7 +38,7 @@ pub(crate) fn start(config: ManagerConfig) -> (RunningManager, ManagerClient) {
 pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
-        assert!(begun.elapsed() < PATIENCE, "waited {PATIENCE:?} for this: {what}");
+        assert!(begun.elapsed() < WAIT_TIMEOUT, "waited {WAIT_TIMEOUT:?} for this: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -164,14 +164,14 @@ pub(crate) fn process(rank: u32) -> Incarnation {
     Incarnation([rank as u8; 16])
 }
 
-/// What a [`Hub`] does when it is asked to allocate.
+/// The reaction of a [`Hub`] that is asked to allocate.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Manner {
+pub(crate) enum HubBehaviour {
     Serve,
     Refuse,
     PlaceOtherwise,
     /// Takes the command and does not answer.
-    Dawdle,
+    IgnoreAllocations,
 }
 
 /// Speaks the hub's side of the protocol, without a data path.
@@ -184,7 +184,7 @@ pub(crate) struct Hub {
 }
 
 impl Hub {
-    pub(crate) fn join(client: &ManagerClient, manner: Manner) -> Hub {
+    pub(crate) fn join(client: &ManagerClient, behaviour: HubBehaviour) -> Hub {
         let shape = shape();
         let registered = client
             .register_hub(&RegisterHub {
@@ -197,7 +197,7 @@ impl Hub {
         let quit = Arc::new(AtomicBool::new(false));
         let thread = {
             let (client, registered, quit) = (client.clone(), registered.clone(), quit.clone());
-            std::thread::spawn(move || serve(&client, &registered, &quit, manner))
+            std::thread::spawn(move || serve(&client, &registered, &quit, behaviour))
         };
         Hub { registered, client: client.clone(), shape, quit, thread: Some(thread) }
     }
@@ -237,7 +237,7 @@ fn serve(
     client: &ManagerClient,
     registered: &HubRegistered,
     quit: &AtomicBool,
-    manner: Manner,
+    behaviour: HubBehaviour,
 ) -> Vec<HubCommand> {
     let mut taken = Vec::new();
     let mut acknowledged = 0;
@@ -249,7 +249,7 @@ fn serve(
             assert_eq!(numbered.sequence, acknowledged + 1, "commands are numbered without gaps");
             acknowledged = numbered.sequence;
             let event = match &numbered.command {
-                HubCommand::Allocate(plan) => allocate(plan, manner),
+                HubCommand::Allocate(plan) => allocate(plan, behaviour),
                 HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => None,
                 HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. } => {
                     Some(HubEvent::Kept { namespace: *namespace })
@@ -269,10 +269,10 @@ fn serve(
     taken
 }
 
-fn allocate(plan: &JobPlan, manner: Manner) -> Option<HubEvent> {
+fn allocate(plan: &JobPlan, behaviour: HubBehaviour) -> Option<HubEvent> {
     let namespace = plan.namespace;
-    let placement_hash = match manner {
-        Manner::Serve => {
+    let placement_hash = match behaviour {
+        HubBehaviour::Serve => {
             let map = ChunkMap::new(&plan.settings.keys, plan.settings.chunk_bytes).unwrap();
             let settings = &plan.settings;
             let spreads = Plan::new(settings, &plan.cluster).spreads(settings.keys.len());
@@ -280,12 +280,12 @@ fn allocate(plan: &JobPlan, manner: Manner) -> Option<HubEvent> {
             let placement = Placement::planned(&settings.keys, &map, hubs, &spreads).unwrap();
             placement.hash().to_hex().to_string()
         }
-        Manner::PlaceOtherwise => "0".repeat(64),
-        Manner::Refuse => {
+        HubBehaviour::PlaceOtherwise => "0".repeat(64),
+        HubBehaviour::Refuse => {
             let reason = "it needs 3 GB and 2 GB are free".into();
             return Some(HubEvent::Refused { namespace, reason });
         }
-        Manner::Dawdle => return None,
+        HubBehaviour::IgnoreAllocations => return None,
     };
     Some(HubEvent::Allocated { namespace, placement_hash, resumed_step: None })
 }
@@ -294,7 +294,7 @@ fn allocate(plan: &JobPlan, manner: Manner) -> Option<HubEvent> {
 pub(crate) fn raw(address: SocketAddr, bytes: &[u8]) -> String {
     use std::io::{Read, Write};
     let mut stream = std::net::TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
     // The manager may close before it has read everything.
     let _ = stream.write_all(bytes);
     let mut answer = Vec::new();

@@ -11,7 +11,7 @@ use paramhub_train::trainer::TrainError;
 use super::group::{Before, RUN, Run, at_all, digits, local, sgd, store};
 
 #[test]
-fn what_cannot_be_trained_is_refused() {
+fn a_training_that_cannot_work_is_refused() {
     let data = digits();
     let store = local(RUN.engine());
     let refused = Run { per_rank: 100, ..RUN }.through(&data, &*store, sgd(), &mut |_| {}).unwrap_err();
@@ -28,7 +28,7 @@ fn what_cannot_be_trained_is_refused() {
 fn a_broken_collective_ends_the_training_of_all_and_leaves_nothing_in_flight() {
     let data = digits();
     for kind in [StoreKind::Funnel, StoreKind::DepCha] {
-        let told = at_all(2, |native| {
+        let messages = at_all(2, |native| {
             let calls = AtomicU32::new(0);
             let before = move |native: &MeshCommunicator, name: &str| {
                 let is_third = name == "fc2.weight" && calls.fetch_add(1, Ordering::Relaxed) == 2;
@@ -41,16 +41,17 @@ fn a_broken_collective_ends_the_training_of_all_and_leaves_nothing_in_flight() {
             };
             let store = store(kind, RUN.engine(), Before { inner: native, before });
             let mut steps = 0;
-            let told = RUN.through(&data, &*store, sgd(), &mut |progress| steps = progress.step).unwrap_err();
+            let error =
+                RUN.through(&data, &*store, sgd(), &mut |progress| steps = progress.step).unwrap_err();
             assert_eq!(store.engine().in_flight(), 0, "{kind}");
             assert!(steps < 5, "{kind}: {steps} steps");
-            told.to_string()
+            error.to_string()
         });
-        for (rank, told) in told.iter().enumerate() {
-            assert!(told.contains("the cable was pulled"), "{kind}, rank {rank}: {told}");
+        for (rank, message) in messages.iter().enumerate() {
+            assert!(message.contains("the cable was pulled"), "{kind}, rank {rank}: {message}");
         }
         if kind == StoreKind::DepCha {
-            assert!(told[1].contains("allreduce fc2.weight"), "{}", told[1]);
+            assert!(messages[1].contains("allreduce fc2.weight"), "{}", messages[1]);
         }
     }
 }
@@ -70,23 +71,23 @@ impl Optimizer for Breaks {
 }
 
 #[test]
-fn an_operation_that_panics_ends_the_training_by_its_name_and_the_others_hear_that_the_rank_is_gone() {
+fn an_operation_that_panics_ends_the_training_by_its_name_and_the_others_learn_that_the_rank_is_gone() {
     let data = digits();
     for kind in [StoreKind::Funnel, StoreKind::ConCom, StoreKind::DepCha] {
-        let told = at_all(2, |native| {
+        let messages = at_all(2, |native| {
             let rank = native.rank();
             let store = store(kind, RUN.engine(), native);
             let optimizer: Arc<dyn Optimizer> = if rank == 1 { Arc::new(Breaks(sgd())) } else { sgd() };
-            let told = RUN.through(&data, &*store, optimizer, &mut |_| {}).unwrap_err();
+            let error = RUN.through(&data, &*store, optimizer, &mut |_| {}).unwrap_err();
             assert_eq!(store.engine().in_flight(), 0, "{kind}");
-            told.to_string()
+            error.to_string()
         });
         // The update of the last layer is pushed first.
         assert!(
-            told[1].contains("update fc3.bias") && told[1].contains("out of steps"),
+            messages[1].contains("update fc3.bias") && messages[1].contains("out of steps"),
             "{kind}: {}",
-            told[1]
+            messages[1]
         );
-        assert!(told[0].contains("rank 1"), "{kind}: {}", told[0]);
+        assert!(messages[0].contains("rank 1"), "{kind}: {}", messages[0]);
     }
 }

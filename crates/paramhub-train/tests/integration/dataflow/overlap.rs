@@ -109,16 +109,16 @@ fn a_forward_pass_waits_only_for_the_parameters_of_the_layers_it_has_come_to() {
 
 /// Holds one branch until another one computes.
 #[derive(Default)]
-struct Meeting {
+struct BranchOverlap {
     timeline: Timeline,
     held: AtomicBool,
     met: AtomicBool,
 }
 
-impl Observer for Meeting {
+impl Observer for BranchOverlap {
     fn begin(&self, operation: &Event<'_>) {
         self.timeline.begin(operation);
-        // Only once, in the middle of both.
+        // This happens only once, in the middle of both.
         if operation.name == "forward a.3x3" && !self.held.swap(true, Ordering::Relaxed) {
             self.met.store(self.timeline.awaits("begin forward a.double.2", 1), Ordering::Relaxed);
         }
@@ -130,9 +130,9 @@ impl Observer for Meeting {
 #[test]
 fn branches_compute_at_the_same_time() {
     let data = digits();
-    let meeting = Arc::new(Meeting::default());
+    let overlap = Arc::new(BranchOverlap::default());
     let run = Run { threads: 2, ..RUN };
-    let config = EngineConfig { observer: Some(Arc::clone(&meeting) as _), ..run.engine() };
+    let config = EngineConfig { observer: Some(Arc::clone(&overlap) as _), ..run.engine() };
     run.through(&data, &*local(config), sgd(), &mut |_| {}).unwrap();
-    assert!(meeting.met.load(Ordering::Relaxed), "one branch waited for another to end");
+    assert!(overlap.met.load(Ordering::Relaxed), "one branch waited for another to end");
 }

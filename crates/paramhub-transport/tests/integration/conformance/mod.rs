@@ -1,4 +1,5 @@
-//! What every transport must do, written against the [`Stream`] trait: `conformance!(MyTransport)` makes the tests.
+//! The requirements on every transport, written against the [`Stream`] trait: `conformance!(MyTransport)`
+//! makes the tests.
 
 mod sink;
 mod suite;

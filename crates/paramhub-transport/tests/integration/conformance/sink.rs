@@ -5,7 +5,7 @@ use paramhub_transport::{FrameSink, Landing};
 
 use super::Frame;
 
-/// Where frames land.
+/// The memory in which frames land.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Policy {
     Staged,
@@ -21,7 +21,7 @@ pub(crate) struct Collector {
     /// Refuses the landing, or the frame, of this chunk.
     pub(crate) refuse_landing: Option<u32>,
     pub(crate) refuse_frame: Option<u32>,
-    /// Whether the memory of an unfinished frame is withdrawn.
+    /// `true` if the memory of an unfinished frame is withdrawn.
     pub(crate) withdrawn: bool,
     pub(crate) slot: Vec<u8>,
     /// The frame that lands in `slot`, and how often `landing` was called for it.

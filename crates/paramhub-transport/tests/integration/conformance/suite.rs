@@ -129,7 +129,7 @@ pub(crate) fn frames_survive_a_split_at_every_byte<T: Transport>() {
     }
 }
 
-/// How many of `frames` the first `bytes` bytes contain.
+/// Returns how many of `frames` the first `bytes` bytes contain.
 fn whole_frames(frames: &[Frame], bytes: usize) -> usize {
     let mut end = 0;
     frames

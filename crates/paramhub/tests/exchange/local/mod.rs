@@ -1,8 +1,8 @@
 //! A worker of this host that speaks the protocol through shared memory by hand, and so can break it. Invalid
 //! memory is refused with a reason, and its acts harm its own job at most.
 
-mod lies;
 mod neighbours;
+mod offences;
 mod offers;
 
 use std::io::{ErrorKind, Read, Write};
@@ -22,7 +22,7 @@ use paramhub_core::wire::{
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, send_segments};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use crate::cluster::{Cluster, PATIENCE, Ticket, await_true};
+use crate::cluster::{Cluster, Ticket, WAIT_TIMEOUT, await_true};
 use crate::raw::Raw;
 
 /// The positions of a ring's parts, as drawn in `paramhub-transport/src/shm/ring.rs`; the hub's ring follows
@@ -39,7 +39,7 @@ const HUBS: usize = BYTES + RING_BYTES_DEFAULT;
 fn dial(cluster: &Cluster) -> UnixStream {
     let name = cluster.client.hubs().unwrap().remove(0).shape.local.expect("the hub offers shared memory");
     let socket = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
     socket
 }
 
@@ -139,7 +139,7 @@ impl LocalRaw {
             u64::from_le_bytes(count)
         };
         while ((written() - self.read) as usize) < length {
-            assert!(begun.elapsed() < PATIENCE, "the hub says nothing");
+            assert!(begun.elapsed() < WAIT_TIMEOUT, "the hub says nothing");
             std::thread::yield_now();
         }
         let mut bytes = vec![0; length];
@@ -152,7 +152,7 @@ impl LocalRaw {
         bytes
     }
 
-    /// Whether the hub has closed its ring or hung up.
+    /// Returns whether the hub has closed its ring or hung up.
     fn is_closed(&mut self) -> bool {
         self.socket.set_nonblocking(true).unwrap();
         await_true("the hub closes", || {

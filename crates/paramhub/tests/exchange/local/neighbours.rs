@@ -16,7 +16,7 @@ use super::{
     shake_hands,
 };
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, PATIENCE, Transports, keys};
+use crate::cluster::{Cluster, Transports, WAIT_TIMEOUT, keys};
 use crate::raw::{Raw, hello, settings};
 
 #[test]
@@ -31,7 +31,7 @@ fn a_flood_of_bells_leaves_a_core_to_the_other_jobs() {
         for _ in 0..4 {
             scope.spawn(|| {
                 let (bells, begun) = (vec![1; 256 << 10], Instant::now());
-                while !over.load(Ordering::Relaxed) && begun.elapsed() < PATIENCE {
+                while !over.load(Ordering::Relaxed) && begun.elapsed() < WAIT_TIMEOUT {
                     let _ = (&*socket).write(&bells);
                 }
             });
@@ -169,7 +169,7 @@ fn scribbles_in_flags_and_arenas_harm_no_other_job_and_end_none() {
                 });
                 scope.spawn(|| {
                     let (mut noise, begun) = (0x9e37_79b9_u32, Instant::now());
-                    while !over.load(Ordering::Relaxed) && begun.elapsed() < PATIENCE {
+                    while !over.load(Ordering::Relaxed) && begun.elapsed() < WAIT_TIMEOUT {
                         for at in (0..shared.len() - 4).step_by(4) {
                             noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
                             shared.write(at, &noise.to_le_bytes());

@@ -25,7 +25,7 @@ fn memfd(flags: MemfdFlags, length: usize, seals: SealFlags) -> rustix::io::Resu
 }
 
 #[test]
-fn descriptors_that_are_no_use_are_refused_and_harm_nobody() {
+fn unusable_descriptors_are_refused_and_harm_no_job() {
     let cluster = Cluster::new(Transports::shm(), 1);
     let size = ArenaLayout::new(&settings()).bytes() as usize;
     let (good_arena, good_rings) = (arena(&settings()), rings());
@@ -134,7 +134,7 @@ fn more_descriptors_than_fit_into_a_message_are_refused_and_closed() {
         }
         let mut challenge = [0; CHALLENGE_BYTES];
         socket.read_exact(&mut challenge).unwrap();
-        assert!(descriptors() < before + 20, "a stranger filled the hub's table");
+        assert!(descriptors() < before + 20, "unauthenticated connections filled the hub's table");
         socket.write_all(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0).unwrap();
         let mut verdict = [0; VERDICT_BYTES];
         socket.read_exact(&mut verdict).unwrap();
@@ -192,14 +192,14 @@ fn a_worker_that_is_gone_before_it_is_let_in_is_named_to_the_others() {
             // The proof has arrived when the hub notices that the other end is gone.
             socket.write_all(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0).unwrap();
             drop(socket);
-            let told = waits.join().unwrap();
-            assert!(told.contains("rank 1 was lost"), "{told}");
+            let error = waits.join().unwrap();
+            assert!(error.contains("rank 1 was lost"), "{error}");
         });
     }
 }
 
 #[test]
-fn a_hub_without_shared_memory_says_so_to_who_needs_it_and_serves_the_others_over_tcp() {
+fn a_hub_without_shared_memory_refuses_workers_that_need_it_and_serves_the_others_over_tcp() {
     let cluster = Cluster::with(Transports::shm(), |config| config.shared_memory = false);
     let join = |name: &str, transport, shared_parameters| {
         let ticket = cluster.job(name, 1);
@@ -221,9 +221,9 @@ fn a_hub_without_shared_memory_says_so_to_who_needs_it_and_serves_the_others_ove
             ["shared parameters need", "join without shared parameters"],
         ),
     ] {
-        let told = join(name, transport, shared_parameters).expect_err("there is none").to_string();
+        let message = join(name, transport, shared_parameters).expect_err("there is none").to_string();
         for part in parts.into_iter().chain([&*format!("job `{name}`, rank 0"), &hub, "--no-shared-memory"]) {
-            assert!(told.contains(part), "no `{part}` in: {told}");
+            assert!(message.contains(part), "no `{part}` in: {message}");
         }
     }
     let job = join("auto", Transport::Auto, ParameterSharing::WherePossible).unwrap();

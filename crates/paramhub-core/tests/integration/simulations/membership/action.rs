@@ -1,9 +1,9 @@
-//! What can happen to a manager.
+//! The actions that can happen to a manager.
 
 use paramhub_core::service::StopWhen;
 use proptest::prelude::*;
 
-/// What happens next. Numbers that point at a job, a call or a hub count modulo those that there are.
+/// The next action. Numbers that point at a job, a call or a hub count modulo those that there are.
 #[derive(Clone, Debug)]
 pub(super) enum Action {
     Create {

@@ -1,9 +1,9 @@
-//! What must hold of a manager after every event.
+//! These checks must hold after every event of a manager.
 
 use std::collections::BTreeSet;
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::membership::{Answer, CallId, News};
+use paramhub_core::membership::{Answer, CallId, LogEvent};
 use paramhub_core::service::JobState;
 
 use super::{Caller, HUB_TIMEOUT, LEASE_S, SimulatedHub, Simulation, json, moment, rack_of};
@@ -42,27 +42,27 @@ impl Simulation {
         assert_eq!(*first, answer, "ranks of {namespace} initialised different jobs");
     }
 
-    pub(super) fn check_news(&mut self, news: News) {
-        match news {
-            News::JobAdvanced { namespace, state: JobState::Initialising, .. } => {
+    pub(super) fn check_log_event(&mut self, event: LogEvent) {
+        match event {
+            LogEvent::JobAdvanced { namespace, state: JobState::Initialising, .. } => {
                 let job = self.membership.job(namespace).unwrap();
                 for hub in job.hubs() {
                     let here = self.hubs.get(&hub).is_some_and(|hub| !hub.leaving);
                     assert!(here, "{namespace} begins with hub {hub}, which is not here or is leaving");
                 }
             }
-            News::JobFailed { namespace, message, .. } if message.starts_with("its lease") => {
+            LogEvent::JobFailed { namespace, message, .. } if message.starts_with("its lease") => {
                 let silent = self.now - self.jobs[&namespace].renewed;
                 assert!(silent.as_secs_f64() >= LEASE_S, "the lease of {namespace} ended after {silent:?}");
             }
-            News::JobFinished { namespace, .. } => {
+            LogEvent::JobFinished { namespace, .. } => {
                 let job = self.membership.job(namespace).unwrap();
                 let observed = &self.jobs[&namespace];
                 let by_hubs = job.hubs().all(|hub| observed.hubs_finished.contains(&hub));
                 let by_ranks = observed.ranks_finished.len() as u32 == job.workers;
                 assert!(by_hubs || by_ranks, "a hub or a rank has not finished {namespace}");
             }
-            News::HubLost { message } if message.contains("not been heard") => {
+            LogEvent::HubLost { message } if message.contains("not been heard") => {
                 let lost = |hub: &&SimulatedHub| self.now - hub.heard >= HUB_TIMEOUT;
                 assert!(self.hubs.values().any(|hub| lost(&hub)), "a hub that calls was lost: {message}");
             }

@@ -11,10 +11,10 @@ use super::{Cluster, Encoding, HubPlace, LayerType, Plan, PlannedLayer, Scheme, 
 use crate::limits::PROPERTIES_MAX;
 use crate::placement::HubShape;
 
-/// What every node knows of a job once InitService has been answered.
+/// Every node of a job has this information once InitService has been answered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Book {
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(as = Book))]
+pub struct InformationBook {
     /// The job's name.
     pub job: String,
     /// The workers and hubs that take part.
@@ -31,7 +31,7 @@ pub struct Roster {
     pub workers: Vec<WorkerEntry>,
     /// The hubs, site by site, in the order in which a site's placement counts them.
     pub hubs: Vec<HubEntry>,
-    /// Where the hubs run.
+    /// The place where the hubs run.
     pub place: HubPlace,
 }
 
@@ -61,7 +61,7 @@ pub struct HubEntry {
     pub addresses: Vec<String>,
     /// The site it is at.
     pub site: u16,
-    /// Whether a worker of the job is on its machine.
+    /// `true` if a worker of the job is on its machine.
     pub is_beside_worker: bool,
 }
 
@@ -103,10 +103,10 @@ pub fn addresses(shape: &HubShape) -> Vec<String> {
 }
 
 impl HubPlace {
-    /// Where the hubs of a job at one site run: beside workers if at least one does, since the busiest
-    /// machine then has both; otherwise dedicated. The rates of the links follow from the weights of the
-    /// interfaces, with each address counted once: a worker's link is assumed to be as wide as the narrowest
-    /// address, and a hub as wide as the average hub.
+    /// Returns the place where the hubs of a job at one site run: beside workers if at least one does, since
+    /// the busiest machine then has both; otherwise dedicated. The rates of the links follow from the weights
+    /// of the interfaces, with each address counted once: a worker's link is assumed to be as wide as the
+    /// narrowest address, and a hub as wide as the average hub.
     pub fn of_hubs<'a>(hubs: impl IntoIterator<Item = &'a HubShape>, is_any_beside_worker: bool) -> HubPlace {
         if is_any_beside_worker {
             return HubPlace::BesideWorkers;
@@ -128,7 +128,7 @@ impl HubPlace {
     }
 }
 
-/// How a layer is exchanged, and the other possible schemes: the answer to BestScheme.
+/// The scheme of a layer, and the other possible schemes: the answer to BestScheme.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BestScheme {
@@ -136,7 +136,7 @@ pub struct BestScheme {
     pub layer: String,
     /// The scheme that exchanges it.
     pub scheme: Scheme,
-    /// Why this scheme was chosen.
+    /// The reason why this scheme was chosen.
     pub why: Why,
     /// Bytes that each scheme would put on the machines in a step; schemes that cannot exchange the layer are
     /// left out.
@@ -169,9 +169,9 @@ pub enum Found<'a> {
     Why(Why),
 }
 
-/// Why the book has no answer.
+/// The reason why the book has no answer.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum BookError {
+pub enum InformationBookError {
     /// No such layer.
     #[error(
         "job `{job}` has no layer `{layer}`: `layers` lists them; keys that are in no layer go through the hubs"
@@ -197,7 +197,7 @@ pub enum BookError {
 
 const FIELDS: [&str; 8] = ["type", "outputs", "inputs", "samples", "parameters", "keys", "scheme", "why"];
 
-impl Book {
+impl InformationBook {
     /// The paper's Query: the value of each property, by its name.
     ///
     /// # Errors
@@ -205,9 +205,9 @@ impl Book {
     pub fn query<'a, 'b>(
         &'a self,
         properties: &[&'b str],
-    ) -> Result<BTreeMap<&'b str, Found<'a>>, BookError> {
+    ) -> Result<BTreeMap<&'b str, Found<'a>>, InformationBookError> {
         if properties.len() > PROPERTIES_MAX {
-            return Err(BookError::TooMany(properties.len()));
+            return Err(InformationBookError::TooMany(properties.len()));
         }
         properties.iter().map(|property| Ok((*property, self.find(property)?))).collect()
     }
@@ -216,7 +216,7 @@ impl Book {
     ///
     /// # Errors
     /// If there is no such layer.
-    pub fn best_scheme(&self, layer: &str) -> Result<BestScheme, BookError> {
+    pub fn best_scheme(&self, layer: &str) -> Result<BestScheme, InformationBookError> {
         let planned = self.layer(layer)?;
         let traffic = Scheme::ALL
             .into_iter()
@@ -225,13 +225,13 @@ impl Book {
         Ok(BestScheme { layer: layer.to_owned(), scheme: planned.scheme, why: planned.why, traffic })
     }
 
-    fn layer(&self, name: &str) -> Result<&PlannedLayer, BookError> {
+    fn layer(&self, name: &str) -> Result<&PlannedLayer, InformationBookError> {
         self.plan
             .layer(name)
-            .ok_or_else(|| BookError::Layer { job: self.job.clone(), layer: shortened(name) })
+            .ok_or_else(|| InformationBookError::Layer { job: self.job.clone(), layer: shortened(name) })
     }
 
-    fn find(&self, property: &str) -> Result<Found<'_>, BookError> {
+    fn find(&self, property: &str) -> Result<Found<'_>, InformationBookError> {
         match property {
             "workers" => return Ok(Found::Workers(&self.roster.workers)),
             "hubs" => return Ok(Found::Hubs(&self.roster.hubs)),
@@ -242,7 +242,7 @@ impl Book {
             }
             _ => {}
         }
-        let unknown = || BookError::Property(shortened(property));
+        let unknown = || InformationBookError::Property(shortened(property));
         let rest = property.strip_prefix("layers.").ok_or_else(unknown)?;
         // Names of layers may contain dots.
         if let Some(planned) = self.plan.layer(rest) {
@@ -297,7 +297,7 @@ mod tests {
         HubShape { interfaces: interfaces.iter().map(interface).collect(), local: None }
     }
 
-    fn book() -> Book {
+    fn information_book() -> InformationBook {
         let keys = vec![Key::new("conv", [9]), Key::new("w", [512, 256]), Key::new("b", [512])];
         let layers = vec![
             LayerSettings::other("features.0", [0]),
@@ -307,7 +307,7 @@ mod tests {
             Settings { layers, scheme: SchemeChoice::Auto, ..Settings::new(KeyTable::new(keys).unwrap()) };
         let roster = Roster::beside_workers(4, &[shape(&[("10.0.0.1:7771", 10), ("10.0.0.1:7771", 10)])]);
         let plan = Plan::new(&settings, &roster.cluster());
-        Book { job: "digits".into(), roster, plan }
+        InformationBook { job: "digits".into(), roster, plan }
     }
 
     #[test]
@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn properties_are_found_by_name() {
-        let book = book();
+        let information_book = information_book();
         let asked = [
             "workers",
             "hubs",
@@ -339,7 +339,7 @@ mod tests {
             "layers.fc.6.keys",
             "layers.features.0",
         ];
-        let found = serde_json::to_value(book.query(&asked).unwrap()).unwrap();
+        let found = serde_json::to_value(information_book.query(&asked).unwrap()).unwrap();
         assert_eq!(found["workers"].as_array().unwrap().len(), 4);
         let hub = serde_json::json!([{"addresses": ["10.0.0.1:7771"], "site": 0, "is_beside_worker": true}]);
         assert_eq!((&found["hubs"], &found["place"]), (&hub, &serde_json::json!("beside-workers")));
@@ -352,29 +352,32 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_told() {
-        let book = book();
-        let refused = |property| book.query(&[property]).unwrap_err().to_string();
+    fn an_unknown_property_or_layer_is_named() {
+        let information_book = information_book();
+        let refused = |property| information_book.query(&[property]).unwrap_err().to_string();
         assert!(refused("batch").contains("no property `batch`: it has workers, hubs"));
         assert!(refused("layers.fc7.scheme").contains("`digits` has no layer `fc7`"));
         assert!(refused("layers.fc7").contains("no layer `fc7`"));
-        assert_eq!(book.query(&["hubs"; PROPERTIES_MAX + 1]), Err(BookError::TooMany(PROPERTIES_MAX + 1)));
-        assert!(book.best_scheme("w").unwrap_err().to_string().contains("no layer `w`"));
+        assert_eq!(
+            information_book.query(&["hubs"; PROPERTIES_MAX + 1]),
+            Err(InformationBookError::TooMany(PROPERTIES_MAX + 1))
+        );
+        assert!(information_book.best_scheme("w").unwrap_err().to_string().contains("no layer `w`"));
     }
 
     #[test]
     fn best_scheme_says_what_the_others_would_move() {
-        let book = book();
-        let best = book.best_scheme("fc.6").unwrap();
+        let information_book = information_book();
+        let best = information_book.best_scheme("fc.6").unwrap();
         assert_eq!((best.scheme, best.why), (Scheme::Factors, Why::Cheapest));
         assert_eq!(best.traffic.keys().copied().collect::<Vec<_>>(), Scheme::ALL);
         let both = best.traffic[&Scheme::Factors].both.unwrap();
         assert_eq!(both.sent, 3.0 * 4.0 * (512.0 + 256.0) * 4.0);
         let text = serde_json::to_string(&best).unwrap();
         assert_eq!(serde_json::from_str::<BestScheme>(&text).unwrap(), best);
-        assert_eq!(book.best_scheme("features.0").unwrap().traffic.len(), 1);
-        let text = serde_json::to_string(&book).unwrap();
-        assert_eq!(serde_json::from_str::<Book>(&text).unwrap(), book);
+        assert_eq!(information_book.best_scheme("features.0").unwrap().traffic.len(), 1);
+        let text = serde_json::to_string(&information_book).unwrap();
+        assert_eq!(serde_json::from_str::<InformationBook>(&text).unwrap(), information_book);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::scheme::{Book, HubEntry, HubPlace, Roster, WorkerEntry, addresses};
+use crate::scheme::{HubEntry, HubPlace, InformationBook, Roster, WorkerEntry, addresses};
 use crate::service::{ErrorCode, ServiceError};
 
 use super::Job;
@@ -51,8 +51,8 @@ impl Job {
     }
 
     /// The information book of a job, once its placement is made.
-    pub fn book(&self) -> Result<Arc<Book>, ServiceError> {
-        self.book.clone().ok_or_else(|| match self.state.has_ended() {
+    pub fn information_book(&self) -> Result<Arc<InformationBook>, ServiceError> {
+        self.information_book.clone().ok_or_else(|| match self.state.has_ended() {
             true => self.ended_refusal(),
             false => refusal(
                 ErrorCode::Missing,

@@ -17,29 +17,29 @@ use crate::raw::settings;
 /// The offence of rank 1 against the hub.
 type Offence = Box<dyn Fn(&mut LocalRaw)>;
 
-fn says(bytes: Vec<u8>) -> Offence {
+fn sends(bytes: Vec<u8>) -> Offence {
     Box::new(move |raw| raw.send(&bytes))
 }
 
 fn header(change: impl FnOnce(&mut [u8])) -> Offence {
     let mut bytes = push(0);
     change(&mut bytes);
-    says(bytes)
+    sends(bytes)
 }
 
 #[test]
-fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
+fn each_offence_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
     let cluster = Cluster::new(Transports::shm(), 1);
     let bare =
         |operation, length| Header { length, codec: Codec::F32, ..Header::bare(operation) }.encode().to_vec();
     let retune = Header { chunk: 1, ..Header::bare(Operation::Retune) }.encode().to_vec();
-    let lie = "which its ring cannot hold";
+    let cannot_hold = "which its ring cannot hold";
     // The last field: whether the hub still sends the reason to the offender. It does not over rings whose
     // counts are false.
     let offences: Vec<(&str, Offence, &str, bool)> = vec![
         ("bad operation", header(|bytes| bytes[0] = 200), "operation 200 does not exist", true),
-        ("garbage", says(vec![0xff; 64]), "operation 255 does not exist", true),
-        ("the hub's operation", says(bare(Operation::Parameters, 16)), "does not go this way", true),
+        ("garbage", sends(vec![0xff; 64]), "operation 255 does not exist", true),
+        ("the hub's operation", sends(bare(Operation::Parameters, 16)), "does not go this way", true),
         ("a chunk that is not", header(|bytes| bytes[4] = 9), "chunk 9, which is not on this stream", true),
         (
             "wrong length",
@@ -50,17 +50,17 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
         ("no length", header(|bytes| bytes[12] = 0), "0 bytes of f32 for chunk 0", true),
         ("oversized length", header(|bytes| bytes[12..].fill(0xff)), "announces 4294967295 bytes", true),
         ("wrong codec", header(|bytes| bytes[1] = Codec::F16 as u8), "16 bytes of f16", true),
-        ("future step", says(push(5)), "step 5 was asked for, but step 0 is under way", true),
-        ("an unknown group", says(retune), "group 1 that cannot be used: the job has no such group", true),
-        ("twice", says([push(0), push(0)].concat()), "before the first was answered", true),
+        ("future step", sends(push(5)), "step 5 was asked for, but step 0 is under way", true),
+        ("an unknown group", sends(retune), "group 1 that cannot be used: the job has no such group", true),
+        ("twice", sends([push(0), push(0)].concat()), "before the first was answered", true),
         (
-            "parameters nobody asked for",
-            says(bare(Operation::Initialise, 16)),
+            "parameters without a request",
+            sends(bare(Operation::Initialise, 16)),
             "parameters to start from come once, from rank 0",
             true,
         ),
-        ("more than a ring", Box::new(|raw| raw.claim(RING_BYTES_DEFAULT as u64 + 1)), lie, false),
-        ("more than memory", Box::new(|raw| raw.claim(u64::MAX)), lie, false),
+        ("more than a ring", Box::new(|raw| raw.claim(RING_BYTES_DEFAULT as u64 + 1)), cannot_hold, false),
+        ("more than memory", Box::new(|raw| raw.claim(u64::MAX)), cannot_hold, false),
         (
             "less than before",
             Box::new(move |raw| {
@@ -73,7 +73,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
                 });
                 raw.claim(HEADER_BYTES as u64);
             }),
-            lie,
+            cannot_hold,
             false,
         ),
         (
@@ -88,16 +88,16 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
                 punch(&raw.rings);
                 raw.wake();
             }),
-            lie,
+            cannot_hold,
             false,
         ),
         (
-            "an end without a goodbye",
+            "an end without a leave message",
             Box::new(|raw| {
                 raw.rings.write(ENDED, &1_u32.to_le_bytes());
                 raw.wake();
             }),
-            "without a goodbye",
+            "without a leave message",
             false,
         ),
         (
@@ -111,8 +111,8 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
         ),
     ];
     beside_a_running_job(&cluster, || {
-        for (number, (what, offend, reason, is_told)) in offences.iter().enumerate() {
-            let name = format!("lie{number}");
+        for (number, (what, offend, reason, gets_reason)) in offences.iter().enumerate() {
+            let name = format!("offence{number}");
             let ticket = cluster.job(&name, 2);
             std::thread::scope(|scope| {
                 let honest = scope.spawn(|| {
@@ -122,7 +122,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
                 });
                 let mut raw = LocalRaw::join(&cluster, &ticket, 1, &settings());
                 offend(&mut raw);
-                if *is_told {
+                if *gets_reason {
                     let failure = raw.await_failure();
                     assert_eq!(failure.rank, Some(1), "{what}: {failure:?}");
                     let message = failure.message;
@@ -130,11 +130,14 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
                     assert!(message.contains(&format!("job `{name}` failed: rank 1")), "{what}: {message}");
                 }
                 assert!(raw.is_closed(), "{what}");
-                if let Err(told) = honest.join().unwrap() {
-                    let told = told.to_string();
-                    assert!(told.contains(reason) && told.contains("rank 1"), "{what}: {told}");
+                if let Err(error) = honest.join().unwrap() {
+                    let error = error.to_string();
+                    assert!(error.contains(reason) && error.contains("rank 1"), "{what}: {error}");
                 } else {
-                    assert_eq!(*what, "twice", "only there the honest rank's step can end before the lie");
+                    assert_eq!(
+                        *what, "twice",
+                        "only there the honest rank's step can end before the offence"
+                    );
                 }
             });
             let status = cluster.await_end(&name);
@@ -146,7 +149,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
 }
 
 #[test]
-fn an_offender_that_goes_on_sending_is_told_why_all_the_same() {
+fn an_offender_that_goes_on_sending_still_gets_the_reason() {
     let cluster = Cluster::new(Transports::shm(), 1);
     for round in 0..40 {
         let name = format!("flood{round}");
@@ -165,7 +168,7 @@ fn an_offender_that_goes_on_sending_is_told_why_all_the_same() {
 }
 
 #[test]
-fn random_bytes_in_rings_harm_nobody_else() {
+fn random_bytes_in_rings_harm_no_other_job() {
     let cluster = Cluster::new(Transports::shm(), 1);
     let seed: u64 = std::env::var("PARAMHUB_TEST_SEED")
         .ok()
@@ -217,21 +220,21 @@ fn many_chunks() -> (Settings, Vec<Vec<u8>>) {
 }
 
 #[test]
-fn a_lie_about_what_was_read_fails_its_job_when_the_hub_needs_the_room() {
+fn a_false_count_of_bytes_read_fails_its_job_when_the_hub_needs_the_room() {
     let cluster = Cluster::new(Transports::shm(), 1);
     let (settings, pushes) = many_chunks();
     beside_a_running_job(&cluster, || {
-        for lie in [1 << 40, u64::MAX] {
-            let name = format!("reads-{lie}");
+        for false_count in [1 << 40, u64::MAX] {
+            let name = format!("reads-{false_count}");
             let ticket = cluster.job(&name, 1);
             let mut raw = LocalRaw::join(&cluster, &ticket, 0, &settings);
-            raw.rings.write(HUBS + READ, &u64::to_le_bytes(lie));
+            raw.rings.write(HUBS + READ, &u64::to_le_bytes(false_count));
             for some in pushes.chunks(1000) {
                 if cluster.client.job(&name).unwrap().state.has_ended() {
                     break;
                 }
                 raw.send(&some.concat());
-                // So that this side keeps its own ring valid.
+                // This keeps the ring of this side valid.
                 let begun = Instant::now();
                 let mut read = [0; 8];
                 while u64::from_le_bytes(read) < raw.written && begun.elapsed().as_millis() < 500 {
@@ -248,7 +251,7 @@ fn a_lie_about_what_was_read_fails_its_job_when_the_hub_needs_the_room() {
 }
 
 #[test]
-fn a_worker_that_reads_nothing_holds_up_nobody_and_goes_on_when_it_does() {
+fn a_worker_that_reads_nothing_delays_no_other_and_goes_on_when_it_does() {
     let cluster = Cluster::new(Transports::shm(), 1);
     let (settings, pushes) = many_chunks();
     beside_a_running_job(&cluster, || {

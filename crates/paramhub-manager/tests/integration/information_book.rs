@@ -3,7 +3,7 @@
 
 use crate::common::*;
 use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::scheme::{Book, HubPlace, LayerSettings, Plan, Scheme, SchemeChoice, Why};
+use paramhub_core::scheme::{HubPlace, InformationBook, LayerSettings, Plan, Scheme, SchemeChoice, Why};
 use paramhub_core::service::ErrorCode;
 use paramhub_core::settings::Settings;
 
@@ -21,22 +21,26 @@ fn get(address: std::net::SocketAddr, path: &str) -> (String, serde_json::Value)
 }
 
 #[test]
-fn every_rank_and_the_manager_have_the_same_book() {
+fn every_rank_and_the_manager_have_the_same_information_book() {
     let (manager, client) = start(config());
-    let hub = Hub::join(&client, Manner::Serve);
+    let hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "digits", 4);
     job.all_ranks(0..4, |job, rank| job.connect(rank).unwrap());
-    assert_eq!(code(&client.book("digits")), ErrorCode::Missing);
+    assert_eq!(code(&client.information_book("digits")), ErrorCode::Missing);
     let answers = job.all_ranks(0..4, |job, rank| job.init(rank, model(SchemeChoice::Auto)).unwrap());
-    let book = client.book("digits").unwrap();
+    let information_book = client.information_book("digits").unwrap();
     for answer in answers {
         // The plan as a worker makes it, from the answer and its own settings.
         let plan = Plan::new(&model(SchemeChoice::Auto), &answer.roster.cluster());
-        assert_eq!(Book { job: "digits".into(), roster: answer.roster, plan }, book);
+        assert_eq!(InformationBook { job: "digits".into(), roster: answer.roster, plan }, information_book);
     }
-    assert_eq!(book.roster.place, HubPlace::Dedicated { width: 1.0 }, "the hub tells no machine");
-    assert_eq!(book.roster.hubs[0].addresses, [hub.shape.interfaces[0].address.clone()]);
-    assert_eq!(book.roster.workers[3].host, "testhost");
+    assert_eq!(
+        information_book.roster.place,
+        HubPlace::Dedicated { width: 1.0 },
+        "the hub reports no machine"
+    );
+    assert_eq!(information_book.roster.hubs[0].addresses, [hub.shape.interfaces[0].address.clone()]);
+    assert_eq!(information_book.roster.workers[3].host, "testhost");
     let best = client.best_scheme("digits", "fc6").unwrap();
     assert_eq!((best.scheme, best.why), (Scheme::Factors, Why::Cheapest));
     assert_eq!(best.traffic[&Scheme::Factors].worker.unwrap().sent, 3.0 * 8.0 * 1024.0 * 4.0);
@@ -61,14 +65,14 @@ fn every_rank_and_the_manager_have_the_same_book() {
     let (status, _) = get(address, &format!("/v1/jobs/digits/book?properties={}", ["hubs"; 65].join(",")));
     assert!(status.contains("400"), "{status}");
     hub.finish(&job);
-    assert_eq!(code(&client.book("digits")), ErrorCode::JobEnded);
+    assert_eq!(code(&client.information_book("digits")), ErrorCode::JobEnded);
     manager.stop();
 }
 
 #[test]
 fn layers_that_disagree_or_cannot_be_are_refused() {
     let (_manager, client) = start(config());
-    let _hub = Hub::join(&client, Manner::Serve);
+    let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "digits", 2);
     job.all_ranks(0..2, |job, rank| job.connect(rank).unwrap());
     let mut torn = model(SchemeChoice::Auto);

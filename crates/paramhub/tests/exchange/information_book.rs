@@ -37,24 +37,27 @@ fn ranks_hub_and_manager_plan_alike_and_start_from_rank_0() {
         let mut model: Vec<Vec<f32>> = sizes.iter().map(|&size| of_rank(size)).collect();
         job.broadcast(&mut model, 0).unwrap();
         assert!(model.iter().flatten().all(|value| value.fract() == 0.0), "rank {}", job.rank());
-        (job.book().clone(), client.book("planned").unwrap())
+        (job.information_book().clone(), client.information_book("planned").unwrap())
     });
-    let (book, _) = &found[0];
+    let (information_book, _) = &found[0];
     for (mine, managers) in &found {
-        assert_eq!(mine, book);
-        assert_eq!(managers, book);
+        assert_eq!(mine, information_book);
+        assert_eq!(managers, information_book);
     }
-    let schemes: Vec<Scheme> = book.plan.rows().map(|planned| planned.scheme).collect();
+    let schemes: Vec<Scheme> = information_book.plan.rows().map(|planned| planned.scheme).collect();
     assert_eq!(schemes, [Scheme::Factors, Scheme::Hub, Scheme::Hub]);
-    assert_eq!(book.roster.place, HubPlace::BesideWorkers, "all are on this machine");
-    assert!(book.roster.workers.iter().all(|worker| !worker.host.is_empty()));
-    assert!(book.roster.workers.iter().all(|worker| worker.address.is_none()), "none listens for the others");
+    assert_eq!(information_book.roster.place, HubPlace::BesideWorkers, "all are on this machine");
+    assert!(information_book.roster.workers.iter().all(|worker| !worker.host.is_empty()));
+    assert!(
+        information_book.roster.workers.iter().all(|worker| worker.address.is_none()),
+        "none listens for the others"
+    );
     let address = cluster.hub().addresses()[0].to_string();
-    assert_eq!(book.roster.hubs[0].addresses, [address]);
+    assert_eq!(information_book.roster.hubs[0].addresses, [address]);
 }
 
 #[test]
-fn what_nobody_can_exchange_is_refused_with_what_can_be() {
+fn a_layer_that_cannot_be_exchanged_is_refused_with_what_can_be() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     let keys = || KeyTable::new(vec![Key::new("fc.weight", [256, 128])]).unwrap();
     let layer =

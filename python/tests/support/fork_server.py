@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass
-class Zygote:
+class ForkServer:
     socket: Connection
     ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Team and rank by process id."""
@@ -181,7 +181,7 @@ def preload() -> None:
         sys.modules["torch"].set_num_threads(1)
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
-        raise SystemExit(f"a zygote must have one thread to be forked, and has {threads}")
+        raise SystemExit(f"a fork server must have one thread to be forked, and has {threads}")
     # The garbage collector then skips all present objects, in every rank.
     gc.freeze()
 
@@ -190,5 +190,5 @@ if __name__ == "__main__":
     preload()
     socket = Connection(int(sys.argv[1]))
     socket.send("ready")
-    ordered = Zygote(socket).serve()
+    ordered = ForkServer(socket).serve()
     os._exit(run_task(ordered) if ordered is not None else 0)

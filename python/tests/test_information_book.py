@@ -56,7 +56,7 @@ def test_properties_are_asked_by_name(hub: paramhub.Hub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"),
+    ("layers", "message"),
     [
         ({"fc": {"tensors": ["fc6.bias"], "samples": 4}}, "a fully connected layer's is its weight"),
         ({"fc": {"tensors": ["fc7.weight"]}}, "which the job does not have"),
@@ -66,10 +66,10 @@ def test_properties_are_asked_by_name(hub: paramhub.Hub) -> None:
     ],
 )
 def test_layers_that_cannot_be_are_refused(
-    hub: paramhub.Hub, layers: dict[str, dict[str, Any]], said: str
+    hub: paramhub.Hub, layers: dict[str, dict[str, Any]], message: str
 ) -> None:
     def work(job: paramhub.Job) -> None:
-        with pytest.raises(paramhub.MisuseError, match=said):
+        with pytest.raises(paramhub.MisuseError, match=message):
             init(job, layers)
 
     in_threads(hub, 1, work, peers=True)

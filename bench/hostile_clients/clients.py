@@ -1,4 +1,4 @@
-"""Strangers: connections that never authenticate, made by processes of their own."""
+"""Hostile clients: connections that never authenticate, made by processes of their own."""
 
 import multiprocessing
 import os
@@ -8,9 +8,9 @@ import time
 
 PROCESSES = 4
 ADDRESSES = 100
-# Seconds between two bytes of a dripping stranger.
+# Seconds between two bytes of a dripping client.
 DRIP_S = 1.0
-# Seconds between two attempts of a stranger whose connection was closed.
+# Seconds between two attempts of a client whose connection was closed.
 RETURN_S = 0.05
 
 JOB = "/v1/jobs/" + "0" * 32
@@ -38,21 +38,23 @@ KINDS = {
 }
 
 
-class Crowd:
+class HostileClients:
     """A context that keeps so many connections to both ports."""
 
-    def __init__(self, kind: str, manager: tuple[str, int], data: tuple[str, int], strangers: int, many: bool):
-        self.strangers = strangers
+    def __init__(self, kind: str, manager: tuple[str, int], data: tuple[str, int], clients: int, many: bool):
+        self.clients = clients
         self.quit = multiprocessing.Event()
         self.counts = [multiprocessing.Value("q", 0) for _ in range(PROCESSES)]
         self.processes = [
             multiprocessing.Process(
-                target=_be, args=(kind, manager, data, range(number, strangers, PROCESSES), many, self.quit, count), daemon=True
+                target=_run_clients,
+                args=(kind, manager, data, range(number, clients, PROCESSES), many, self.quit, count),
+                daemon=True,
             )
             for number, count in enumerate(self.counts)
         ]
 
-    def __enter__(self) -> "Crowd":
+    def __enter__(self) -> "HostileClients":
         for process in self.processes:
             process.start()
         return self
@@ -62,17 +64,17 @@ class Crowd:
         for process in self.processes:
             process.join()
 
-    def called(self) -> int:
-        """The number of connections that were made. A stranger whose connection was closed connects again and counts anew."""
+    def connections(self) -> int:
+        """The number of connections that were made. A client whose connection was closed connects again and counts anew."""
         return sum(count.value for count in self.counts)
 
-    def wait_until_all_have_called(self) -> None:
+    def wait_until_all_have_connected(self) -> None:
         deadline = time.monotonic() + 120
-        while self.called() < self.strangers and time.monotonic() < deadline:
+        while self.connections() < self.clients and time.monotonic() < deadline:
             time.sleep(0.1)
 
 
-def _be(kind, manager, data, numbers, many, quit, count) -> None:
+def _run_clients(kind, manager, data, numbers, many, quit, count) -> None:
     to_manager, to_data, drips = KINDS[kind]
     selector = selectors.DefaultSelector()
     absent = [(0.0, number) for number in numbers]
@@ -83,61 +85,61 @@ def _be(kind, manager, data, numbers, many, quit, count) -> None:
         due, absent = [item for item in absent if item[0] <= now], [item for item in absent if item[0] > now]
         for _, number in due:
             port, text = (manager, to_manager) if number % 2 else (data, to_data)
-            stranger = socket.socket()
-            stranger.setblocking(False)
+            connection = socket.socket()
+            connection.setblocking(False)
             try:
                 if many:
-                    stranger.bind((f"127.0.9.{1 + number % ADDRESSES}", 0))
-                stranger.connect(port)
+                    connection.bind((f"127.0.9.{1 + number % ADDRESSES}", 0))
+                connection.connect(port)
             except BlockingIOError:
                 pass
             except OSError:
-                stranger.close()
+                connection.close()
                 absent.append((now + RETURN_S, number))
                 continue
-            present[stranger] = (number, text)
-            selector.register(stranger, selectors.EVENT_WRITE)
+            present[connection] = (number, text)
+            selector.register(connection, selectors.EVENT_WRITE)
         for key, events in selector.select(0.05):
-            stranger = key.fileobj
-            number, text = present[stranger]
+            connection = key.fileobj
+            number, text = present[connection]
             try:
                 if events & selectors.EVENT_WRITE:
-                    failed = stranger.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    failed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                     if failed:
                         raise OSError(failed)
                     count.value += 1
                     # Bytes that do not fit at once are not sent: the port has enough to hold.
                     if text:
-                        stranger.send(text)
+                        connection.send(text)
                     is_reader = text.startswith(b"GET")
                     if is_reader:
                         # A reader never reads its answer, so it does not notice a closed connection. It connects again later.
-                        selector.unregister(stranger)
+                        selector.unregister(connection)
                         absent.append((now + 1, number))
-                        present[stranger] = (None, text)
+                        present[connection] = (None, text)
                     else:
-                        selector.modify(stranger, selectors.EVENT_READ)
+                        selector.modify(connection, selectors.EVENT_READ)
                     continue
-                if stranger.recv(4096):
+                if connection.recv(4096):
                     continue
             except BlockingIOError:
                 continue
             except OSError:
                 pass
-            selector.unregister(stranger)
-            stranger.close()
-            del present[stranger]
+            selector.unregister(connection)
+            connection.close()
+            del present[connection]
             absent.append((now + RETURN_S, number))
-        readers = [stranger for stranger, (number, _) in present.items() if number is None]
-        for stranger in readers[: max(0, len(readers) - len(numbers))]:
-            stranger.close()
-            del present[stranger]
+        readers = [connection for connection, (number, _) in present.items() if number is None]
+        for connection in readers[: max(0, len(readers) - len(numbers))]:
+            connection.close()
+            del present[connection]
         if drips and now >= next_drip:
             next_drip = now + DRIP_S
-            for stranger in present:
+            for connection in present:
                 try:
-                    stranger.send(b" ")
+                    connection.send(b" ")
                 except OSError:
                     pass
-    for stranger in present:
-        stranger.close()
+    for connection in present:
+        connection.close()

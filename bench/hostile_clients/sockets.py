@@ -38,7 +38,7 @@ def _sockets(family: int):
                 length, kind, *_ = HEADER.unpack_from(answer)
                 if kind != SOCK_DIAG_BY_FAMILY:
                     if kind != NLMSG_DONE:
-                        raise OSError("sock_diag refuses to tell of sockets")
+                        raise OSError("sock_diag does not list the sockets")
                     return
                 yield _read(answer[HEADER.size : length])
                 answer = answer[(length + 3) & ~3 :]

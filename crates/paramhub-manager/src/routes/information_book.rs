@@ -6,8 +6,8 @@ use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use paramhub_core::membership::Job;
-use paramhub_core::scheme::{BestScheme, Book, BookError};
-use paramhub_core::service::{AskBestScheme, AskBook, ErrorCode, ServiceError};
+use paramhub_core::scheme::{BestScheme, InformationBook, InformationBookError};
+use paramhub_core::service::{AskBestScheme, AskInformationBook, ErrorCode, ServiceError};
 
 use super::{PathSegment, QueryParameters};
 use crate::auth::Admin;
@@ -26,7 +26,7 @@ use crate::registry::Registry;
     ),
     security(("admin_token" = [])),
     responses(
-        (status = 200, description = "The whole book, where no properties are asked for.", body = Book),
+        (status = 200, description = "The whole book, where no properties are asked for.", body = InformationBook),
         (status = 400, description = "The path or the query is malformed.", body = ServiceError),
         (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
         (status = 404, description = "There is no such job, layer or property.", body = ServiceError),
@@ -38,12 +38,12 @@ pub(crate) async fn query(
     _: Admin,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
-    QueryParameters(ask): QueryParameters<AskBook>,
+    QueryParameters(ask): QueryParameters<AskInformationBook>,
 ) -> Result<Response, Refusal> {
-    let book = find(&registry, &job)?;
-    let Some(properties) = ask.properties else { return Ok(Json(&*book).into_response()) };
+    let information_book = find(&registry, &job)?;
+    let Some(properties) = ask.properties else { return Ok(Json(&*information_book).into_response()) };
     let properties: Vec<&str> = properties.split(',').collect();
-    let found = book.query(&properties).map_err(not_there)?;
+    let found = information_book.query(&properties).map_err(not_there)?;
     Ok(Json(found).into_response())
 }
 
@@ -73,14 +73,14 @@ pub(crate) async fn best_scheme(
     Ok(Json(find(&registry, &job)?.best_scheme(&ask.layer).map_err(not_there)?))
 }
 
-fn find(registry: &Registry, job: &str) -> Result<Arc<Book>, ServiceError> {
-    registry.with(|state| state.membership.find(job).and_then(Job::book))
+fn find(registry: &Registry, job: &str) -> Result<Arc<InformationBook>, ServiceError> {
+    registry.with(|state| state.membership.find(job).and_then(Job::information_book))
 }
 
-fn not_there(wrong: BookError) -> ServiceError {
+fn not_there(wrong: InformationBookError) -> ServiceError {
     let code = match wrong {
-        BookError::Layer { .. } | BookError::Property(_) => ErrorCode::NotFound,
-        BookError::TooMany(_) => ErrorCode::BadRequest,
+        InformationBookError::Layer { .. } | InformationBookError::Property(_) => ErrorCode::NotFound,
+        InformationBookError::TooMany(_) => ErrorCode::BadRequest,
     };
     refusal(code, wrong.to_string())
 }
