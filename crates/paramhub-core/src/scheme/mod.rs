@@ -21,6 +21,7 @@
 //! assert_eq!(cluster.best_scheme(&layer.with_samples(32 * 2048)), Scheme::Hub);
 //! ```
 
+mod choice;
 mod information_book;
 mod layers;
 mod plan;
@@ -32,10 +33,11 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+pub use choice::SchemeChoice;
 pub use information_book::{
     BestScheme, Found, HubEntry, InformationBook, InformationBookError, Roster, WorkerEntry, addresses,
 };
-pub use layers::{LayerError, LayerKind, LayerSettings, SchemeChoice};
+pub use layers::{LayerError, LayerKind, LayerSettings};
 pub(crate) use layers::{check, read_layers};
 pub use plan::{Plan, PlannedLayer, Why};
 pub use traffic::{Cluster, Direction, Encoding, HubPlace, Traffic};

@@ -1,0 +1,196 @@
+//! The calls of hubs: a hub registers, polls for commands, and reports.
+
+use serde::{Deserialize, Serialize};
+
+use super::{CoreCounters, HubEvent, JobCounters, JobOptions, ProbeOrder, StopWhen, is_default};
+use crate::auth::{Namespace, Nonce};
+use crate::checkpoint::CheckpointStatus;
+use crate::composition::{Composition, Place, SiteId};
+use crate::placement::HubShape;
+use crate::scheme::Cluster;
+use crate::settings::Settings;
+
+/// `POST /v1/hubs`: a hub joins the manager.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RegisterHub {
+    /// Interfaces and cores that the hub offers.
+    pub shape: HubShape,
+    /// The workers that the hub serves: with a host those on that host, otherwise with a rack those of that
+    /// rack, otherwise all.
+    #[serde(default)]
+    pub place: Place,
+    /// The id that distinguishes the hub's machine from all others, as a worker's [`Place::host`] does; empty
+    /// if unknown. It serves only to find workers on the same machine.
+    #[serde(default)]
+    pub machine: String,
+    /// `true` if the hub has a folder for checkpoints; `None` if unknown. Where all hubs that have joined say
+    /// that they have none, CreateService refuses a job with `checkpoint_every` or `resume`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keeps_checkpoints: Option<bool>,
+}
+
+/// Answer to [`RegisterHub`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubRegistered {
+    /// The hub's number from now on.
+    pub hub: u32,
+    /// Bearer token of the hub's later calls.
+    pub token: String,
+}
+
+/// `POST /v1/hubs/{hub}/poll`: waits for commands. The manager forgets commands up to `acknowledged` and
+/// repeats later ones until they are acknowledged, so a lost answer loses no command.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct PollCommands {
+    /// Sequence number of the last command that the hub has taken; 0 at first.
+    pub acknowledged: u64,
+    /// Seconds to wait if there is no command; the manager caps it at 10, and at a third of the time after
+    /// which it counts a silent hub as lost.
+    pub wait_s: f64,
+}
+
+/// Answer to [`PollCommands`], oldest first; empty when the wait ran out.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Commands {
+    /// The commands, numbered from 1 without gaps.
+    pub commands: Vec<NumberedCommand>,
+}
+
+/// A command with its position in the hub's sequence.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct NumberedCommand {
+    /// The command's number: from 1, without gaps.
+    pub sequence: u64,
+    /// The command itself.
+    pub command: HubCommand,
+}
+
+/// A command of the manager to a hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum HubCommand {
+    /// Allocate a job's buffers and expect its workers. The hub answers with [`HubEvent::Allocated`] or
+    /// [`HubEvent::Refused`].
+    Allocate(Box<JobPlan>),
+    /// Open the streams to the sites above: all hubs of the job have allocated. Only in jobs of several
+    /// sites.
+    Link {
+        /// The job.
+        namespace: Namespace,
+    },
+    /// End a job. The hub answers with [`HubEvent::Ended`], and first with [`HubEvent::Kept`] if its workers
+    /// are about to end. A job whose ranks have all left has finished, whatever stop comes after that.
+    Stop {
+        /// The job.
+        namespace: Namespace,
+        /// The reason, which the hub sends to the job's workers.
+        reason: String,
+        /// The event that the hub waits for.
+        #[serde(default, skip_serializing_if = "is_default")]
+        when: StopWhen,
+    },
+    /// Send the ranks that exchange here a notice of something that another hub has noticed.
+    Tell {
+        /// The job.
+        namespace: Namespace,
+        /// The rank that the notice is about, if any.
+        rank: Option<u32>,
+        /// The text of the notice.
+        message: String,
+    },
+    /// Measure with another hub what the network between the two carries. The hub answers with
+    /// [`HubEvent::Probed`] within a second.
+    Probe(ProbeOrder),
+}
+
+/// All that a hub must know of a job.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobPlan {
+    /// The job's name, for messages.
+    pub name: String,
+    /// The job.
+    pub namespace: Namespace,
+    /// The job's secret.
+    pub nonce: Nonce,
+    /// Waits and lifetimes.
+    pub options: JobOptions,
+    /// Every rank and every hub of the job, by site.
+    pub composition: Composition,
+    /// The receiver's site.
+    pub site: SiteId,
+    /// The receiver's position among the hubs of its site.
+    pub hub: u32,
+    /// The cluster for which the [plan](crate::scheme::Plan) of schemes is made.
+    pub cluster: Cluster,
+    /// The settings on which the ranks agreed.
+    pub settings: Settings,
+}
+
+/// `POST /v1/hubs/{hub}/events`: what a hub reports to its manager. The manager takes the counters before the
+/// events, so the report with a job's [`HubEvent::Ended`] carries the job's last counters.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct HubReport {
+    /// The events, oldest first.
+    pub events: Vec<HubEvent>,
+    /// Each core's time, in core order.
+    pub cores: Vec<CoreCounters>,
+    /// The counters of each living job on this hub. A hub that has joined again names here the jobs that it
+    /// still serves.
+    pub jobs: Vec<HubJobCounters>,
+    /// The checkpoints of jobs that write any.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub checkpoints: Vec<HubJobCheckpoints>,
+    /// The availability of the hub, which may be about to stop.
+    #[serde(skip_serializing_if = "is_default")]
+    pub presence: Presence,
+}
+
+/// The availability of a hub for jobs. `here`: it is. `leaving`: it shuts down, and the manager must not
+/// give it further jobs. `gone`: it has shut down, and this is its last report.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Presence {
+    /// The hub is available.
+    #[default]
+    Here,
+    /// The hub shuts down: the manager must not give it further jobs.
+    Leaving,
+    /// It has shut down, and this is its last report.
+    Gone,
+}
+
+/// One job's checkpoints on one hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubJobCheckpoints {
+    /// The job.
+    pub namespace: Namespace,
+    /// The status of the reporting hub's part.
+    pub status: CheckpointStatus,
+}
+
+/// One job's counters on one hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubJobCounters {
+    /// The job.
+    pub namespace: Namespace,
+    /// Its counters on the reporting hub.
+    pub counters: JobCounters,
+    /// For each rank, how many updates of chunks on this hub left it out because it was late; shorter if the
+    /// last ranks were never left out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<u64>,
+}

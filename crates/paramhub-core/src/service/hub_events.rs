@@ -1,0 +1,145 @@
+//! What hubs report of their jobs, and the reasons for which jobs end.
+
+use serde::{Deserialize, Serialize};
+
+use super::{AwaitedRanks, ProbeReport, is_default};
+use crate::auth::Namespace;
+
+/// Something that happened to a job at a hub.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum HubEvent {
+    /// A probe has ended at this hub.
+    Probed(ProbeReport),
+    /// The buffers are allocated and the hub accepts streams.
+    Allocated {
+        /// The job.
+        namespace: Namespace,
+        /// Digest of the placement that this hub computed.
+        placement_hash: String,
+        /// The step of the checkpoint with which its chunks begin; `None` if there is no checkpoint, or no
+        /// chunk.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        resumed_step: Option<u32>,
+    },
+    /// The hub cannot serve the job.
+    Refused {
+        /// The job.
+        namespace: Namespace,
+        /// The part that does not fit, and what would fit.
+        reason: String,
+    },
+    /// Something that a person should know while the job goes on, such as a silent rank.
+    Noticed {
+        /// The job.
+        namespace: Namespace,
+        /// The message: which rank or hub, and what happened.
+        message: String,
+    },
+    /// Ranks keep the others waiting for longer than recent steps explain; with `None` they no longer do.
+    Awaited {
+        /// The job.
+        namespace: Namespace,
+        /// The message for people.
+        message: String,
+        /// The ranks.
+        awaited: Option<AwaitedRanks>,
+    },
+    /// The last checkpoint of a job whose workers are about to end is in memory, or will not be taken.
+    Kept {
+        /// The job.
+        namespace: Namespace,
+    },
+    /// The job is over at this hub and its memory is freed.
+    Ended(JobEnd),
+}
+
+/// The way in which a job has ended at a hub.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobEnd {
+    /// The job.
+    pub namespace: Namespace,
+    /// `true` if every worker left of its own accord.
+    pub finished: bool,
+    /// The reason, if it did not finish.
+    pub reason: String,
+    /// The way in which the hub knows the reason.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub cause: CauseKind,
+    /// The rank to which it happened, or that reported it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u32>,
+    /// The seconds since it happened; the hub may have been unable to reach the manager since.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub ago_s: f64,
+}
+
+impl JobEnd {
+    /// The end of a job whose workers have all just left.
+    pub fn finished(namespace: Namespace) -> JobEnd {
+        JobEnd { finished: true, ..JobEnd::failed(namespace, String::new(), CauseKind::Known) }
+    }
+
+    /// The end of a job that has just failed.
+    pub fn failed(namespace: Namespace, reason: String, cause: CauseKind) -> JobEnd {
+        JobEnd { namespace, finished: false, reason, cause, rank: None, ago_s: 0.0 }
+    }
+}
+
+/// The way in which the reporter of a job's end knows the reason. Several parties report the same end, each
+/// with what it has seen; the job's reason is the first cause. Causes in this order precede one another:
+/// `known` (the default; the reporter caused the end itself, or has proof), `hub_lost` (the manager does
+/// not hear a hub), `peer_lost` (a hub has lost a rank or a site), `gave_up` (a rank or a site has said why
+/// it gave up), `hearsay` (the reporter was ordered to stop). An end that began too late to have caused
+/// another does not precede it, and `peer_lost` does not precede what the same rank said itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum CauseKind {
+    /// The reporter caused the end, or the reason is proven: a stop that was asked for, a hub that shuts
+    /// down, an interface that is down, a violation.
+    #[default]
+    Known,
+    /// The connection manager has lost a hub.
+    HubLost,
+    /// A hub has lost a rank, or a hub of another site.
+    PeerLost,
+    /// A rank, or another site, has given up and said why, often because of something that had happened
+    /// elsewhere.
+    GaveUp,
+    /// The reporter knows of the end only from others: a launcher finds that its workers have ended, perhaps
+    /// because of a message; a hub receives the order to end the job.
+    Hearsay,
+}
+
+/// The event that the end of a job waits for. `now` (the default): nothing. `workers_ending`, from a
+/// launcher that is about to end the workers: the hubs take a last checkpoint, if the job writes any, and
+/// the job goes on; if it then ends without having finished, this is the reason. `workers_ended`: the
+/// processes of the workers have ended; the hubs wait for Leaves that are under way. If every worker has
+/// left, the job finishes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum StopWhen {
+    /// Nothing.
+    #[default]
+    Now,
+    /// The workers, whose launcher is about to end them: the hubs take a last checkpoint, if the job writes
+    /// any, and the job goes on. If it then ends without having finished, this is the reason.
+    WorkersEnding,
+    /// The messages of the workers: their processes have ended. If every one of them has left, the job
+    /// finishes.
+    WorkersEnded,
+}
+
+/// Adds counts by rank. A list may be shorter than the number of ranks if the rest is 0.
+pub fn add_by_rank(sum: &mut Vec<u64>, counted: &[u64]) {
+    if sum.len() < counted.len() {
+        sum.resize(counted.len(), 0);
+    }
+    for (sum, counted) in sum.iter_mut().zip(counted) {
+        *sum += counted;
+    }
+}

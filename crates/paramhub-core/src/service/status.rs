@@ -1,0 +1,156 @@
+//! The states of jobs and hubs, as users read them.
+
+use serde::{Deserialize, Serialize};
+
+use crate::auth::Namespace;
+use crate::checkpoint::CheckpointStatus;
+use crate::composition::Place;
+use crate::placement::HubShape;
+
+/// The state of a job. `connecting`: not every rank has connected. `initialising`: not every rank has sent its
+/// settings, or a hub still allocates. `running`: buffers are allocated; a job without hubs runs as soon as
+/// its ranks have met. `finished`: every worker has left. `failed`: an error, the lease or an operator has
+/// ended it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum JobState {
+    /// The job is created; not every rank has connected.
+    Connecting,
+    /// Every rank has connected; not every rank has sent its settings, or a hub still allocates.
+    Initialising,
+    /// Buffers are allocated; workers exchange.
+    Running,
+    /// Every worker has left.
+    Finished,
+    /// The job was ended by an error, by its lease, or by an operator.
+    Failed,
+}
+
+impl JobState {
+    /// Returns whether the job has released its resources.
+    pub const fn has_ended(self) -> bool {
+        matches!(self, JobState::Finished | JobState::Failed)
+    }
+}
+
+/// `GET /v1/jobs` (a list) and `GET /v1/jobs/{name or namespace}`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobStatus {
+    /// The name given to CreateService.
+    pub name: String,
+    /// The job's namespace.
+    pub namespace: Namespace,
+    /// The state of the job.
+    pub state: JobState,
+    /// The reason why it failed, or the newest warning while it runs; empty where there is none.
+    pub message: String,
+    /// Ranks in the job.
+    pub workers: u32,
+    /// Ranks that have connected, ascending.
+    pub connected: Vec<u32>,
+    /// Keys in the table; 0 before InitService.
+    pub keys: u64,
+    /// Bytes of one worker's gradients; 0 before InitService.
+    pub bytes: u64,
+    /// The optimizer's name; empty before InitService.
+    pub optimizer: String,
+    /// The consistency; empty before InitService.
+    pub consistency: String,
+    /// The way in which the sums of sites become those of all workers, and why. Empty before the hubs are
+    /// chosen, or if no reduction was asked for and no hub serves a rack or a host.
+    #[serde(default)]
+    pub reduction: String,
+    /// The counters of the hubs for the job.
+    pub counters: JobCounters,
+    /// For each rank, how many of `counters.updates` left it out because it was late; shorter if the last
+    /// ranks were never left out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<u64>,
+    /// The ranks that keep the others waiting for longer than the job's recent steps explain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub awaited: Option<AwaitedRanks>,
+    /// The job's checkpoints, if it writes any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoints: Option<CheckpointStatus>,
+    /// The time at which the job was created, in seconds since the Unix epoch.
+    pub created_at: u64,
+    /// The time at which the job ended, in seconds since the Unix epoch; `None` while it lives.
+    pub ended_at: Option<u64>,
+}
+
+/// Ranks for which others wait.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct AwaitedRanks {
+    /// The ranks, ascending; for a site, all ranks that exchange there or below.
+    pub ranks: Vec<u32>,
+    /// The key for which others have waited longest.
+    pub key: String,
+    /// The event that they wait for, such as `its contribution to step 7`.
+    pub what: String,
+    /// The time that others have waited.
+    pub seconds: f64,
+}
+
+/// The counters of hubs for a job, summed over their cores.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobCounters {
+    /// Bytes of model, merge, optimizer and staging buffers.
+    pub memory_bytes: u64,
+    /// Payload and header bytes received.
+    pub bytes_received: u64,
+    /// Payload and header bytes sent.
+    pub bytes_sent: u64,
+    /// Contributions summed.
+    pub contributions: u64,
+    /// Chunks optimised.
+    pub updates: u64,
+    /// Nanoseconds that hub cores spent on the job.
+    #[serde(default)]
+    pub busy_ns: u64,
+    /// Streams that continued over another interface.
+    #[serde(default)]
+    pub streams_moved: u64,
+}
+
+impl std::ops::AddAssign for JobCounters {
+    fn add_assign(&mut self, other: Self) {
+        self.memory_bytes += other.memory_bytes;
+        self.bytes_received += other.bytes_received;
+        self.bytes_sent += other.bytes_sent;
+        self.contributions += other.contributions;
+        self.updates += other.updates;
+        self.busy_ns += other.busy_ns;
+        self.streams_moved += other.streams_moved;
+    }
+}
+
+/// The way in which a hub core has used its time since the hub started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct CoreCounters {
+    /// Nanoseconds spent on frames.
+    pub busy_ns: u64,
+    /// Nanoseconds spent waiting for frames.
+    pub idle_ns: u64,
+}
+
+/// `GET /v1/hubs`: one entry a hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubStatus {
+    /// The hub's number, given at registration.
+    pub hub: u32,
+    /// Interfaces and cores.
+    pub shape: HubShape,
+    /// The workers that the hub serves.
+    #[serde(default)]
+    pub place: Place,
+    /// Each core's time.
+    pub cores: Vec<CoreCounters>,
+    /// Seconds since the manager last heard from the hub.
+    pub silent_s: f64,
+}
