@@ -28,7 +28,8 @@ use clap::Subcommand;
 use paramhub::service::ServiceCreated;
 use paramhub::{Job, Registry};
 use paramhub_harness::ExitCode;
-use paramhub_harness::exchange::spec::{JsonConnection, Spec};
+use paramhub_harness::exchange::messages::JsonConnection;
+use paramhub_harness::exchange::spec::Spec;
 use paramhub_harness::exchange::{CoreServer, Extension};
 use serde_json::Value;
 

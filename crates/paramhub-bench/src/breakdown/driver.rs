@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::bail;
 use paramhub_harness::exchange::driver::{BenchProcesses, LEAD, accept, ask};
-use paramhub_harness::exchange::spec::{JobEndpoints, LauncherCommand};
+use paramhub_harness::exchange::messages::{JobEndpoints, LauncherCommand};
 use paramhub_harness::exchange::usage;
 
 use super::SCENARIO;

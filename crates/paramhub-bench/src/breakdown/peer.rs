@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::CreateService;
 use paramhub::{Member, Membership};
-use paramhub_harness::exchange::spec::{JobEndpoints, JsonConnection};
+use paramhub_harness::exchange::messages::{JobEndpoints, JsonConnection};
 use paramhub_harness::exchange::usage;
 use paramhub_syncer::Syncers;
 use paramhub_train::exchange::{Exchange, ExchangeError, ExchangeStatistics};

@@ -7,9 +7,10 @@ use std::sync::atomic::AtomicBool;
 use indicatif::{ProgressBar, ProgressStyle};
 use paramhub_harness::exchange::driver::{accept, create, open};
 use paramhub_harness::exchange::hosts::{Hosts, Site};
+use paramhub_harness::exchange::messages::{JsonConnection, ProcessReport};
 use paramhub_harness::exchange::numbers::Verdict;
 use paramhub_harness::exchange::processes::{NamedCommand, add_process_arguments};
-use paramhub_harness::exchange::spec::{JsonConnection, ProcessReport, Spec};
+use paramhub_harness::exchange::spec::Spec;
 
 use super::messages::{IsolatedTimes, RankSpec, ScenarioReply, TrainingTimes, TurnTimes};
 use super::mpi;

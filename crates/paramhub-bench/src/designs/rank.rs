@@ -3,7 +3,7 @@
 use anyhow::{Context, bail};
 use paramhub::Membership;
 use paramhub::service::ServiceCreated;
-use paramhub_harness::exchange::spec::JsonConnection;
+use paramhub_harness::exchange::messages::JsonConnection;
 use paramhub_mesh::{MeshConfig, MeshListener};
 use paramhub_syncer::address_towards;
 

@@ -4,8 +4,8 @@ use anyhow::Context;
 use paramhub::service::ServiceCreated;
 use paramhub_core::auth::Nonce;
 use paramhub_harness::exchange::driver::{LEAD, receive};
+use paramhub_harness::exchange::messages::{JsonConnection, LauncherCommand};
 use paramhub_harness::exchange::numbers::Verdict;
-use paramhub_harness::exchange::spec::{JsonConnection, LauncherCommand};
 use paramhub_harness::exchange::statistics::mean;
 use paramhub_harness::exchange::usage;
 

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use paramhub::Dtype;
 use paramhub_collective::kvstore::StoreError;
+use paramhub_harness::exchange::messages::JsonConnection;
 use paramhub_harness::exchange::numbers::{self, Verdict};
-use paramhub_harness::exchange::spec::JsonConnection;
 use paramhub_harness::exchange::usage;
 use paramhub_train::dataflow::Meter;
 

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use anyhow::bail;
-use paramhub_harness::exchange::spec::JsonConnection;
+use paramhub_harness::exchange::messages::JsonConnection;
 use paramhub_harness::exchange::usage;
 use paramhub_kernels::Registry;
 use paramhub_train::dataflow::{Learner, train};

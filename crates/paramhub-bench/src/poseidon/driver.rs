@@ -7,7 +7,7 @@ use anyhow::bail;
 use indicatif::{ProgressBar, ProgressStyle};
 use paramhub_harness::exchange::driver::{LEAD, accept, create, open, receive};
 use paramhub_harness::exchange::hosts::Hosts;
-use paramhub_harness::exchange::spec::{JsonConnection, LauncherCommand};
+use paramhub_harness::exchange::messages::{JsonConnection, LauncherCommand};
 use paramhub_harness::exchange::usage;
 
 use super::SCENARIO;

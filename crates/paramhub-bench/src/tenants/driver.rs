@@ -7,8 +7,9 @@ use anyhow::bail;
 use indicatif::{ProgressBar, ProgressStyle};
 use paramhub_harness::exchange::driver::{LEAD, accept, create, hub_use, open, receive};
 use paramhub_harness::exchange::hosts::Hosts;
+use paramhub_harness::exchange::messages::{JsonConnection, LauncherCommand, ProcessReport, Turn};
 use paramhub_harness::exchange::numbers::Verdict;
-use paramhub_harness::exchange::spec::{JsonConnection, LauncherCommand, ProcessReport, Spec, Turn};
+use paramhub_harness::exchange::spec::Spec;
 use paramhub_harness::exchange::usage;
 
 /// The measurements to make.

@@ -12,10 +12,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::hosts::Hosts;
-use super::numbers::Verdict;
-use super::spec::{
-    HubProcessSettings, HubUse, JobEndpoints, JsonConnection, LauncherCommand, ProcessReport, Spec, Turn,
+use super::messages::{
+    HubProcessSettings, HubUse, JobEndpoints, JsonConnection, LauncherCommand, ProcessReport, Turn,
 };
+use super::numbers::Verdict;
+use super::spec::Spec;
 use super::statistics::mean;
 use super::usage;
 

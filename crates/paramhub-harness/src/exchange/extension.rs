@@ -7,7 +7,8 @@ use paramhub::service::ServiceCreated;
 use paramhub::{Job, Registry};
 use serde_json::Value;
 
-use super::spec::{JsonConnection, Spec};
+use super::messages::JsonConnection;
+use super::spec::Spec;
 
 /// The parts that the benchmarks of a program add to the exchange: variants of it, which differ from the
 /// normal path at the hub or at the worker, and scenarios whose processes do something else. What is

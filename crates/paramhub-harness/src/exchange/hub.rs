@@ -8,10 +8,11 @@ use paramhub::service::{CreateService, JobOptions, ServiceCreated};
 use paramhub::{HubConfig, ManagerClient, RunningHub};
 
 use super::extension::{CoreServer, Extension};
-use super::raw;
-use super::spec::{
-    HubProcessSettings, HubUse, JobEndpoints, JsonConnection, LauncherCommand, ProcessReport, Spec,
+use super::messages::{
+    HubProcessSettings, HubUse, JobEndpoints, JsonConnection, LauncherCommand, ProcessReport,
 };
+use super::raw;
+use super::spec::Spec;
 use super::usage;
 
 /// Serves until the launcher hangs up.

@@ -4,6 +4,7 @@ pub mod driver;
 mod extension;
 pub mod hosts;
 mod hub;
+pub mod messages;
 pub mod numbers;
 mod peer;
 pub mod processes;

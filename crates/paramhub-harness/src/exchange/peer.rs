@@ -11,9 +11,10 @@ use paramhub::{
 };
 
 use super::extension::Extension;
+use super::messages::{JobEndpoints, JsonConnection, LauncherCommand, ProcessReport, Turn};
 use super::numbers::{self, START, Verdict};
 use super::raw::Raw;
-use super::spec::{self, JobEndpoints, JsonConnection, LauncherCommand, ProcessReport, Spec, Turn};
+use super::spec::{self, Spec};
 use super::{hub, usage};
 use crate::ExitCode;
 
