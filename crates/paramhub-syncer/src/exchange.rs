@@ -1,72 +1,31 @@
 //! Sends factors to all peers, receives theirs, and updates the layers.
 
+mod config;
+mod step;
+
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters, Schedule};
-use paramhub_kernels::factors::{Factors, fingerprint};
-use paramhub_kernels::{Optimizer, convert, finite};
+use paramhub_kernels::Optimizer;
+use paramhub_kernels::factors::fingerprint;
 use paramhub_mesh::{Mesh, MeshError};
 use paramhub_transport::{BufferSlot, ReceiveRegion, lend};
 use paramhub_worker::AbortHandle;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+pub use config::{FactorConfig, FactorStatistics};
+
 use crate::error::SyncError;
 use crate::layer::{FactorLayer, LayerFactors, Outputs};
 use crate::message::{self, FactorMessageHeader};
-use crate::parameters::{LayerParameters, Update};
+use crate::parameters::LayerParameters;
 
 /// The time that the comparison of the processors may take once the mesh is joined.
 const COMPARISON: Duration = Duration::from_secs(60);
-
-/// The configuration of a [`FactorExchange`].
-pub struct FactorConfig {
-    /// A mesh of all workers of the job, for this exchange alone.
-    pub mesh: Mesh,
-    /// The kernel of the job's optimizer.
-    pub optimizer: Arc<dyn Optimizer>,
-    /// The hyperparameters at step 0 of each group of the optimizer. The optimizer has accepted them.
-    pub hyperparameters: Vec<Hyperparameters>,
-    /// The number of threads that multiply; by default as many as there are processors.
-    pub threads: usize,
-    /// The host of each rank, by any numbers that all ranks agree on: factors cross to another host once, and
-    /// a rank there passes them on. By default each rank is on a host of its own.
-    pub hosts: Vec<u32>,
-    /// `true` to fail, with an error that names rank and key, where factors hold a NaN or an infinity; by
-    /// default they pass.
-    pub reject_non_finite: bool,
-    /// A handle of the job that the exchange belongs to. If this worker's factors are at fault, it ends the
-    /// job with the reason.
-    pub abort_handle: Option<AbortHandle>,
-}
-
-impl FactorConfig {
-    /// A configuration with one group and a thread for each processor.
-    pub fn new(mesh: Mesh, optimizer: Arc<dyn Optimizer>, hyperparameters: Hyperparameters) -> Self {
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let hosts = (0..mesh.size()).collect();
-        let hyperparameters = vec![hyperparameters];
-        let (reject_non_finite, abort_handle) = (false, None);
-        FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, abort_handle }
-    }
-}
-
-/// The counters of an exchange since the beginning.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FactorStatistics {
-    /// Bytes of factors sent: to the peers on this host, to one on each other host, and of other ranks'
-    /// factors that were passed on.
-    pub bytes_sent: u64,
-    /// Bytes of factors received, of all peers.
-    pub bytes_received: u64,
-    /// The time spent multiplying and updating, summed over all layers.
-    pub rebuilding: Duration,
-    /// The number of updates, summed over all layers.
-    pub updates: u64,
-}
 
 /// The exchange of layers by factors between the workers.
 ///
@@ -433,115 +392,6 @@ impl Inner {
             spec,
             format!("has {slots} values of state a parameter, and none numbered {slot}"),
         ))
-    }
-
-    /// Ends a step: every rank's factors have come, or will not.
-    fn finish(
-        &self,
-        layer: usize,
-        arrived: Result<(), MeshError>,
-        mut outputs: Outputs,
-        done: UpdateCallback,
-    ) {
-        let outcome = arrived.map_err(SyncError::from).and_then(|()| self.update(layer, &mut outputs));
-        if let Err(error) = &outcome {
-            self.fail(error);
-        }
-        done(outcome.map(|()| outputs));
-    }
-
-    fn update(&self, layer: usize, outputs: &mut Outputs) -> Result<(), SyncError> {
-        let began = Instant::now();
-        let spec = &self.layers[layer];
-        let mut state = lock(&self.states[layer]);
-        let LayerState { parameters, messages, inputs, output_gradients, step, is_under_way } = &mut *state;
-        let (rows, columns) = spec.shape;
-        let mut samples = 0;
-        let mut hyperparameters = None;
-        for (peer, slot) in (0..).zip(messages.iter()) {
-            let message = slot.take().expect("regions are dropped before their operation ends");
-            let header = self.read(spec, *step, peer, &message)?;
-            hyperparameters.get_or_insert(header.hyperparameters);
-            let count = header.samples as usize;
-            let factors = message::factors(spec, count, &message);
-            convert::decode(factors.inputs, &mut inputs[samples * columns..][..count * columns], spec.codec);
-            let gradients = &mut output_gradients[samples * rows..][..count * rows];
-            convert::decode(factors.output_gradients, gradients, spec.codec);
-            samples += count;
-            slot.put(message);
-        }
-        let hyperparameters = hyperparameters.expect("a mesh has a rank 0");
-        let update = Update {
-            optimizer: &*self.optimizer,
-            hyperparameters: &hyperparameters,
-            contributions: self.workers,
-        };
-        let factors = Factors::new(
-            samples,
-            spec.shape,
-            &inputs[..samples * columns],
-            &output_gradients[..samples * rows],
-        );
-        parameters.update(&factors, &update, outputs);
-        *step += 1;
-        *is_under_way = false;
-        let bytes = message::bytes(spec).expect("counted when the layer was made") as u64;
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.updates.fetch_add(1, Ordering::Relaxed);
-        let took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.rebuilding_ns.fetch_add(took, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Refuses this worker's factors if they hold a NaN or an infinity and the job rejects such gradients. They
-    /// are checked before they are sent: the rank at fault is the first to know, so that it ends the job, and no
-    /// other rank can leave before.
-    fn check_finite(&self, spec: &FactorLayer, factors: LayerFactors<'_>) -> Result<(), SyncError> {
-        let both = [factors.inputs, factors.output_gradients];
-        if !self.reject_non_finite
-            || both.iter().all(|values| finite::first_non_finite(values, spec.codec).is_none())
-        {
-            return Ok(());
-        }
-        let (layer, key) = (Arc::clone(&spec.name), Arc::clone(&spec.key));
-        let error = SyncError::NonFinite { rank: self.rank, layer, key };
-        self.fail(&error);
-        Err(error)
-    }
-
-    /// Ends the exchange with this error, for all ranks. The first error counts: later ones are its
-    /// consequences.
-    fn fail(&self, error: &SyncError) {
-        let first = self.failure.get_or_init(|| error.clone());
-        if let (Some(abort_handle), Some(reason)) = (&self.abort_handle, error.reason_for_hubs()) {
-            abort_handle.abort(&reason);
-        }
-        self.mesh.abort(&first.to_string());
-    }
-
-    /// Reads a message's header and checks it against the step and the layer.
-    fn read(
-        &self,
-        spec: &FactorLayer,
-        step: u32,
-        peer: u32,
-        message: &[u8],
-    ) -> Result<FactorMessageHeader, SyncError> {
-        let disagrees = |reason: String| SyncError::Disagreement {
-            rank: self.rank,
-            layer: Arc::clone(&spec.name),
-            peer,
-            reason: reason.into(),
-        };
-        let header = message::read_header(message)
-            .ok_or_else(|| disagrees("sent hyperparameters that are no numbers".into()))?;
-        if header.step != step {
-            return Err(disagrees(format!("is at step {}, this rank at {step}", header.step)));
-        }
-        if header.samples as usize > spec.samples {
-            return Err(disagrees(format!("has {} samples, more than {}", header.samples, spec.samples)));
-        }
-        Ok(header)
     }
 }
 

@@ -9,139 +9,25 @@ use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use paramhub_core::arena::ArenaLayout;
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
-use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Codec;
-use paramhub_core::composition::{Composed, Composition};
-use paramhub_core::factors::FactorBlock;
-use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::placement::{HubShape, InterfaceShape};
-use paramhub_core::scheme::{Cluster, Plan};
-use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::key::Key;
+use paramhub_core::settings::OptimizerChoice;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::{CHALLENGE_BYTES, Caller, Direction, Failure, Header, Hello, Operation};
-use paramhub_kernels::Registry;
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings};
-use paramhub_transport::{
-    Connection, Events, FrameSink, Landing, Outgoing, Scratch, ShmStream, Stream, TcpStream,
-};
+use paramhub_transport::{Connection, FrameSink, Landing, Outgoing, Scratch, ShmStream, Stream, TcpStream};
 
-use super::ports::Ports;
-use super::{Core, CoreCommand, CoreEvent, CoreHandle, EVENTS, ShardPlan, mailbox};
+use super::stepped_hub::{SteppedHub, TURNS_MAX, floats, plan_with};
+use super::{CoreCommand, CoreEvent, ShardPlan};
 use crate::directory::{Directory, JobEntry, StreamOrigin};
 use crate::local::JobMemory;
 
-/// Turns within which a core must have done its work; a hang takes more.
-const TURNS_MAX: u32 = 100_000;
-
 /// A chunk that does not fit into the buffers of a socket from which nothing is read.
 const LARGE_CHUNK_BYTES: u32 = 512 << 10;
-
-/// The plan of a job of one hub with one core.
-pub(super) fn plan_with(
-    workers: u32,
-    keys: Vec<Key>,
-    stragglers: Stragglers,
-    change: impl FnOnce(&mut Settings),
-) -> ShardPlan {
-    let mut settings = Settings::new(KeyTable::new(keys).expect("good keys"));
-    settings.chunk_bytes = 1024;
-    change(&mut settings);
-    settings.check().expect("good settings");
-    let registry = Registry::with_builtins();
-    let optimizer = registry.optimizer(&settings.optimizer.name).expect("a built-in optimizer");
-    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).expect("chunks");
-    let schemes = Plan::new(&settings, &Cluster::beside_workers(workers));
-    let blocks = FactorBlock::planned(&settings, &map, &schemes).into();
-    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let hubs = vec![HubShape { interfaces: vec![interface], local: None }];
-    let composition = Composition::flat(hubs, workers);
-    let composed = Composed::new(&settings.keys, &map, composition).expect("a composition");
-    let ports = Ports::new(&composed, 0, 0);
-    let groups = settings.optimizer.of_groups(optimizer.defaults()).into();
-    ShardPlan {
-        name: "test".into(),
-        namespace: Namespace([1; 16]),
-        dead_after: Duration::from_secs(30),
-        continues: false,
-        stragglers,
-        progress_timeout: None,
-        weight: 1,
-        aggregator: registry.aggregator(&settings.aggregator).expect("a built-in aggregator"),
-        settings: Arc::new(settings),
-        map: Arc::new(map),
-        blocks,
-        composed: Arc::new(composed),
-        site: 0,
-        route: 0,
-        ports: Arc::new(ports),
-        optimizer,
-        groups,
-        checkpoints: false,
-        restored: None,
-    }
-}
-
-/// A core whose turns are taken one by one.
-pub(super) struct SteppedHub {
-    core: Core,
-    pub(super) handle: CoreHandle,
-    pub(super) core_events: Receiver<CoreEvent>,
-    events: Events,
-    ended: Instant,
-}
-
-impl SteppedHub {
-    pub(super) fn new() -> SteppedHub {
-        let (sender, core_events) = channel();
-        let send_event = Box::new(move |event| {
-            // If a core outlives its receiver, it is about to end.
-            let _ = sender.send(event);
-            None
-        });
-        let (handle, mailbox) = mailbox(send_event).expect("a mailbox");
-        let core = Core::new(0, mailbox, Duration::ZERO).expect("a core");
-        SteppedHub { core, handle, core_events, events: Events::with_capacity(EVENTS), ended: Instant::now() }
-    }
-
-    pub(super) fn turn(&mut self) {
-        let turned = self.core.turn(&mut self.events, self.ended, Duration::ZERO);
-        self.ended = turned.expect("the poller works").expect("nothing has stopped it");
-    }
-
-    /// Takes turns until the core sends a wanted event.
-    pub(super) fn await_event<T>(&mut self, wanted: impl Fn(&CoreEvent) -> Option<T>) -> T {
-        for _ in 0..TURNS_MAX {
-            if let Some(found) = self.core_events.try_iter().find_map(|event| wanted(&event)) {
-                return found;
-            }
-            self.turn();
-        }
-        panic!("the core hangs");
-    }
-
-    pub(super) fn open(&mut self, plan: ShardPlan) {
-        let job = plan.namespace;
-        self.handle.send(CoreCommand::Open(Box::new(plan)));
-        self.await_event(|event| is_opened(event, job).then_some(()));
-    }
-}
-
-/// The numbers of a payload, at any alignment.
-pub(super) fn floats(payload: &[u8]) -> Vec<f32> {
-    payload
-        .chunks_exact(4)
-        .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
-        .collect()
-}
-
-pub(super) fn is_opened(event: &CoreEvent, job: Namespace) -> bool {
-    matches!(event, CoreEvent::Opened { namespace, missing_bytes: None, .. } if *namespace == job)
-}
 
 /// Drives a core as the bytes of `random` select until there are none left, and returns how many frames the
 /// core has accepted: each counts when its answer has come and was right.

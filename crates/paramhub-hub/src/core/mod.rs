@@ -30,6 +30,8 @@ mod scheduler;
 mod shard;
 mod snapshot;
 mod snapshots;
+#[cfg(any(test, feature = "fuzzing"))]
+mod stepped_hub;
 mod table;
 mod tick;
 

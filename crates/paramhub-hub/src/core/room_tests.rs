@@ -6,7 +6,7 @@ use paramhub_core::key::Key;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::{Direction, HEADER_BYTES, Header};
 
-use super::exercise::{SteppedHub, floats, is_opened, plan_with};
+use super::stepped_hub::{SteppedHub, floats, is_opened, plan_with};
 use super::*;
 
 /// A worker's end of a stream.

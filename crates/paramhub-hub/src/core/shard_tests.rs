@@ -11,10 +11,10 @@ use paramhub_core::wire::{Norm, Release, State};
 use paramhub_kernels::Registry;
 
 use super::*;
-use crate::core::exercise::plan_with;
 use crate::core::outbox::{Begun, Source};
 use crate::core::ports::{Neighbour, Ports};
 use crate::core::shard::memory_bytes;
+use crate::core::stepped_hub::plan_with;
 
 /// A shard of all chunks of `keys`, on one core.
 pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&mut Settings)) -> Shard {
