@@ -183,7 +183,7 @@ fn late() -> io::Error {
 }
 
 /// Whether the error is a timeout or an interruption: the deadline decides, not the kernel's clock.
-fn is_temporary(error: &io::Error) -> bool {
+pub fn is_temporary(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 

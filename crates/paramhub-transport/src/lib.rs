@@ -13,7 +13,7 @@
 //! [`SendRegion`] and [`ReceiveRegion`] are the user's tensors while an I/O thread owns them. [`socket`] and
 //! [`dialling`] make the connections, [`greeting`] carries their handshake, and [`handshakes`] bounds the
 //! connections that have proved nothing; [`interface`] lists this host's network interfaces that they can use.
-//! [`runtime`] is what an I/O thread and its callers share.
+//! [`runtime`] is what an I/O thread and its callers share, [`measuring`] what measurements of a network need.
 
 mod assembly;
 mod connection;
@@ -22,6 +22,7 @@ pub mod greeting;
 pub mod handshakes;
 mod host;
 pub mod interface;
+pub mod measuring;
 mod memory;
 mod poll;
 pub mod runtime;
