@@ -341,7 +341,8 @@ impl IoLoop {
         let IoLoop { in_flight, lanes, scratch, .. } = self;
         let lane = &mut lanes[index];
         let before = lane.stream.bytes_received();
-        let mut inbound = InboundSink { in_flight, route: lane.route, lane: index, hub: &lane.hub };
+        let (hub, begun) = (&lane.hub, &mut lane.begun_answer);
+        let mut inbound = InboundSink { in_flight, route: lane.route, lane: index, hub, begun };
         let received = lane.stream.receive(&mut inbound, scratch, TURN_BYTES);
         if lane.stream.bytes_received() > before {
             lane.liveness.heard(now);

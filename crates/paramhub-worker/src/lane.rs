@@ -9,7 +9,7 @@ use paramhub_core::chunk::Extent;
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::placement::RouteId;
 use paramhub_core::ready_set::ReadySet;
-use paramhub_core::requests::PieceId;
+use paramhub_core::requests::{ExpectedAnswer, PieceId};
 use paramhub_core::wire::{Header, Operation, Release, State};
 use paramhub_transport::{Connection, Outgoing, Stream, StreamError};
 
@@ -34,6 +34,8 @@ pub(crate) struct Lane {
     control: VecDeque<ControlFrame>,
     /// The chunk whose frame has begun to leave and must be finished first.
     begun: Option<ChunkFrame>,
+    /// The answer whose frame has begun to come.
+    pub(crate) begun_answer: Option<ExpectedAnswer>,
     batch: Vec<BatchItem>,
     staging: Staging,
     /// Room for chunks of optimizer state; allocated when the first is sent.
@@ -119,6 +121,7 @@ impl Lane {
             ready: ReadySet::new(slots),
             control: VecDeque::with_capacity(CONTROL_MAX),
             begun: None,
+            begun_answer: None,
             batch: Vec::with_capacity(BATCH_FRAMES),
             staging,
             state_staging: Staging::new(0),
@@ -226,6 +229,7 @@ impl Lane {
     pub(crate) fn reopen(&mut self) {
         self.state = LaneState::Open;
         self.blocked = false;
+        self.begun_answer = None;
     }
 
     /// Forgets the chunks that have not begun to leave.
