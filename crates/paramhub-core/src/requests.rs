@@ -147,6 +147,20 @@ pub enum UnexpectedAnswer {
     },
 }
 
+/// An answer that a request in flight expects and that has not come whole yet. It counts once.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ExpectedAnswer {
+    header: Header,
+    extent: Extent,
+}
+
+impl ExpectedAnswer {
+    /// The place of its payload in the key.
+    pub fn extent(&self) -> &Extent {
+        &self.extent
+    }
+}
+
 /// The rest of a key's request after the answer for one of its chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answered {
@@ -264,8 +278,8 @@ impl Requests {
         was_sent
     }
 
-    /// Checks an answer's header and returns the place of its payload. It may be called twice for one answer.
-    pub fn expect(&self, header: &Header) -> Result<Extent, UnexpectedAnswer> {
+    /// Checks an answer's header.
+    pub fn expect(&self, header: &Header) -> Result<ExpectedAnswer, UnexpectedAnswer> {
         let chunk = header.chunk;
         let extent = self.map.extent(chunk).ok_or(UnexpectedAnswer::Chunk(chunk))?;
         let unexpected = UnexpectedAnswer::Answer { chunk, operation: header.operation };
@@ -305,7 +319,7 @@ impl Requests {
                 });
             }
         }
-        Ok(extent)
+        Ok(ExpectedAnswer { header: *header, extent })
     }
 
     /// The codec in which a key's parameters may come if they come as `codec`: those of a quantised key as
@@ -319,10 +333,10 @@ impl Requests {
         }
     }
 
-    /// Notes that an answer which [`Requests::expect`] accepted has arrived whole.
-    pub fn answered(&mut self, header: &Header) -> Result<Answered, UnexpectedAnswer> {
-        let key = self.expect(header)?.key;
-        let key = self.counted_at(key);
+    /// Notes that an answer has arrived whole. No other answer for its chunk may have been counted since it
+    /// was accepted.
+    pub fn answered(&mut self, ExpectedAnswer { header, extent }: ExpectedAnswer) -> Answered {
+        let key = self.counted_at(extent.key);
         self.chunks[header.chunk as usize] = ChunkProgress::Idle;
         let underway = self.keys[key as usize].as_mut().expect("an expected answer has a request");
         underway.unanswered -= 1;
@@ -340,7 +354,7 @@ impl Requests {
                 self.end_bias(key);
             }
         }
-        Ok(Answered { key, finished, newest })
+        Answered { key, finished, newest }
     }
 
     /// The keys with a request in flight, ascending: those that a failed job leaves unanswered.
@@ -362,6 +376,12 @@ mod tests {
         Requests::new(ChunkMap::new(&table, 1024).unwrap(), vec![Dtype::F32, Dtype::BF16], codecs)
     }
 
+    /// Takes an answer that has come whole.
+    fn answer(requests: &mut Requests, header: &Header) -> Result<Answered, UnexpectedAnswer> {
+        let expected = requests.expect(header)?;
+        Ok(requests.answered(expected))
+    }
+
     fn parameters(chunk: ChunkId, codec: Codec, length: u32, step: u32) -> Header {
         Header { operation: Operation::Parameters, codec, chunk, step, length }
     }
@@ -377,10 +397,10 @@ mod tests {
             assert_eq!(header.length, extent.elements * 2);
             requests.sent(chunk);
         }
-        assert_eq!(requests.answered(&parameters(1, Codec::F32, 1024, 5)).unwrap().finished, None);
-        assert_eq!(requests.answered(&parameters(0, Codec::F32, 1024, 5)).unwrap().finished, None);
+        assert_eq!(answer(&mut requests, &parameters(1, Codec::F32, 1024, 5)).unwrap().finished, None);
+        assert_eq!(answer(&mut requests, &parameters(0, Codec::F32, 1024, 5)).unwrap().finished, None);
         assert_eq!(requests.underway().collect::<Vec<_>>(), [0]);
-        let last = requests.answered(&parameters(2, Codec::F32, 88 * 4, 5)).unwrap();
+        let last = answer(&mut requests, &parameters(2, Codec::F32, 88 * 4, 5)).unwrap();
         assert_eq!(last, Answered { key: 0, finished: Some(Request::PushPull), newest: 5 });
         assert_eq!(requests.begin(0, Request::Push, 5), Ok(0..3));
     }
@@ -397,7 +417,7 @@ mod tests {
         requests.begin(1, Request::Pull, 1).unwrap();
         assert!(matches!(requests.expect(&good), Err(UnexpectedAnswer::Answer { .. })), "nothing was sent");
         requests.sent(3);
-        assert_eq!(requests.expect(&good).unwrap().elements, 10);
+        assert_eq!(requests.expect(&good).unwrap().extent().elements, 10);
         let applied = Header { operation: Operation::Applied, length: 0, ..good };
         assert!(matches!(requests.expect(&applied), Err(UnexpectedAnswer::Answer { .. })));
         assert!(matches!(
@@ -412,9 +432,9 @@ mod tests {
             requests.expect(&Header { codec: Codec::F16, ..good }),
             Err(UnexpectedAnswer::Payload { .. })
         ));
-        requests.answered(&good).unwrap();
+        answer(&mut requests, &good).unwrap();
         assert!(
-            matches!(requests.answered(&good), Err(UnexpectedAnswer::Answer { .. })),
+            matches!(answer(&mut requests, &good), Err(UnexpectedAnswer::Answer { .. })),
             "an answer counts once"
         );
     }
@@ -438,7 +458,7 @@ mod tests {
             }
             let last = [0, 1, 2].map(|chunk| {
                 let header = parameters(chunk, Codec::F32, lengths[chunk as usize], answers[chunk as usize]);
-                requests.answered(&header).unwrap()
+                answer(&mut requests, &header).unwrap()
             });
             (steps, last[2].newest)
         };
@@ -468,7 +488,7 @@ mod tests {
         ] {
             assert!(matches!(requests.expect(&odd), Err(UnexpectedAnswer::Payload { .. })), "{odd:?}");
         }
-        requests.answered(&whole).unwrap();
+        answer(&mut requests, &whole).unwrap();
         requests.begin(0, Request::Pull, 1).unwrap();
         assert_eq!(requests.header(0).0.length, 0);
         requests.sent(0);
@@ -484,7 +504,7 @@ mod tests {
         assert_eq!((header.codec, header.length), (Codec::F32, 48));
         requests.sent(3);
         let applied = Header { chunk: 3, ..Header::bare(Operation::Applied) };
-        assert_eq!(requests.answered(&applied).unwrap().finished, Some(Request::InitialiseState));
+        assert_eq!(answer(&mut requests, &applied).unwrap().finished, Some(Request::InitialiseState));
         requests.begin(1, Request::PullState, 1).unwrap();
         assert_eq!(requests.header(3).0.length, 0);
         requests.sent(3);
@@ -497,6 +517,6 @@ mod tests {
             requests.expect(&Header { length: 40, ..good }),
             Err(UnexpectedAnswer::Payload { .. })
         ));
-        assert_eq!(requests.answered(&good).unwrap().finished, Some(Request::PullState));
+        assert_eq!(answer(&mut requests, &good).unwrap().finished, Some(Request::PullState));
     }
 }

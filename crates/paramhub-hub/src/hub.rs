@@ -13,6 +13,7 @@ use paramhub_core::composition::Place;
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
+use paramhub_transport::greeting::draw;
 use paramhub_transport::handshakes::raise_descriptor_limit;
 use paramhub_transport::host_identity;
 use paramhub_transport::interface::{self, ExcludedInterface, Interface, Sysfs};
@@ -351,9 +352,7 @@ fn check_streams(interfaces: usize, streams: usize) -> Result<(), HubError> {
 
 /// A listener at a random name that only processes of this host, in its network namespace, can reach.
 fn listen_locally() -> std::io::Result<(UnixListener, String)> {
-    let mut random = [0; 16];
-    getrandom::fill(&mut random).map_err(std::io::Error::other)?;
-    let name = format!("paramhub-{:032x}", u128::from_le_bytes(random));
+    let name = format!("paramhub-{:032x}", u128::from_le_bytes(draw()?));
     let listener = UnixListener::bind_addr(&UnixAddr::from_abstract_name(&name)?)?;
     Ok((listener, name))
 }

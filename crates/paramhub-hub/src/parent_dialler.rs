@@ -2,16 +2,16 @@
 //! core whose sums it carries.
 
 use std::collections::HashMap;
-use std::io;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::TcpStream;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Caller, Hello, Verdict};
-use paramhub_transport::socket::{dial, greet};
+use paramhub_core::wire::{CHALLENGE_BYTES, Caller, Hello};
+use paramhub_transport::dialling::{dial, dial_first};
+use paramhub_transport::greeting::greet;
 
 use crate::core::{CoreCommand, CoreHandle, Ports, Side};
 
@@ -83,9 +83,8 @@ impl ParentDialler {
     }
 
     fn open(&self, above: &ParentStream) -> Result<TcpStream, String> {
-        let mut socket = self.dial(&above.address).map_err(|error| error.to_string())?;
-        let mut challenge = [0; 32];
-        getrandom::fill(&mut challenge).map_err(|error| error.to_string())?;
+        let dialled = dial_first(&above.address, self.deadline, dial);
+        let mut socket = dialled.map_err(|error| error.to_string())?;
         let hello = Hello {
             caller: Caller::Hub { site: self.site, route: above.route },
             interface: above.interface,
@@ -93,36 +92,17 @@ impl ParentDialler {
             namespace: self.namespace,
             incarnation: Incarnation([0; 16]),
             placement: *self.composed.hash().as_bytes(),
-            challenge,
+            challenge: [0; CHALLENGE_BYTES],
         };
-        let (expected, verdict) =
-            greet(&mut socket, &self.nonce, &hello, self.deadline).map_err(|error| error.to_string())?;
-        match Verdict::decode(&verdict) {
-            Ok(Verdict::Welcome { proof, .. }) if !proof.matches(&expected) => {
-                Err("it does not know the job's nonce: something else than the job's hub answers there"
-                    .into())
-            }
-            Ok(Verdict::Welcome { state_slots, .. }) if state_slots != self.state_slots => Err(format!(
+        let state_slots =
+            greet(&mut socket, &self.nonce, hello, self.deadline).map_err(|error| error.to_string())?;
+        if state_slots != self.state_slots {
+            return Err(format!(
                 "its optimizer keeps {state_slots} values of state a parameter, this hub's {}: register the same one \
                  at all hubs",
                 self.state_slots
-            )),
-            Ok(Verdict::Welcome { .. }) => Ok(socket),
-            Ok(Verdict::Refused { message, .. }) => Err(message),
-            Err(error) => Err(format!("it does not answer like a paramhub hub: {error}")),
+            ));
         }
-    }
-
-    /// Tries every address of the name.
-    fn dial(&self, address: &str) -> io::Result<TcpStream> {
-        let mut refused = io::Error::new(io::ErrorKind::NotFound, "its name stands for no address");
-        for address in address.to_socket_addrs()? {
-            let left = self.deadline.saturating_duration_since(Instant::now());
-            match dial(address, left.max(Duration::from_millis(1))) {
-                Ok(socket) => return Ok(socket),
-                Err(error) => refused = error,
-            }
-        }
-        Err(refused)
+        Ok(socket)
     }
 }

@@ -6,7 +6,7 @@
 
 mod transfer;
 
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::service::{ProbeOrder, ProbeOutcome, ProbeReport};
-use paramhub_core::wire::{Caller, Hello, Refusal, Verdict};
-use paramhub_transport::socket::{dial, dial_from, greet};
+use paramhub_core::wire::{CHALLENGE_BYTES, Caller, Hello, Refusal, VerdictError};
+use paramhub_transport::dialling::{dial, dial_first, dial_from};
+use paramhub_transport::greeting::{GreetingError, greet};
 
 use crate::directory::Directory;
 use crate::job_controller::ControllerEvent;
@@ -182,48 +183,40 @@ fn dial_stream(
     from: Option<IpAddr>,
     deadline: Instant,
 ) -> Result<TcpStream, String> {
+    let hello = Hello {
+        caller: Caller::Prober,
+        interface: 0,
+        core: 0,
+        namespace: order.probe,
+        incarnation: Incarnation([0; 16]),
+        placement: [0; 32],
+        challenge: [0; CHALLENGE_BYTES],
+    };
     loop {
         let mut stream = connect(to, from, deadline)?;
-        let mut challenge = [0; 32];
-        getrandom::fill(&mut challenge).map_err(|error| error.to_string())?;
-        let hello = Hello {
-            caller: Caller::Prober,
-            interface: 0,
-            core: 0,
-            namespace: order.probe,
-            incarnation: Incarnation([0; 16]),
-            placement: [0; 32],
-            challenge,
-        };
-        let (expected, verdict) =
-            greet(&mut stream, &order.nonce, &hello, deadline).map_err(|error| error.to_string())?;
-        match Verdict::decode(&verdict) {
-            Ok(Verdict::Welcome { proof, .. }) if proof.matches(&expected) => return Ok(stream),
-            Ok(Verdict::Welcome { .. }) => {
-                return Err("something else than the hub answers there: it does not know the secret".into());
-            }
-            Ok(Verdict::Refused { refusal: Refusal::WrongNonce, .. })
+        match greet(&mut stream, &order.nonce, hello, deadline) {
+            Ok(_) => return Ok(stream),
+            Err(GreetingError::Verdict(VerdictError::Refused { refusal: Refusal::WrongNonce, .. }))
                 if Instant::now() + REDIAL < deadline =>
             {
                 thread::sleep(REDIAL);
             }
-            Ok(Verdict::Refused { message, .. }) => return Err(message),
-            Err(error) => return Err(format!("it does not answer like a paramhub hub: {error}")),
+            Err(GreetingError::Verdict(VerdictError::Unproven)) => {
+                return Err("something else than the hub answers there: it does not know the secret".into());
+            }
+            Err(error) => return Err(error.to_string()),
         }
     }
 }
 
-/// Tries every address of the name, from `from` if there is a route to it from there.
+/// Dials the first address of the name that answers, from `from` if there is a route to it from there.
 fn connect(to: &str, from: Option<IpAddr>, deadline: Instant) -> Result<TcpStream, String> {
-    let mut refused = "its name stands for no address".to_string();
-    for address in to.to_socket_addrs().map_err(|error| error.to_string())? {
-        let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    let dialled = dial_first(to, deadline, |address, timeout| {
+        let begun = Instant::now();
         let from = from.filter(|from| from.is_ipv4() == address.is_ipv4() && !from.is_unspecified());
-        let dialled = from.and_then(|from| dial_from(Some(from), address, left()).ok());
-        match dialled.map_or_else(|| dial(address, left()), Ok) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => refused = error.to_string(),
-        }
-    }
-    Err(refused)
+        let dialled = from.and_then(|from| dial_from(Some(from), address, timeout).ok());
+        let left = timeout.saturating_sub(begun.elapsed()).max(Duration::from_millis(1));
+        dialled.map_or_else(|| dial(address, left), Ok)
+    });
+    dialled.map_err(|error| error.to_string())
 }

@@ -108,7 +108,12 @@ impl PeerListener {
         let listener = address_towards(&membership.url)
             .and_then(|address| ports.listen(address))
             .map_err(|reason| SyncError::Rendezvous { rank, reason: reason.into() })?;
-        Ok(PeerListener { listener, rank, nonce: membership.nonce })
+        Ok(PeerListener::new(listener, membership))
+    }
+
+    /// For a caller that chooses the address on which it listens.
+    pub fn new(listener: MeshListener, membership: &Membership) -> PeerListener {
+        PeerListener { listener, rank: membership.rank, nonce: membership.nonce }
     }
 
     /// The address for [`Options::peer_address`](paramhub_worker::Options::peer_address).

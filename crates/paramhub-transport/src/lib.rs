@@ -10,16 +10,19 @@
 //! With an arena ([`shm`]), tensors are in memory that both ends reach, only headers pass through the stream,
 //! and the sink receives them through [`FrameSink::placed`].
 //!
-//! [`SendRegion`] and [`ReceiveRegion`] are the user's tensors while an I/O thread owns them. [`socket`]
-//! makes the connections and carries their handshake; [`handshakes`] bounds the connections that have proved
-//! nothing; [`interface`] lists this host's network interfaces that they can use. [`runtime`] is what an I/O
-//! thread and its callers share.
+//! [`SendRegion`] and [`ReceiveRegion`] are the user's tensors while an I/O thread owns them. [`socket`] and
+//! [`dialling`] make the connections, [`greeting`] carries their handshake, and [`handshakes`] bounds the
+//! connections that have proved nothing; [`interface`] lists this host's network interfaces that they can use.
+//! [`runtime`] is what an I/O thread and its callers share, [`measuring`] what measurements of a network need.
 
 mod assembly;
 mod connection;
+pub mod dialling;
+pub mod greeting;
 pub mod handshakes;
 mod host;
 pub mod interface;
+pub mod measuring;
 mod memory;
 mod poll;
 pub mod runtime;

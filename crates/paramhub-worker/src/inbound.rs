@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use paramhub_core::placement::RouteId;
+use paramhub_core::requests::ExpectedAnswer;
 use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Norm, Notice, Operation, State};
 use paramhub_transport::runtime::panic_message;
 use paramhub_transport::{FrameSink, Landing};
@@ -19,6 +20,8 @@ pub(crate) struct InboundSink<'a> {
     /// The position of the lane: that of the route among those that have streams.
     pub(crate) lane: usize,
     pub(crate) hub: &'a Arc<str>,
+    /// The answer whose frame has begun to come.
+    pub(crate) begun: &'a mut Option<ExpectedAnswer>,
 }
 
 /// Why a frame ends the job.
@@ -33,79 +36,91 @@ pub(crate) enum FrameFault {
 }
 
 impl InboundSink<'_> {
-    fn check_route(&self, header: &Header) -> Result<(), FrameFault> {
+    /// Checks that an answer was asked for, on this stream.
+    fn expect(&self, header: &Header) -> Result<ExpectedAnswer, FrameFault> {
+        let expected = self.in_flight.requests.expect(header);
+        let expected = expected.map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?;
         let home = self.in_flight.placement.locate(header.chunk).map(|(route, _)| route);
         if home == Some(self.route) {
-            return Ok(());
+            return Ok(expected);
         }
         Err(FrameFault::Protocol(format!(
             "it answered for chunk {} on a stream that does not carry it",
             header.chunk
         )))
     }
+
+    /// Takes an answer that has come whole. Parameters that are not in `payload` are in the user's memory.
+    fn take_answer(
+        &mut self,
+        header: &Header,
+        expected: ExpectedAnswer,
+        payload: Option<&[u8]>,
+    ) -> Result<(), FrameFault> {
+        let extent = expected.extent();
+        match header.operation {
+            Operation::State => {
+                let state = payload.and_then(State::decode).ok_or_else(|| unreadable(header))?;
+                self.in_flight.take_state(extent, &state);
+            }
+            Operation::Parameters if header.codec.is_quantised() => {
+                self.in_flight.take_change(extent, payload.ok_or_else(|| unreadable(header))?);
+            }
+            Operation::Parameters => self.in_flight.took_whole(extent),
+            _ => {}
+        }
+        let answered = self.in_flight.requests.answered(expected);
+        match answered.finished {
+            Some(request) => {
+                let finished = self.in_flight.finish(answered.key, request, answered.newest);
+                finished.map_err(FrameFault::Callback)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+fn unreadable(header: &Header) -> FrameFault {
+    FrameFault::Protocol(format!("its {:?} frame cannot be read", header.operation))
+}
+
+fn is_answer(header: &Header) -> bool {
+    matches!(header.operation, Operation::Parameters | Operation::Applied | Operation::State)
 }
 
 impl FrameSink for InboundSink<'_> {
     type Error = FrameFault;
 
     fn landing(&mut self, header: &Header) -> Result<Landing<'_>, FrameFault> {
-        if !matches!(header.operation, Operation::Parameters | Operation::State) {
+        if !is_answer(header) {
             return Ok(Landing::Staged);
         }
-        let extent = self
-            .in_flight
-            .requests
-            .expect(header)
-            .map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?;
-        self.check_route(header)?;
-        match header.operation {
-            // Optimizer state has a head, which does not belong in the user's memory.
-            Operation::State => Ok(Landing::Staged),
-            _ if header.codec.is_quantised() => Ok(Landing::Staged),
-            _ => Ok(Landing::InPlace(self.in_flight.destination(&extent))),
+        if self.begun.is_none() {
+            *self.begun = Some(self.expect(header)?);
         }
+        // Optimizer state has a head, which does not belong in the user's memory.
+        if header.operation != Operation::Parameters || header.codec.is_quantised() {
+            return Ok(Landing::Staged);
+        }
+        let begun = self.begun.as_ref().expect("it was just looked for");
+        Ok(Landing::InPlace(self.in_flight.destination(begun.extent())))
     }
 
     fn placed(&mut self, header: &Header) -> Result<(), FrameFault> {
         // The stream accepts only operations that hubs send, and of those only parameters carry tensors.
-        let extent = self
-            .in_flight
-            .requests
-            .expect(header)
-            .map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?;
-        self.check_route(header)?;
-        self.in_flight.collect(&extent);
-        self.frame(header, None)
+        let expected = self.expect(header)?;
+        self.in_flight.uncounted_bytes += HEADER_BYTES + header.length as usize;
+        self.in_flight.collect(expected.extent());
+        self.take_answer(header, expected, None)
     }
 
     fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), FrameFault> {
         self.in_flight.uncounted_bytes += HEADER_BYTES + header.length as usize;
-        let unreadable = || FrameFault::Protocol(format!("its {:?} frame cannot be read", header.operation));
+        let unreadable = || unreadable(header);
         match header.operation {
             Operation::Parameters | Operation::Applied | Operation::State => {
-                self.check_route(header)?;
-                let extent = self.in_flight.requests.expect(header);
-                let extent = extent.map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?;
-                match header.operation {
-                    Operation::State => {
-                        let state = payload.and_then(State::decode).ok_or_else(unreadable)?;
-                        self.in_flight.take_state(&extent, &state);
-                    }
-                    Operation::Parameters if header.codec.is_quantised() => {
-                        self.in_flight.take_change(&extent, payload.ok_or_else(unreadable)?);
-                    }
-                    Operation::Parameters => self.in_flight.took_whole(&extent),
-                    _ => {}
-                }
-                let answered = self.in_flight.requests.answered(header);
-                let answered = answered.map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?;
-                match answered.finished {
-                    Some(request) => self
-                        .in_flight
-                        .finish(answered.key, request, answered.newest)
-                        .map_err(FrameFault::Callback),
-                    None => Ok(()),
-                }
+                let expected = self.begun.take().expect("an answer lands before it is whole");
+                self.take_answer(header, expected, payload)
             }
             Operation::Norm => {
                 let Norm(squares) = payload.and_then(Norm::decode).ok_or_else(unreadable)?;

@@ -180,7 +180,7 @@ impl IoLoop {
                 }
                 let lane = event.token as usize;
                 // The batch of events may still hold one of a stream that is being replaced.
-                if event.readable && !self.lanes[lane].closed && !self.lanes[lane].is_resuming {
+                if event.readable && self.lanes[lane].may_receive() {
                     self.receive(lane, now)?;
                 }
                 if event.writable || self.lanes[lane].stream.is_shm() {
@@ -308,14 +308,14 @@ impl IoLoop {
                 }
                 Err(error) => {
                     // The hub's last frames are still to be read.
-                    self.lanes[index].send_closed = true;
+                    self.lanes[index].close_sending();
                     self.note_lost_stream(index, &error.to_string(), now);
                 }
             }
         }
         let lane = &mut self.lanes[index];
         if matches!(self.phase, JobPhase::Closing { .. }) && lane.may_end() {
-            lane.send_closed = true;
+            lane.close_sending();
             // If the stream cannot be shut down, it has ended already.
             let _ = lane.stream.end_sending();
         }
@@ -326,7 +326,7 @@ impl IoLoop {
     fn poll_lane(&mut self, index: usize) -> Result<(), WorkerError> {
         let lane = &mut self.lanes[index];
         let wanted = lane.has_work() && !matches!(self.phase, JobPhase::StreamLost { .. });
-        if lane.closed || lane.is_resuming || wanted == lane.polls_writable {
+        if !lane.may_receive() || wanted == lane.polls_writable {
             return Ok(());
         }
         lane.polls_writable = wanted;
@@ -341,7 +341,8 @@ impl IoLoop {
         let IoLoop { in_flight, lanes, scratch, .. } = self;
         let lane = &mut lanes[index];
         let before = lane.stream.bytes_received();
-        let mut inbound = InboundSink { in_flight, route: lane.route, lane: index, hub: &lane.hub };
+        let (hub, begun) = (&lane.hub, &mut lane.begun_answer);
+        let mut inbound = InboundSink { in_flight, route: lane.route, lane: index, hub, begun };
         let received = lane.stream.receive(&mut inbound, scratch, TURN_BYTES);
         if lane.stream.bytes_received() > before {
             lane.liveness.heard(now);
@@ -370,8 +371,7 @@ impl IoLoop {
     /// Ends a lane: no more frames will come from its stream.
     fn end_lane(&mut self, index: usize, reason: &str, now: Instant) -> Result<(), WorkerError> {
         let lane = &mut self.lanes[index];
-        lane.closed = true;
-        lane.send_closed = true;
+        lane.close();
         let removed = self.poller.remove(&lane.stream);
         self.note_lost_stream(index, reason, now);
         removed.map_err(|error| self.internal(&error))
@@ -413,7 +413,7 @@ impl IoLoop {
         }
         for index in 0..self.lanes.len() {
             let lane = &mut self.lanes[index];
-            if lane.is_resuming {
+            if lane.is_resuming() {
                 continue;
             }
             if let Some(LivenessChange::Dead(silence)) = lane.liveness.check(now, &self.liveness_rules) {
@@ -485,9 +485,8 @@ impl IoLoop {
             }
             _ => return Err(error),
         };
-        for lane in self.lanes.iter_mut().filter(|lane| lane.hub == *hub && !lane.closed) {
-            lane.closed = true;
-            lane.send_closed = true;
+        for lane in self.lanes.iter_mut().filter(|lane| lane.hub == *hub && !lane.is_closed()) {
+            lane.close();
             // This fails only if the descriptor is not in the set, and then there is nothing to remove.
             let _ = self.poller.remove(&lane.stream);
         }
@@ -500,7 +499,7 @@ impl IoLoop {
     }
 
     fn are_all_closed(&self) -> bool {
-        self.lanes.iter().all(|lane| lane.closed)
+        self.lanes.iter().all(Lane::is_closed)
     }
 
     /// Ends the job with `error`, after sending the reason to the hubs that can still be reached, which pass
@@ -509,7 +508,7 @@ impl IoLoop {
         self.phase = JobPhase::Closing { deadline: now + FINAL_MESSAGE_TIMEOUT, outcome: Err(error) };
         let wire: Arc<[u8]> = announced.encode().into();
         for index in 0..self.lanes.len() {
-            if self.lanes[index].closed {
+            if self.lanes[index].is_closed() {
                 continue;
             }
             self.lanes[index].forget_chunks();

@@ -9,7 +9,7 @@ use paramhub_core::chunk::Extent;
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::placement::RouteId;
 use paramhub_core::ready_set::ReadySet;
-use paramhub_core::requests::PieceId;
+use paramhub_core::requests::{ExpectedAnswer, PieceId};
 use paramhub_core::wire::{Header, Operation, Release, State};
 use paramhub_transport::{Connection, Outgoing, Stream, StreamError};
 
@@ -34,6 +34,8 @@ pub(crate) struct Lane {
     control: VecDeque<ControlFrame>,
     /// The chunk whose frame has begun to leave and must be finished first.
     begun: Option<ChunkFrame>,
+    /// The answer whose frame has begun to come.
+    pub(crate) begun_answer: Option<ExpectedAnswer>,
     batch: Vec<BatchItem>,
     staging: Staging,
     /// Room for chunks of optimizer state; allocated when the first is sent.
@@ -44,17 +46,25 @@ pub(crate) struct Lane {
     pub(crate) polls_writable: bool,
     /// Whether the stream holds data to read that the poller will not report again.
     pub(crate) has_more: bool,
-    /// Whether nothing more can be sent.
-    pub(crate) send_closed: bool,
-    /// Whether nothing more will come.
-    pub(crate) closed: bool,
-    /// Whether the stream broke, and another is being opened in its place.
-    pub(crate) is_resuming: bool,
+    state: LaneState,
     /// The stream that this one replaced, kept open until a frame comes on this one.
     pub(crate) retired: Option<(Connection, Vec<std::net::TcpStream>)>,
     /// The address of this host that a stream over TCP leaves from.
     pub(crate) source: Option<IpAddr>,
     pub(crate) liveness: PeerLiveness,
+}
+
+/// What a lane's stream can still carry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LaneState {
+    /// Frames go both ways.
+    Open,
+    /// Nothing more can be sent, and frames may still come.
+    SendClosed,
+    /// The stream broke, and another is being opened in its place.
+    Resuming,
+    /// Nothing more is sent, and nothing more will come.
+    Closed,
 }
 
 /// A frame without tensor data.
@@ -111,15 +121,14 @@ impl Lane {
             ready: ReadySet::new(slots),
             control: VecDeque::with_capacity(CONTROL_MAX),
             begun: None,
+            begun_answer: None,
             batch: Vec::with_capacity(BATCH_FRAMES),
             staging,
             state_staging: Staging::new(0),
             blocked: false,
             polls_writable: false,
             has_more: false,
-            send_closed: false,
-            closed: false,
-            is_resuming: false,
+            state: LaneState::Open,
             retired: None,
             source: None,
             liveness: PeerLiveness::new(now),
@@ -145,13 +154,12 @@ impl Lane {
     /// Whether the lane needs another turn although no event will say so: the poller reports data in shared
     /// memory once.
     pub(crate) fn needs_polling(&self) -> bool {
-        self.stream.is_shm() && !self.closed && (self.has_more || (self.has_work() && !self.blocked))
+        self.stream.is_shm() && !self.is_closed() && (self.has_more || (self.has_work() && !self.blocked))
     }
 
     /// Whether any frame waits to be sent.
     pub(crate) fn has_work(&self) -> bool {
-        !self.send_closed
-            && !self.is_resuming
+        self.state == LaneState::Open
             && (self.begun.is_some() || !self.control.is_empty() || !self.ready.is_empty())
     }
 
@@ -176,7 +184,52 @@ impl Lane {
 
     /// Whether nothing more is to be sent and the sending side is still open.
     pub(crate) fn may_end(&self) -> bool {
-        !self.send_closed && !self.is_resuming && !self.has_work()
+        self.state == LaneState::Open && !self.has_work()
+    }
+
+    /// Whether nothing more will come.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.state == LaneState::Closed
+    }
+
+    /// Whether frames may still come from the stream.
+    pub(crate) fn may_receive(&self) -> bool {
+        matches!(self.state, LaneState::Open | LaneState::SendClosed)
+    }
+
+    /// Whether another stream is being opened in the place of this one.
+    pub(crate) fn is_resuming(&self) -> bool {
+        self.state == LaneState::Resuming
+    }
+
+    /// Sends nothing more; what still comes is received.
+    pub(crate) fn close_sending(&mut self) {
+        debug_assert!(self.may_receive(), "only a stream that is there sends");
+        self.state = LaneState::SendClosed;
+    }
+
+    /// Sends nothing more and expects nothing more.
+    pub(crate) fn close(&mut self) {
+        self.state = LaneState::Closed;
+    }
+
+    /// Notes that the stream broke and another is to be opened in its place; `false` if that was known. The
+    /// poller no longer watches the stream.
+    pub(crate) fn begin_resuming(&mut self) -> bool {
+        if self.is_resuming() {
+            return false;
+        }
+        self.state = LaneState::Resuming;
+        self.polls_writable = false;
+        self.has_more = false;
+        true
+    }
+
+    /// Notes that another stream is in the place of the broken one.
+    pub(crate) fn reopen(&mut self) {
+        self.state = LaneState::Open;
+        self.blocked = false;
+        self.begun_answer = None;
     }
 
     /// Forgets the chunks that have not begun to leave.

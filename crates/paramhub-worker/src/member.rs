@@ -9,6 +9,7 @@ use paramhub_core::auth::{Incarnation, Purpose};
 use paramhub_core::composition::Place;
 use paramhub_core::service::{ConnectService, InitService, LeaveService, ServiceConnected};
 use paramhub_core::settings::Settings;
+use paramhub_transport::greeting::draw;
 use paramhub_transport::host_identity;
 
 use crate::error::{WorkerError, WorkerId};
@@ -52,8 +53,7 @@ impl Member {
         let manager = ManagerClient::new(&membership.url, None)
             .map_err(refused)?
             .with_retry_timeout(options.manager_retry_timeout);
-        let mut incarnation = Incarnation([0; 16]);
-        getrandom::fill(&mut incarnation.0).map_err(|error| WorkerError::System {
+        let incarnation = draw().map(Incarnation).map_err(|error| WorkerError::System {
             who: who.clone(),
             what: "draw random numbers",
             reason: error.to_string().into(),

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Nonce;
 use paramhub_core::limits::RESUME_S;
 use paramhub_core::wire::{Caller, Direction, Hello, Refusal};
+use paramhub_transport::dialling::dial_from;
 use paramhub_transport::interface::Selector;
-use paramhub_transport::socket::dial_from;
 use paramhub_transport::{Connection, TcpStream, Waker};
 
 use crate::dial::Dialler;

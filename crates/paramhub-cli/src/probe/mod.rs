@@ -1,19 +1,19 @@
 //! `paramhub probe`: what the network carries between the workers of a job.
 
-mod meeting;
+mod places;
 mod report;
 
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use paramhub::{Member, Membership};
-use paramhub_mesh::{MeshConfig, Pairs, Probe};
-use paramhub_syncer::{PortRange, address_towards};
+use paramhub::{Member, Membership, Options};
+use paramhub_mesh::{Pairs, Probe};
+use paramhub_syncer::{PeerAddresses, PeerListener, PortRange, address_towards};
 
 use super::Usage;
 use crate::ExitCode;
-use meeting::{Place, meet};
 
 /// How long the ranks may take to leave the job.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -52,7 +52,7 @@ pub(super) fn probe(flags: &ProbeFlags) -> anyhow::Result<ExitCode> {
         .ok_or_else(|| Usage(format!("--seconds {seconds}: measuring takes some time above zero")))?;
     let membership = Membership::from_env().map_err(|error| Usage(error.to_string()))?;
     let pairs = if flags.together { Pairs::Together } else { Pairs::OneByOne };
-    let (rank, secret) = (membership.rank, membership.nonce.derive("probe"));
+    let rank = membership.rank;
     let address = match flags.address {
         Some(address) => address,
         None => address_towards(&membership.url)
@@ -61,23 +61,30 @@ pub(super) fn probe(flags: &ProbeFlags) -> anyhow::Result<ExitCode> {
     let listener = flags.port.unwrap_or(PortRange::ANY).listen(address);
     let listener = listener
         .map_err(|problem| Usage(format!("{problem}: say with --address and --port where to listen")))?;
+    let listener = PeerListener::new(listener, &membership);
 
-    let member = Member::connect(membership)?;
+    let options = Options { peer_address: Some(listener.address()), ..Options::default() };
+    let member = Member::connect_with(membership, options)?;
     if member.workers() < 2 {
         let problem = "a job of one worker has no network to measure: `paramhub run -n 2 -- paramhub probe`";
         return Err(Usage(problem.into()).into());
     }
-    let (job, places) = meet(member, &Place::new(listener.address()))?;
-    let config = MeshConfig {
-        name: format!("probe of {}", job.name()).into(),
-        ..MeshConfig::new(rank, secret, places.iter().map(|place| place.address).collect())
-    };
-    let mesh = listener.join(config)?;
-    let measured = mesh.probe(&Probe { budget, pairs });
+    let (listener, config) = listener.mesh_config(&PeerAddresses::of(&member), "probe")?;
+    let addresses = config.addresses.clone();
+    places::check(&addresses)?;
+    let mesh = Arc::new(listener.join(config)?);
+    let of_job = Arc::downgrade(&mesh);
+    let lease = member.hold_lease(move |error| {
+        if let Some(mesh) = of_job.upgrade() {
+            mesh.abort(&error.to_string());
+        }
+    })?;
+    let places = places::gather(&mesh, &addresses);
+    let measured = places.and_then(|places| Ok((places, mesh.probe(&Probe { budget, pairs })?)));
     let left = mesh.leave(LEAVE_TIMEOUT);
-    let measured = measured?;
+    let (places, measured) = measured?;
     left?;
-    job.leave()?;
+    lease.leave()?;
     if rank == 0 {
         let report = report::Report::new(&places, pairs, &measured);
         let text = if flags.json { serde_json::to_string(&report)? } else { report.text() };

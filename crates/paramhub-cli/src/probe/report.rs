@@ -4,7 +4,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use paramhub_mesh::{Bandwidths, Pairs, Rate};
 use serde::Serialize;
 
-use super::meeting::Place;
+use super::places::Place;
 
 /// Printed with `--json`. A row of a matrix sends, a column receives; the diagonal is null.
 #[derive(Serialize)]

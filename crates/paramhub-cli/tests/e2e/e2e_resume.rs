@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobOptions, JobState, OnInterfaceDown};
-use paramhub_transport::socket::dial_from;
+use paramhub_transport::dialling::dial_from;
 use rustix::process::Signal;
 
 use crate::common::rails::{Rails, WORKERS};

@@ -163,13 +163,19 @@ mod tests {
     use super::*;
     use crate::codec::{Codec, Dtype};
     use crate::factors::tests::block;
-    use crate::requests::UnexpectedAnswer;
+    use crate::requests::{Answered, UnexpectedAnswer};
 
     /// Key 0 has chunks 0 and 1, the weight 2 to 4, the bias 5.
     fn requests() -> Requests {
         let (map, block) = block();
         let block = FactorBlock { piece_elements: 100, ..block };
         Requests::new(map, vec![Dtype::F32; 3], vec![Codec::F32; 3]).with_blocks(&[block])
+    }
+
+    /// Takes an answer that has come whole.
+    fn take(requests: &mut Requests, header: &Header) -> Answered {
+        let expected = requests.expect(header).unwrap();
+        requests.answered(expected)
     }
 
     fn answer(chunk: ChunkId, step: u32, elements: u32) -> Header {
@@ -205,7 +211,7 @@ mod tests {
         requests.piece_sent(third);
         assert!(matches!(requests.expect(&answer(5, 7, 30)), Err(UnexpectedAnswer::Version { .. })));
         for (at, (chunk, elements)) in ANSWERS.into_iter().enumerate() {
-            let answered = requests.answered(&answer(chunk, 8, elements)).unwrap();
+            let answered = take(&mut requests, &answer(chunk, 8, elements));
             let finished = (at == 3).then_some(Request::Factors);
             assert_eq!((answered.key, answered.finished, answered.newest), (1, finished, 8));
         }
@@ -221,16 +227,15 @@ mod tests {
         let (only, header, piece) = requests.next_piece(0).unwrap();
         assert_eq!((header.length, piece.elements()), (8, 0), "without samples one that is empty");
         requests.piece_sent(only);
-        requests.answered(&answer(2, 1, 256)).unwrap();
+        take(&mut requests, &answer(2, 1, 256));
         assert!(!requests.resend(3), "chunks are not asked for one by one");
         assert!(requests.resend_block(0));
         assert!(requests.expect(&answer(3, 1, 256)).is_err());
         let (again, ..) = requests.next_piece(0).unwrap();
         assert_eq!(again, only);
         requests.piece_sent(again);
-        let finished = ANSWERS.map(|(chunk, elements)| {
-            requests.answered(&answer(chunk, 1, elements)).unwrap().finished.is_some()
-        });
+        let finished = ANSWERS
+            .map(|(chunk, elements)| take(&mut requests, &answer(chunk, 1, elements)).finished.is_some());
         assert_eq!(finished, [false, false, false, true]);
     }
 }

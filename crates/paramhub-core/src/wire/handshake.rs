@@ -260,6 +260,37 @@ impl Verdict {
     }
 }
 
+/// Why a caller does not take its stream as open.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum VerdictError {
+    /// The welcome has another proof than the nonce gives.
+    #[error("it does not know the job's nonce: something else than the job's hub answers there")]
+    Unproven,
+    /// The hub refuses the stream.
+    #[error("{message}")]
+    Refused {
+        /// The reason, for programs.
+        refusal: Refusal,
+        /// The reason, for people.
+        message: String,
+    },
+    /// The bytes are no verdict.
+    #[error("it does not answer like a paramhub hub: {0}")]
+    Unreadable(#[from] HandshakeError),
+}
+
+impl Verdict {
+    /// Reads a verdict as the caller of the stream: a welcome must bring the proof that is `expected`. Returns
+    /// the number of state values per parameter.
+    pub fn open(wire: &[u8; VERDICT_BYTES], expected: &Proof) -> Result<u8, VerdictError> {
+        match Verdict::decode(wire)? {
+            Verdict::Welcome { proof, state_slots } if proof.matches(expected) => Ok(state_slots),
+            Verdict::Welcome { .. } => Err(VerdictError::Unproven),
+            Verdict::Refused { refusal, message } => Err(VerdictError::Refused { refusal, message }),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -326,6 +357,19 @@ mod tests {
             panic!("a welcome reads as one");
         };
         assert!(proof.matches(&Proof([7; 32])));
+    }
+
+    #[test]
+    fn a_verdict_opens_a_stream_only_with_the_expected_proof() {
+        let wire = |verdict: Verdict| verdict.encode().try_into().unwrap();
+        let welcome = wire(Verdict::Welcome { proof: Proof([7; 32]), state_slots: 2 });
+        assert_eq!(Verdict::open(&welcome, &Proof([7; 32])), Ok(2));
+        assert_eq!(Verdict::open(&welcome, &Proof([8; 32])), Err(VerdictError::Unproven));
+        let (refusal, message) = (Refusal::Busy, "full".to_string());
+        let refused = wire(Verdict::Refused { refusal, message: message.clone() });
+        assert_eq!(Verdict::open(&refused, &Proof([7; 32])), Err(VerdictError::Refused { refusal, message }));
+        let unreadable = Verdict::open(&[0xff; VERDICT_BYTES], &Proof([7; 32]));
+        assert!(matches!(unreadable, Err(VerdictError::Unreadable(_))), "{unreadable:?}");
     }
 
     proptest! {

@@ -11,7 +11,7 @@ pub use control::{Failure, Notice, Retune};
 pub use factors::{FACTORS_HEAD_BYTES, Factors};
 pub use handshake::{
     CHALLENGE_BYTES, Caller, Challenge, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal,
-    VERDICT_BYTES, VERSION, Verdict, stream_proofs,
+    VERDICT_BYTES, VERSION, Verdict, VerdictError, stream_proofs,
 };
 pub use header::{Direction, FrameError, HEADER_BYTES, Header, Operation};
 pub use phases::{Norm, Release};

@@ -2,20 +2,20 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use paramhub_core::auth::{Namespace, Nonce, Proof};
 use paramhub_core::liveness::FINAL_MESSAGE_TIMEOUT;
 use paramhub_core::service::{ErrorCode, ServiceError};
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Caller, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal, Verdict,
-    stream_proofs,
+    CHALLENGE_BYTES, Caller, Challenge, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal,
+    Verdict, stream_proofs,
 };
-use paramhub_transport::handshakes::{DISCARDED_BYTES_MAX, has_unread_bytes};
-use paramhub_transport::shm::{receive_segments, send_segments};
-use rustix::io::Errno;
-use rustix::net::{SendFlags, Shutdown};
+use paramhub_transport::greeting::{Discarded, PendingMessages, draw};
+use paramhub_transport::handshakes::has_unread_bytes;
+use paramhub_transport::shm::receive_segments;
+use rustix::net::Shutdown;
 
 use super::RateLimitedWarnings;
 use crate::directory::{AdmittedStream, Directory, StreamOrigin};
@@ -28,8 +28,7 @@ pub(super) struct PendingConnection {
     pub(super) socket: OwnedFd,
     pub(super) origin: ConnectionOrigin,
     pub(super) deadline: Instant,
-    inbox: Vec<u8>,
-    outbox: Vec<u8>,
+    messages: PendingMessages,
     state: HandshakeState,
 }
 
@@ -49,6 +48,18 @@ impl ConnectionOrigin {
             ConnectionOrigin::Local(_) => None,
         }
     }
+
+    fn read(&mut self, socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            ConnectionOrigin::Interfaces(..) => Ok(rustix::io::read(socket, buffer)?),
+            ConnectionOrigin::Local(brought) => {
+                let (read, descriptors) = receive_segments(socket, buffer)?;
+                let room = DESCRIPTORS_MAX - brought.len();
+                brought.extend(descriptors.into_iter().take(room));
+                Ok(read)
+            }
+        }
+    }
 }
 
 impl fmt::Display for ConnectionOrigin {
@@ -64,7 +75,7 @@ enum HandshakeState {
     Hello,
     Proof {
         hello: Hello,
-        challenge: [u8; CHALLENGE_BYTES],
+        challenge: Challenge,
     },
     /// The welcome is being sent.
     Welcome(Hello, Option<AdmittedStream>),
@@ -73,8 +84,6 @@ enum HandshakeState {
     /// The refusal is being sent; then the hub closes its side, and the peer has a second to read it.
     Refusal {
         closed: bool,
-        /// Bytes that the peer has sent since.
-        discarded: usize,
     },
 }
 
@@ -89,12 +98,13 @@ pub(super) enum HandshakeStep {
 
 impl PendingConnection {
     pub(super) fn new(socket: OwnedFd, origin: ConnectionOrigin, deadline: Instant) -> PendingConnection {
-        let (inbox, outbox) = (Vec::with_capacity(HELLO_BYTES), Vec::new());
-        PendingConnection { socket, origin, deadline, inbox, outbox, state: HandshakeState::Hello }
+        // A proof is shorter than a Hello.
+        let messages = PendingMessages::new(HELLO_BYTES);
+        PendingConnection { socket, origin, deadline, messages, state: HandshakeState::Hello }
     }
 
     pub(super) fn has_sent_all(&self) -> bool {
-        self.outbox.is_empty()
+        self.messages.has_sent_all()
     }
 
     /// Reads and answers as far as possible without waiting.
@@ -118,7 +128,7 @@ impl PendingConnection {
                     return Ok(HandshakeStep::Admit(*hello, admitted));
                 }
                 HandshakeState::Probe(probe) => return Ok(HandshakeStep::Probe(*probe)),
-                HandshakeState::Refusal { closed, .. } => {
+                HandshakeState::Refusal { closed } => {
                     if !std::mem::replace(closed, true) {
                         rustix::net::shutdown(&self.socket, Shutdown::Write)?;
                     }
@@ -127,12 +137,14 @@ impl PendingConnection {
                 HandshakeState::Hello | HandshakeState::Proof { .. } => {}
             }
             let wanted = if matches!(self.state, HandshakeState::Hello) { HELLO_BYTES } else { PROOF_BYTES };
-            let is_complete = self.receive_up_to(wanted)?;
+            let (socket, origin) = (&self.socket, &mut self.origin);
+            let is_complete = self.messages.receive(wanted, |buffer| origin.read(socket, buffer))?;
+            let heard = self.messages.received();
             if matches!(self.state, HandshakeState::Hello)
-                && self.inbox.iter().zip(&MAGIC).any(|(heard, magic)| heard != magic)
+                && heard.iter().zip(&MAGIC).any(|(heard, magic)| heard != magic)
             {
                 // These bytes cannot become a Hello, so the caller is refused now, not after the timeout.
-                if self.inbox.len() < MAGIC.len() {
+                if heard.len() < MAGIC.len() {
                     return Ok(HandshakeStep::Wait);
                 }
                 self.refuse_other_protocol(warnings);
@@ -141,8 +153,7 @@ impl PendingConnection {
             if !is_complete {
                 return Ok(HandshakeStep::Wait);
             }
-            let heard = std::mem::take(&mut self.inbox);
-            self.answer(&heard, directory, warnings)?;
+            self.answer(directory, warnings)?;
         }
     }
 
@@ -150,100 +161,38 @@ impl PendingConnection {
     fn send_pending(&mut self) -> io::Result<bool> {
         if let HandshakeState::Welcome(_, Some(AdmittedStream { memory: Some(memory), .. })) = &self.state
             && let Some(common) = memory.common_descriptor()
-            && !self.outbox.is_empty()
+            && !self.messages.has_sent_all()
         {
-            send_segments(&self.socket, &self.outbox, &[common])?;
-            self.outbox.clear();
+            self.messages.send_with(&self.socket, &[common])?;
         }
-        while !self.outbox.is_empty() {
-            match rustix::net::send(&self.socket, &self.outbox, SendFlags::NOSIGNAL) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => {
-                    self.outbox.drain(..written);
-                }
-                Err(Errno::AGAIN) => return Ok(false),
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
-        Ok(true)
+        self.messages.send(&self.socket)
     }
 
-    /// Reads up to `wanted` bytes and no more, since the following bytes belong to the core. `true` when they
-    /// are here.
-    fn receive_up_to(&mut self, wanted: usize) -> io::Result<bool> {
-        let mut buffer = [0; HELLO_BYTES];
-        while self.inbox.len() < wanted {
-            match self.read(&mut buffer[..wanted - self.inbox.len()]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => self.inbox.extend_from_slice(&buffer[..read]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(true)
-    }
-
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match &mut self.origin {
-            ConnectionOrigin::Interfaces(..) => Ok(rustix::io::read(&self.socket, buffer)?),
-            ConnectionOrigin::Local(brought) => {
-                let (read, descriptors) = receive_segments(self.socket.as_fd(), buffer)?;
-                let room = DESCRIPTORS_MAX - brought.len();
-                brought.extend(descriptors.into_iter().take(room));
-                Ok(read)
-            }
-        }
-    }
-
-    /// Reads what a refused peer still sends, so that closing does not reset the connection before the peer
-    /// has read the refusal. A peer that sends more than an honest one could is disconnected at once.
+    /// Drops what a refused peer still sends.
     fn discard(&mut self) -> io::Result<HandshakeStep> {
-        let mut ignored = [0; 4096];
-        loop {
-            match self.read(&mut ignored) {
-                Ok(0) => return Ok(HandshakeStep::Leave),
-                Ok(read) => {
-                    let HandshakeState::Refusal { discarded, .. } = &mut self.state else {
-                        unreachable!("bytes are discarded after a refusal alone")
-                    };
-                    *discarded += read;
-                    if *discarded > DISCARDED_BYTES_MAX {
-                        return Ok(HandshakeStep::Leave);
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(HandshakeStep::Wait),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
+        let (socket, origin) = (&self.socket, &mut self.origin);
+        Ok(match self.messages.discard(|buffer| origin.read(socket, buffer))? {
+            Discarded::Waits => HandshakeStep::Wait,
+            Discarded::Ended | Discarded::TooMuch => HandshakeStep::Leave,
+        })
     }
 
-    fn answer(
-        &mut self,
-        heard: &[u8],
-        directory: &Directory,
-        warnings: &mut RateLimitedWarnings,
-    ) -> io::Result<()> {
+    fn answer(&mut self, directory: &Directory, warnings: &mut RateLimitedWarnings) -> io::Result<()> {
         match &self.state {
-            HandshakeState::Hello => {
-                match Hello::decode(heard.try_into().expect("as many bytes as were wanted")) {
-                    Ok(_) if has_unread_bytes(&self.socket)? => {
-                        return Err(io::Error::other("it sent more than a Hello before it was challenged"));
-                    }
-                    Ok(hello) => {
-                        let mut challenge = [0; CHALLENGE_BYTES];
-                        getrandom::fill(&mut challenge).map_err(io::Error::other)?;
-                        self.outbox.extend_from_slice(&challenge);
-                        self.state = HandshakeState::Proof { hello, challenge };
-                    }
-                    Err(error) => {
-                        self.skip_challenge();
-                        self.refuse(warnings, Refusal::Protocol, error.to_string());
-                    }
+            HandshakeState::Hello => match Hello::decode(&self.messages.take()) {
+                Ok(_) if has_unread_bytes(&self.socket)? => {
+                    return Err(io::Error::other("it sent more than a Hello before it was challenged"));
                 }
-            }
+                Ok(hello) => {
+                    let challenge: Challenge = draw()?;
+                    self.messages.queue(&challenge);
+                    self.state = HandshakeState::Proof { hello, challenge };
+                }
+                Err(error) => {
+                    self.skip_challenge();
+                    self.refuse(warnings, Refusal::Protocol, error.to_string());
+                }
+            },
             HandshakeState::Proof { hello, challenge } => {
                 let hello = *hello;
                 // For an unknown job the proof is checked against a nonce that no job has, so that the check
@@ -254,11 +203,11 @@ impl PendingConnection {
                     false => directory.nonce(hello.namespace),
                 };
                 let (worker, hub) = stream_proofs(&nonce.unwrap_or(Nonce([0; 32])), &hello, challenge);
-                let given = Proof(heard.try_into().expect("as many bytes as were wanted"));
+                let given = Proof(self.messages.take());
                 let is_proven = given.matches(&worker) && nonce.is_some();
                 if probes && is_proven && matches!(self.origin, ConnectionOrigin::Interfaces(..)) {
                     let welcome = Verdict::Welcome { proof: hub, state_slots: 0 };
-                    self.outbox.extend_from_slice(&welcome.encode());
+                    self.messages.queue(&welcome.encode());
                     self.state = HandshakeState::Probe(hello.namespace);
                     return Ok(());
                 }
@@ -281,7 +230,7 @@ impl PendingConnection {
                 match directory.admit(&hello, stream_origin) {
                     Ok(admitted) => {
                         let welcome = Verdict::Welcome { proof: hub, state_slots: admitted.state_slots };
-                        self.outbox.extend_from_slice(&welcome.encode());
+                        self.messages.queue(&welcome.encode());
                         self.state = HandshakeState::Welcome(hello, Some(admitted));
                     }
                     Err((refusal, message)) => self.refuse(warnings, refusal, message),
@@ -298,7 +247,7 @@ impl PendingConnection {
     /// gets an HTTP answer.
     fn refuse_other_protocol(&mut self, warnings: &mut RateLimitedWarnings) {
         const HTTP: [&[u8; 4]; 5] = [b"GET ", b"POST", b"DELE", b"HEAD", b"PUT "];
-        if !HTTP.iter().any(|method| self.inbox.starts_with(*method)) {
+        if !HTTP.iter().any(|method| self.messages.received().starts_with(*method)) {
             self.skip_challenge();
             return self.refuse(warnings, Refusal::Protocol, HandshakeError::Magic.to_string());
         }
@@ -310,13 +259,13 @@ impl PendingConnection {
         let body = serde_json::to_string(&error).expect("an error is plain data");
         let head = "HTTP/1.1 421 Misdirected Request\r\ncontent-type: application/json\r\nconnection: close";
         let answer = format!("{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
-        self.outbox.extend_from_slice(answer.as_bytes());
+        self.messages.queue(answer.as_bytes());
         self.close_after_answer();
     }
 
     /// Skips the challenge, since the caller expects the verdict after it.
     fn skip_challenge(&mut self) {
-        self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
+        self.messages.queue(&[0; CHALLENGE_BYTES]);
     }
 
     fn refuse(&mut self, warnings: &mut RateLimitedWarnings, refusal: Refusal, message: String) {
@@ -325,12 +274,12 @@ impl PendingConnection {
     }
 
     fn send_refusal(&mut self, refusal: Refusal, message: String) {
-        self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
+        self.messages.queue(&Verdict::Refused { refusal, message }.encode());
         self.close_after_answer();
     }
 
     fn close_after_answer(&mut self) {
-        self.state = HandshakeState::Refusal { closed: false, discarded: 0 };
+        self.state = HandshakeState::Refusal { closed: false };
         self.deadline = self.deadline.min(Instant::now() + FINAL_MESSAGE_TIMEOUT);
     }
 }

@@ -15,6 +15,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use paramhub_transport::greeting::draw;
+
 pub use folder::{CheckpointFlaw, FoundCheckpoint};
 pub use manifest::{FileEntry, Manifest, TensorContents, TensorEntry};
 
@@ -42,10 +44,8 @@ impl CheckpointConfig {
     pub fn try_out(&self) -> io::Result<()> {
         let folder = if self.folder == Path::new("") { Path::new(".") } else { &self.folder };
         fs::create_dir_all(folder)?;
-        let mut random = [0; 8];
-        getrandom::fill(&mut random).map_err(io::Error::other)?;
         // The name is random, since several hubs may start on one folder at once.
-        let probe = folder.join(format!(".writable-{:016x}", u64::from_le_bytes(random)));
+        let probe = folder.join(format!(".writable-{:016x}", u64::from_le_bytes(draw()?)));
         let written = folder::write_whole(&probe, "a hub tries whether it can write here\n");
         // The file is also removed if it could be created but not written.
         let removed = fs::remove_file(&probe).or_else(|error| match error.kind() {

@@ -35,11 +35,11 @@ fn begun(change: impl FnOnce(&mut Settings)) -> (Shard, Box<Snapshot>) {
 }
 
 fn len(shard: &Shard, chunk: u32) -> usize {
-    shard.slot(chunk).unwrap().1.elements as usize
+    shard.slots[shard.locate(chunk).unwrap() as usize].elements as usize
 }
 
 fn forget_answers(shard: &mut Shard, chunk: u32) {
-    let (index, _) = shard.slot(chunk).unwrap();
+    let index = shard.locate(chunk).unwrap();
     while shard.outboxes[0].applied.pop_first().or_else(|| shard.outboxes[0].parameters.pop_first()).is_some()
     {
     }
@@ -47,7 +47,7 @@ fn forget_answers(shard: &mut Shard, chunk: u32) {
 }
 
 fn step(shard: &mut Shard, chunk: u32) {
-    let (index, _) = shard.slot(chunk).unwrap();
+    let index = shard.locate(chunk).unwrap();
     let step = shard.exchange.step(index);
     let gradient: Vec<f32> = (0..len(shard, chunk))
         .map(|i| ((i as u32 * 7 + chunk * 31 + step * 13) % 97) as f32 / 97.0)
@@ -60,7 +60,7 @@ fn step(shard: &mut Shard, chunk: u32) {
 fn expected(chunk: u32, steps: u32) -> (Vec<f32>, Vec<f32>) {
     let (mut shard, _) = begun(|_| {});
     (0..steps).for_each(|_| step(&mut shard, chunk));
-    let (_, slot) = shard.slot(chunk).unwrap();
+    let slot = shard.slots[shard.locate(chunk).unwrap() as usize];
     (shard.model.parameters[slot.range()].to_vec(), shard.model.state[slot.range()].to_vec())
 }
 
@@ -92,7 +92,7 @@ fn every_chunk_is_copied_at_the_version_however_chunks_and_turns_race() {
     for round in 0..40 {
         // Some chunks are at the version already, none is beyond it.
         version += 1 + next(3);
-        let at = |shard: &Shard, chunk: u32| shard.exchange.step(shard.slot(chunk).unwrap().0);
+        let at = |shard: &Shard, chunk: u32| shard.exchange.step(shard.locate(chunk).unwrap());
         for _ in 0..next(60) {
             let chunk = next(CHUNKS);
             if at(&shard, chunk) < version {

@@ -3,7 +3,7 @@ use paramhub_core::factors::FactorBlock;
 use paramhub_core::key::Key;
 use paramhub_core::scheme::{LayerSettings, Scheme, SchemeChoice};
 use paramhub_core::settings::{OptimizerChoice, Settings};
-use paramhub_core::wire::Factors as Wire;
+use paramhub_core::wire::{Factors as Wire, Header};
 use paramhub_kernels::convert;
 
 use super::tests::{header, push_pull, shard, wire};
@@ -59,8 +59,8 @@ fn send(
 
 fn take_piece(shard: &mut Shard, rank: u32, step: u32, codec: Codec, payload: &[u8]) -> Result<(), Fault> {
     let header = Header { codec, ..header(Operation::Factors, 2, step, payload) };
-    shard.check(rank, &header)?;
-    shard.frame(rank, &header, Payload::Here(payload))
+    let checked = shard.check(rank, &header)?;
+    shard.frame(rank, &checked, Payload::Here(payload))
 }
 
 /// The mean gradient of weight and bias, by a plain loop in f64.
@@ -159,8 +159,8 @@ fn the_optimizer_runs_on_what_is_made_and_a_pull_gets_it() {
     for (chunk, extent) in (0..).zip(&extents) {
         let ones = wire(&vec![1.0; extent.elements as usize]);
         let begin = header(Operation::Initialise, chunk, 0, &ones);
-        shard.check(0, &begin).unwrap();
-        shard.frame(0, &begin, Payload::Here(&ones)).unwrap();
+        let checked = shard.check(0, &begin).unwrap();
+        shard.frame(0, &checked, Payload::Here(&ones)).unwrap();
         let slot = shard.outboxes[0].applied.pop_first().unwrap();
         shard.answer_begun(0, slot);
     }
@@ -181,8 +181,8 @@ fn the_optimizer_runs_on_what_is_made_and_a_pull_gets_it() {
         }
         assert_near(&found, (model.clone(), Vec::new()), 1e-5);
         let pull = Header { step: step + 1, chunk: 2, ..Header::bare(Operation::Pull) };
-        shard.check(2, &pull).unwrap();
-        shard.frame(2, &pull, Payload::Here(&[])).unwrap();
+        let checked = shard.check(2, &pull).unwrap();
+        shard.frame(2, &checked, Payload::Here(&[])).unwrap();
         assert_eq!(answers(&mut shard, 2), found[..1]);
     }
 }
@@ -212,7 +212,8 @@ fn frames_that_do_not_fit_a_block_are_refused() {
     let (mut shard, block) = factor_shard(Dtype::F32, |settings| settings.reject_non_finite = true);
     let whole = |piece: u32| [&Wire::head(6, piece)[..], &vec![0; block.piece_elements * 4]].concat();
     let mut refused = |header: Header, payload: &[u8]| -> String {
-        let outcome = shard.check(0, &header).and_then(|()| shard.frame(0, &header, Payload::Here(payload)));
+        let checked = shard.check(0, &header);
+        let outcome = checked.and_then(|checked| shard.frame(0, &checked, Payload::Here(payload)));
         outcome.unwrap_err().to_string()
     };
     let good = header(Operation::Factors, 2, 0, &whole(0));
@@ -311,8 +312,8 @@ fn a_bias_of_many_samples_is_made_in_several_turns() {
         let elements = block.piece(SAMPLES, piece).unwrap().elements();
         let payload = [&Wire::head(SAMPLES, piece)[..], &wire(&vec![1.0; elements])].concat();
         let header = header(Operation::Factors, 0, 0, &payload);
-        shard.check(0, &header).unwrap();
-        shard.frame(0, &header, Payload::Here(&payload)).unwrap();
+        let checked = shard.check(0, &header).unwrap();
+        shard.frame(0, &checked, Payload::Here(&payload)).unwrap();
     }
     let mut turns = 0;
     while answers(&mut shard, 0).is_empty() {

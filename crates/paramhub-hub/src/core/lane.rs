@@ -14,7 +14,7 @@ use paramhub_transport::{
 
 use super::fault::Fault;
 use super::outbox::{BATCH_FRAMES, NextFrame};
-use super::shard::{Payload, Shard};
+use super::shard::{CheckedHeader, Payload, Shard};
 use crate::local::LocalMemory;
 
 /// Bytes taken from one stream before the others are served: about one read of the scratch buffer. So the
@@ -32,6 +32,8 @@ pub(crate) struct Lane {
     pub(crate) shard: usize,
     pub(crate) port: u32,
     liveness: PeerLiveness,
+    /// The header of the frame that has begun to come.
+    begun: Option<CheckedHeader>,
     pub(crate) waits_writable: bool,
     pub(crate) readiness: Readiness,
     /// Whether the stream is broken and another may replace it.
@@ -83,23 +85,26 @@ pub(crate) enum ReceiveOutcome {
 struct ShardSink<'a> {
     shard: &'a mut Shard,
     port: u32,
+    /// See [`Lane`].
+    begun: &'a mut Option<CheckedHeader>,
 }
 
 impl FrameSink for ShardSink<'_> {
     type Error = Fault;
 
     fn landing(&mut self, header: &Header) -> Result<Landing<'_>, Fault> {
-        self.shard.check(self.port, header)?;
+        *self.begun = Some(self.shard.check(self.port, header)?);
         Ok(Landing::Staged)
     }
 
-    fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Fault> {
-        self.shard.frame(self.port, header, Payload::Here(payload.unwrap_or_default()))
+    fn frame(&mut self, _: &Header, payload: Option<&[u8]>) -> Result<(), Fault> {
+        let checked = self.begun.take().expect("a frame lands before it is whole");
+        self.shard.frame(self.port, &checked, Payload::Here(payload.unwrap_or_default()))
     }
 
     fn placed(&mut self, header: &Header) -> Result<(), Fault> {
-        self.shard.check(self.port, header)?;
-        self.shard.frame(self.port, header, Payload::InArena)
+        let checked = self.shard.check(self.port, header)?;
+        self.shard.frame(self.port, &checked, Payload::InArena)
     }
 
     fn moved(&mut self) -> usize {
@@ -144,6 +149,7 @@ impl Lane {
             shard,
             port,
             liveness: PeerLiveness::new(now),
+            begun: None,
             waits_writable: false,
             readiness: Readiness::default(),
             is_cut: false,
@@ -208,7 +214,7 @@ impl Lane {
             return Ok(if self.stream.discard() { ReceiveOutcome::Closed } else { ReceiveOutcome::Open });
         }
         shard.now = now;
-        let mut sink = ShardSink { shard, port: self.port };
+        let mut sink = ShardSink { shard, port: self.port, begun: &mut self.begun };
         match self.stream.receive(&mut sink, scratch, RECEIVE_BUDGET_BYTES) {
             Ok(received) => {
                 if received.bytes > 0 {
@@ -363,7 +369,8 @@ mod tests {
         });
         for slot in 0..CHUNKS {
             let header = Header { chunk: slot, ..Header::bare(Operation::Pull) };
-            shard.frame(0, &header, Payload::Here(&[])).unwrap();
+            let checked = shard.check(0, &header).unwrap();
+            shard.frame(0, &checked, Payload::Here(&[])).unwrap();
         }
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let mut worker = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();

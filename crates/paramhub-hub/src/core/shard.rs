@@ -25,9 +25,10 @@ use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
-use paramhub_core::wire::{Header, Operation};
+use paramhub_core::wire::Operation;
 use paramhub_kernels::Step;
 
+pub(crate) use self::checks::CheckedHeader;
 pub(crate) use self::memory::memory_bytes;
 pub(crate) use self::payload::Payload;
 use super::arenas::Arenas;
@@ -204,17 +205,23 @@ impl Shard {
         is_due && !std::mem::replace(&mut self.outboxes[port as usize].sent_leave, true)
     }
 
-    /// Does what a whole frame requests. The header has passed [`Shard::check`].
-    pub(crate) fn frame(&mut self, port: u32, header: &Header, payload: Payload<'_>) -> Result<(), Fault> {
+    /// Does what a whole frame requests.
+    pub(crate) fn frame(
+        &mut self,
+        port: u32,
+        checked: &CheckedHeader,
+        payload: Payload<'_>,
+    ) -> Result<(), Fault> {
+        let header = &checked.header;
         match header.operation {
-            Operation::PushPull => self.contribute(port, header, payload, Answer::Parameters),
-            Operation::Push => self.contribute(port, header, payload, Answer::Applied),
+            Operation::PushPull => self.contribute(port, checked, payload, Answer::Parameters),
+            Operation::Push => self.contribute(port, checked, payload, Answer::Applied),
             Operation::Factors => match self.plan.ports.side(port) {
-                Side::Worker(member) => self.gather_factors(member, header, payload.here()),
+                Side::Worker(member) => self.gather_factors(member, checked, payload.here()),
                 Side::Below(_) | Side::Above => unreachable!("`check` lets factors in from workers alone"),
             },
             Operation::Pull => {
-                let (index, slot) = self.slot(header.chunk)?;
+                let (index, slot) = self.located(checked);
                 let pulled = self.exchange.pull(index, port, header.step);
                 pulled.map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
                 self.settle(index);
@@ -224,22 +231,22 @@ impl Shard {
                 }
                 self.stranded_at(index)
             }
-            Operation::Initialise => self.initialise(port, header, payload),
+            Operation::Initialise => self.initialise(port, checked, payload),
             Operation::PullState => {
-                let (index, slot) = self.slot(header.chunk)?;
+                let (index, slot) = self.located(checked);
                 // `check` has compared the slot's number, so it fits.
                 let pulled = self.exchange.pull_state(index, port, header.step as u8);
                 pulled.map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
                 self.settle(index);
                 self.stranded_at(index)
             }
-            Operation::InitialiseState => self.initialise_state(port, header, payload.here()),
+            Operation::InitialiseState => self.initialise_state(port, checked, payload.here()),
             Operation::Retune => self.retune(port, header, payload.here()),
             Operation::Release => self.release(port, header.step, payload.here()),
             Operation::Leave if self.has_left(port) => Ok(()),
             Operation::Leave => self.leave(port),
-            Operation::Total => self.lower(header, payload.here()),
-            Operation::Parameters => self.lower_parameters(header, payload.here()),
+            Operation::Total => self.lower(checked, payload.here()),
+            Operation::Parameters => self.lower_parameters(checked, payload.here()),
             Operation::Failure => Err(Fault::reported(self.plan.ports.side(port), payload.here())),
             // A heartbeat has done its work by arriving.
             _ => Ok(()),
@@ -249,11 +256,11 @@ impl Shard {
     fn contribute(
         &mut self,
         port: u32,
-        header: &Header,
+        checked: &CheckedHeader,
         payload: Payload<'_>,
         answer: Answer,
     ) -> Result<(), Fault> {
-        let (index, slot) = self.slot(header.chunk)?;
+        let (header, (index, slot)) = (&checked.header, self.located(checked));
         let (member, codec) = match self.plan.ports.side(port) {
             Side::Worker(member) => (member, slot.gradient),
             Side::Below(member) => (member, Codec::F32),
@@ -392,11 +399,16 @@ impl Shard {
         });
     }
 
-    fn slot(&self, chunk: u32) -> Result<(u32, Slot), Fault> {
+    fn locate(&self, chunk: u32) -> Result<u32, Fault> {
         match self.plan.placement().locate(chunk) {
-            Some((route, index)) if route == self.plan.route => Ok((index, self.slots[index as usize])),
+            Some((route, index)) if route == self.plan.route => Ok(index),
             _ => Err(Fault::Chunk(chunk)),
         }
+    }
+
+    fn located(&self, checked: &CheckedHeader) -> (u32, Slot) {
+        let index = checked.index();
+        (index, self.slots[index as usize])
     }
 
     fn key_name(&self, key: u32) -> String {

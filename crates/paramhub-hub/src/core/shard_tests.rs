@@ -7,7 +7,7 @@ use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::stragglers::Stragglers;
-use paramhub_core::wire::{Norm, Release, State};
+use paramhub_core::wire::{Header, Norm, Release, State};
 use paramhub_kernels::Registry;
 
 use super::*;
@@ -46,8 +46,8 @@ pub(in crate::core) fn take(
     header: &Header,
     payload: &[u8],
 ) -> Result<(), Fault> {
-    shard.check(rank, header)?;
-    shard.frame(rank, header, Payload::Here(payload))
+    let checked = shard.check(rank, header)?;
+    shard.frame(rank, &checked, Payload::Here(payload))
 }
 
 pub(in crate::core) fn push_pull(
@@ -488,7 +488,7 @@ fn each_fault_names_what_is_wrong_and_changes_nothing() {
     assert!(refused.contains("key `conv` whose element 259 is not finite"), "{refused}");
     assert_eq!(shard.counters().contributions, 0);
     push_pull(&mut shard, 1, 2, 0, &[1.0; 5]).unwrap();
-    shard.frame(1, &Header::bare(Operation::Leave), Payload::Here(&[])).unwrap();
+    take(&mut shard, 1, &Header::bare(Operation::Leave), &[]).unwrap();
     assert!(fault(&mut shard, header(Operation::Push, 2, 1, &five), &five).contains("after it had left"));
     push_pull(&mut shard, 0, 2, 0, &[1.0; 5]).unwrap();
     answer(&mut shard, 0);

@@ -1,10 +1,13 @@
 //! As much as some streams carry, both ways at once, for a bounded time. The receiver takes the time.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use paramhub_transport::greeting::is_temporary;
+use paramhub_transport::measuring::{bits_per_second, incompressible};
 
 /// The first bytes do not count: TCP's slow start, and what a traffic shaper admits in a burst.
 const WARM_UP: Duration = Duration::from_millis(150);
@@ -15,6 +18,8 @@ const AFTER: Duration = Duration::from_millis(50);
 /// Bytes each way, all streams together: more than the time allows up to 128 Gbit/s.
 const BYTES_MAX: u64 = 8 << 30;
 const BLOCK_BYTES: usize = 64 << 10;
+/// The least time that a rate is taken of: streams that end early leave a shorter one.
+const RESOLUTION: Duration = Duration::from_millis(1);
 /// How often an end checks whether the other one still sends, and the longest wait of a read or a write.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -26,9 +31,7 @@ pub(super) fn both_ways(streams: &[TcpStream]) -> Result<f64, String> {
         stream.set_write_timeout(Some(LOOK))
     };
     streams.iter().try_for_each(prepare).map_err(|error| format!("a stream cannot be prepared: {error}"))?;
-    // Bytes that no link can compress.
-    let mut noise = vec![0; BLOCK_BYTES];
-    getrandom::fill(&mut noise).map_err(|error| error.to_string())?;
+    let noise = incompressible(BLOCK_BYTES);
     let (arrived, sent) = (AtomicU64::new(0), AtomicU64::new(0));
     let (open, is_over) = (AtomicUsize::new(streams.len()), AtomicBool::new(false));
     let begin = Instant::now();
@@ -65,7 +68,7 @@ pub(super) fn both_ways(streams: &[TcpStream]) -> Result<f64, String> {
     }
     match counted? {
         (0, _) => Err("nothing arrived from the other hub".into()),
-        (bytes, time) => Ok(bytes as f64 * 8.0 / time.as_secs_f64().max(1e-3)),
+        (bytes, time) => Ok(bits_per_second(bytes, time, RESOLUTION)),
     }
 }
 
@@ -93,8 +96,4 @@ fn receive(mut stream: &TcpStream, arrived: &AtomicU64, is_over: &AtomicBool) {
             Ok(0) | Err(_) => return,
         }
     }
-}
-
-fn is_temporary(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }

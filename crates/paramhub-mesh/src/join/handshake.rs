@@ -7,12 +7,14 @@ use std::time::Instant;
 
 use paramhub_core::auth::{Nonce, Proof};
 use paramhub_core::liveness::FINAL_MESSAGE_TIMEOUT;
-use paramhub_core::wire::{CHALLENGE_BYTES, Challenge, PROOF_BYTES, Refusal, VERDICT_BYTES, Verdict};
+use paramhub_core::wire::{
+    CHALLENGE_BYTES, Challenge, PROOF_BYTES, Refusal, VERDICT_BYTES, Verdict, VerdictError,
+};
 use paramhub_transport::Interest;
-use paramhub_transport::handshakes::{DISCARDED_BYTES_MAX, has_unread_bytes};
-use paramhub_transport::socket::dialled;
-use rustix::io::Errno;
-use rustix::net::{SendFlags, Shutdown};
+use paramhub_transport::dialling::dialled;
+use paramhub_transport::greeting::{Discarded, PendingMessages, draw};
+use paramhub_transport::handshakes::has_unread_bytes;
+use rustix::net::Shutdown;
 
 use crate::wire::{HELLO_BYTES, Hello};
 
@@ -23,9 +25,7 @@ pub(super) struct JoinHandshake {
     pub(super) address: SocketAddr,
     /// `None` where only the join as a whole has a deadline.
     pub(super) deadline: Option<Instant>,
-    inbox: [u8; VERDICT_BYTES],
-    received: usize,
-    outbox: Vec<u8>,
+    messages: PendingMessages,
     state: HandshakeState,
     /// The rank that an accepted connection claimed, and why it was refused.
     refusal: Option<(u32, String)>,
@@ -45,8 +45,8 @@ enum HandshakeState {
     /// The listener is sending the welcome to this rank.
     Welcomes(u32),
     /// The listener is sending the refusal; then it closes its side, and the peer has a second to read the
-    /// refusal. `discarded` counts the bytes that came after it.
-    Refuses { is_closed: bool, discarded: usize },
+    /// refusal.
+    Refuses { is_closed: bool },
 }
 
 /// The result of a turn of a handshake.
@@ -75,13 +75,15 @@ impl JoinHandshake {
     }
 
     fn new(socket: OwnedFd, address: SocketAddr, deadline: Option<Instant>, state: HandshakeState) -> Self {
+        let bytes_max = match state {
+            HandshakeState::AwaitsHello => HELLO_BYTES.max(PROOF_BYTES),
+            _ => VERDICT_BYTES,
+        };
         JoinHandshake {
             socket,
             address,
             deadline,
-            inbox: [0; VERDICT_BYTES],
-            received: 0,
-            outbox: Vec::new(),
+            messages: PendingMessages::new(bytes_max),
             state,
             refusal: None,
         }
@@ -89,7 +91,7 @@ impl JoinHandshake {
 
     pub(super) fn interest(&self) -> Interest {
         let is_dialling = matches!(self.state, HandshakeState::Dialling(_));
-        Interest { readable: !is_dialling, writable: is_dialling || !self.outbox.is_empty() }
+        Interest { readable: !is_dialling, writable: is_dialling || !self.messages.has_sent_all() }
     }
 
     /// The rank that a just refused connection claimed, and why it was refused; the rank is not proved and
@@ -117,16 +119,16 @@ impl JoinHandshake {
     fn advance(&mut self, secret: &Nonce, check_hello: &mut HelloCheck<'_>) -> io::Result<HandshakeProgress> {
         if let HandshakeState::Dialling(hello) = self.state {
             dialled(&self.socket)?;
-            self.outbox.extend_from_slice(&hello.encode());
+            self.messages.queue(&hello.encode());
             self.state = HandshakeState::AwaitsChallenge(hello);
         }
         loop {
-            if !self.flush_outbox()? {
+            if !self.messages.send(&self.socket)? {
                 return Ok(HandshakeProgress::Waits);
             }
             let wanted = match &mut self.state {
                 HandshakeState::Welcomes(rank) => return Ok(HandshakeProgress::Admitted(*rank)),
-                HandshakeState::Refuses { is_closed, .. } => {
+                HandshakeState::Refuses { is_closed } => {
                     if !std::mem::replace(is_closed, true) {
                         rustix::net::shutdown(&self.socket, Shutdown::Write)?;
                     }
@@ -138,17 +140,17 @@ impl JoinHandshake {
                 HandshakeState::AwaitsHello => HELLO_BYTES,
                 HandshakeState::AwaitsProof(..) => PROOF_BYTES,
             };
-            if !self.fill_inbox(wanted)? {
+            let socket = &self.socket;
+            if !self.messages.receive(wanted, |buffer| Ok(rustix::io::read(socket, buffer)?))? {
                 return Ok(HandshakeProgress::Waits);
             }
-            self.received = 0;
             if let Some(progress) = self.answer(secret, check_hello)? {
                 return Ok(progress);
             }
         }
     }
 
-    /// Handles a message of `wanted` bytes, which are in the inbox.
+    /// Handles a message that has come whole.
     fn answer(
         &mut self,
         secret: &Nonce,
@@ -156,38 +158,36 @@ impl JoinHandshake {
     ) -> io::Result<Option<HandshakeProgress>> {
         match &self.state {
             HandshakeState::AwaitsChallenge(hello) => {
-                let challenge: Challenge = self.inbox[..CHALLENGE_BYTES].try_into().expect("a fixed range");
+                let challenge: Challenge = self.messages.take();
                 let (ours, theirs) = hello.proofs(secret, &challenge);
-                self.outbox.extend_from_slice(&ours.0);
+                self.messages.queue(&ours.0);
                 self.state = HandshakeState::AwaitsVerdict(theirs);
             }
             HandshakeState::AwaitsVerdict(expected) => {
-                return Ok(Some(match Verdict::decode(&self.inbox) {
-                    Ok(Verdict::Welcome { proof, .. }) if proof.matches(expected) => {
-                        HandshakeProgress::Joined
-                    }
-                    Ok(Verdict::Welcome { .. }) => HandshakeProgress::Refused(
+                return Ok(Some(match Verdict::open(&self.messages.take(), expected) {
+                    Ok(_) => HandshakeProgress::Joined,
+                    Err(VerdictError::Unproven) => HandshakeProgress::Refused(
                         "it does not know the mesh's secret: something else answers there".into(),
                     ),
-                    Ok(Verdict::Refused { message, .. }) => HandshakeProgress::Refused(message),
-                    Err(error) => HandshakeProgress::Refused(format!(
+                    Err(VerdictError::Refused { message, .. }) => HandshakeProgress::Refused(message),
+                    Err(VerdictError::Unreadable(error)) => HandshakeProgress::Refused(format!(
                         "it does not answer like a paramhub mesh: {error}"
                     )),
                 }));
             }
             HandshakeState::AwaitsHello => {
-                match Hello::decode(self.inbox[..HELLO_BYTES].try_into().expect("a fixed range")) {
+                match Hello::decode(&self.messages.take::<HELLO_BYTES>()) {
                     Ok(_) if has_unread_bytes(&self.socket)? => {
                         return Err(io::Error::other("it sent more than a hello before it was challenged"));
                     }
                     Ok(hello) => {
                         let challenge = draw()?;
-                        self.outbox.extend_from_slice(&challenge);
+                        self.messages.queue(&challenge);
                         self.state = HandshakeState::AwaitsProof(hello, challenge);
                     }
                     Err(error) => {
                         // A dialler of another version reads the verdict behind a challenge.
-                        self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
+                        self.messages.queue(&[0; CHALLENGE_BYTES]);
                         self.refuse(None, Refusal::Protocol, error.to_string());
                     }
                 }
@@ -195,14 +195,14 @@ impl JoinHandshake {
             HandshakeState::AwaitsProof(hello, challenge) => {
                 let hello = *hello;
                 let (theirs, ours) = hello.proofs(secret, challenge);
-                let proof = Proof(self.inbox[..PROOF_BYTES].try_into().expect("a fixed range"));
+                let proof = Proof(self.messages.take());
                 if !proof.matches(&theirs) {
                     let message = "the secret is wrong: do both ranks mean the same mesh?";
                     self.refuse(Some(hello.rank), Refusal::WrongNonce, message.into());
                 } else if let Err((refusal, message)) = check_hello(&hello) {
                     self.refuse(Some(hello.rank), refusal, message);
                 } else {
-                    self.outbox.extend_from_slice(&Verdict::Welcome { proof: ours, state_slots: 0 }.encode());
+                    self.messages.queue(&Verdict::Welcome { proof: ours, state_slots: 0 }.encode());
                     self.state = HandshakeState::Welcomes(hello.rank);
                 }
             }
@@ -215,68 +215,18 @@ impl JoinHandshake {
 
     fn refuse(&mut self, rank: Option<u32>, refusal: Refusal, message: String) {
         self.refusal = rank.map(|rank| (rank, message.clone()));
-        self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
-        self.state = HandshakeState::Refuses { is_closed: false, discarded: 0 };
+        self.messages.queue(&Verdict::Refused { refusal, message }.encode());
+        self.state = HandshakeState::Refuses { is_closed: false };
         self.deadline = self.deadline.map(|deadline| deadline.min(Instant::now() + FINAL_MESSAGE_TIMEOUT));
     }
 
-    /// Reads and discards bytes after a refusal: closing with unread bytes would reset the connection and
-    /// take the verdict from the peer. A peer that sends more than an honest one could loses the connection
-    /// at once.
+    /// Drops what a refused peer still sends.
     fn discard(&mut self) -> io::Result<HandshakeProgress> {
-        loop {
-            match rustix::io::read(&self.socket, &mut self.inbox) {
-                Ok(0) => return Ok(HandshakeProgress::Failed("it was refused".to_owned())),
-                Ok(read) => {
-                    let HandshakeState::Refuses { discarded, .. } = &mut self.state else {
-                        unreachable!("bytes are discarded after a refusal alone")
-                    };
-                    *discarded += read;
-                    if *discarded > DISCARDED_BYTES_MAX {
-                        return Ok(HandshakeProgress::Failed(
-                            "it was refused and went on sending".to_owned(),
-                        ));
-                    }
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Ok(HandshakeProgress::Waits),
-                Err(errno) => return Err(errno.into()),
-            }
-        }
+        let socket = &self.socket;
+        Ok(match self.messages.discard(|buffer| Ok(rustix::io::read(socket, buffer)?))? {
+            Discarded::Waits => HandshakeProgress::Waits,
+            Discarded::Ended => HandshakeProgress::Failed("it was refused".to_owned()),
+            Discarded::TooMuch => HandshakeProgress::Failed("it was refused and went on sending".to_owned()),
+        })
     }
-
-    /// Sends what is queued; `true` when nothing is left.
-    fn flush_outbox(&mut self) -> io::Result<bool> {
-        while !self.outbox.is_empty() {
-            match rustix::net::send(&self.socket, &self.outbox, SendFlags::NOSIGNAL) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(wrote) => drop(self.outbox.drain(..wrote)),
-                Err(Errno::AGAIN) => return Ok(false),
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
-        Ok(true)
-    }
-
-    /// Reads up to `wanted` bytes, not one more, for frames follow. `true` when all have come.
-    fn fill_inbox(&mut self, wanted: usize) -> io::Result<bool> {
-        while self.received < wanted {
-            match rustix::io::read(&self.socket, &mut self.inbox[self.received..wanted]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => self.received += read,
-                Err(Errno::AGAIN) => return Ok(false),
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
-        Ok(true)
-    }
-}
-
-/// Random bytes, which no one can predict.
-pub(super) fn draw<const N: usize>() -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    getrandom::fill(&mut bytes).map_err(io::Error::other)?;
-    Ok(bytes)
 }

@@ -15,8 +15,10 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Incarnation;
 use paramhub_core::wire::Refusal;
+use paramhub_transport::dialling::begin_dial;
+use paramhub_transport::greeting::draw;
 use paramhub_transport::handshakes::{ACCEPTS_PER_TURN, PendingHandshakes};
-use paramhub_transport::socket::{begin_dial, listen, prepare};
+use paramhub_transport::socket::{listen, prepare};
 use paramhub_transport::{Events, Interest, Poller};
 
 use crate::config::MeshConfig;
@@ -24,7 +26,7 @@ use crate::error::{MeshError, MeshRank};
 use crate::memory::agreement::{JoinDeadline, agree};
 use crate::mesh::Mesh;
 use crate::wire::Hello;
-use handshake::{HandshakeProgress, JoinHandshake, draw};
+use handshake::{HandshakeProgress, JoinHandshake};
 
 /// How long the handshake of an accepted connection may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);

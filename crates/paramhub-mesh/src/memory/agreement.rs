@@ -12,6 +12,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_transport::greeting::draw;
 use paramhub_transport::shm::{connect, receive_segments, send_segments};
 use paramhub_transport::{Events, Interest, Poller};
 use rustix::io::Errno;
@@ -331,13 +332,6 @@ fn wait_time(
 /// Compares in constant time, so that the time does not show where they differ.
 fn is_equal(left: &[u8; TOKEN_BYTES], right: &[u8; TOKEN_BYTES]) -> bool {
     left.iter().zip(right).fold(0, |differences, (left, right)| differences | (left ^ right)) == 0
-}
-
-/// Random bytes, which no one can predict.
-fn draw<const N: usize>() -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    getrandom::fill(&mut bytes).map_err(io::Error::other)?;
-    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use paramhub_transport::measuring::{bits_per_second, incompressible};
 use paramhub_transport::{ReceiveRegion, lend};
 
 use crate::error::MeshError;
@@ -79,7 +80,7 @@ pub(super) struct TimedTransfer<'a> {
 
 impl<'a> TimedTransfer<'a> {
     pub(super) fn new(mesh: &'a Mesh, part: Duration) -> Self {
-        TimedTransfer { mesh, aim: part.mul_f64(SHARE), payload: noise(BLOCK_BYTES_MAX as usize) }
+        TimedTransfer { mesh, aim: part.mul_f64(SHARE), payload: incompressible(BLOCK_BYTES_MAX as usize) }
     }
 
     /// Measures the rates with a peer. Both ranks of a pair call it, one of them as the first.
@@ -214,8 +215,8 @@ fn windowed(
 /// Bits per second between the end of the first block and that of the last: the time before the first is
 /// waiting time.
 fn rate(ends: &[Instant], block_bytes: u64) -> f64 {
-    let seconds = (ends[ends.len() - 1] - ends[0]).as_secs_f64();
-    (ends.len() - 1) as f64 * block_bytes as f64 * 8.0 / seconds.max(1e-9)
+    let time = ends[ends.len() - 1] - ends[0];
+    bits_per_second((ends.len() as u64 - 1) * block_bytes, time, Duration::from_nanos(1))
 }
 
 /// The `arrivals` between the first and the last of `departures`; `None` where they are too few to be timed.
@@ -225,19 +226,6 @@ fn during<'a>(arrivals: &'a [Instant], departures: &[Instant]) -> Option<&'a [In
     let from = arrivals.partition_point(|arrival| arrival < begin);
     let to = arrivals.partition_point(|arrival| arrival <= end);
     arrivals.get(from..to).filter(|within| within.len() >= FEWEST)
-}
-
-/// Random bytes, which no link can compress.
-fn noise(bytes: usize) -> Vec<u8> {
-    // SplitMix64; the seed does not matter.
-    let mut state = 0_u64;
-    let mut next = || {
-        state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        (mixed ^ (mixed >> 31)).to_le_bytes()
-    };
-    (0..bytes.div_ceil(8)).flat_map(|_| next()).take(bytes).collect()
 }
 
 #[cfg(test)]

@@ -4,7 +4,9 @@ use std::io::{ErrorKind, Write};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use paramhub_transport::socket::{dial, listen, read_exact_by, write_all_by};
+use paramhub_transport::dialling::dial;
+use paramhub_transport::greeting::{read_exact_by, write_all_by};
+use paramhub_transport::socket::listen;
 
 const LONG: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(50);

@@ -42,7 +42,7 @@ impl IoLoop {
             JobPhase::StreamLost { .. } => false,
         };
         let lane = &self.lanes[index];
-        self.failover.is_some() && may_now && !lane.stream.is_shm() && !lane.closed
+        self.failover.is_some() && may_now && !lane.stream.is_shm() && !lane.is_closed()
     }
 
     /// Whether an error on a lane's stream is the path's fault rather than the hub's: a hub that dies closes
@@ -95,11 +95,9 @@ impl IoLoop {
         reason: String,
     ) -> Result<(), WorkerError> {
         let lane = &mut self.lanes[index];
-        if std::mem::replace(&mut lane.is_resuming, true) {
+        if !lane.begin_resuming() {
             return Ok(());
         }
-        lane.polls_writable = false;
-        lane.has_more = false;
         // This fails only if the descriptor is not in the set, and then there is nothing to remove.
         let _ = self.poller.remove(&lane.stream);
         let failover = self.failover.as_ref().expect("only such jobs resume streams");
@@ -125,14 +123,16 @@ impl IoLoop {
     ) -> Result<(), WorkerError> {
         let is_closing = matches!(self.phase, JobPhase::Closing { .. });
         if !self.may_resume(index) {
-            self.lanes[index].closed |= is_closing;
+            if is_closing {
+                self.lanes[index].close();
+            }
             return Ok(());
         }
         match outcome {
             Ok(resumed) => self.replace_stream(index, *resumed, now),
             // All requests have been answered; this worker no longer reacts to a failure of the job.
             Err(_) if is_closing => {
-                self.lanes[index].closed = true;
+                self.lanes[index].close();
                 Ok(())
             }
             Err(WorkerError::Refused { who, hub, refusal: Refusal::JobEnded, message }) => {
@@ -216,6 +216,6 @@ impl Lane {
             self.requeue(ControlFrame::Retune { group, first_step, wire: Arc::clone(wire) });
         }
         self.liveness = PeerLiveness::new(now);
-        (self.is_resuming, self.send_closed, self.blocked) = (false, false, false);
+        self.reopen();
     }
 }

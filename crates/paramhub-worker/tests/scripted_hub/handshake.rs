@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Proof;
 use paramhub_core::wire::{Caller, PROOF_BYTES, Refusal, Verdict};
-use paramhub_transport::socket::{read_exact_by, write_all_by};
+use paramhub_transport::greeting::{read_exact_by, write_all_by};
 use paramhub_worker::{JobConfig, Options, WorkerError};
 
 use super::hub::{Hub, WAIT_TIMEOUT, challenge, settings};

@@ -15,7 +15,7 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::wire::{
     Direction, HELLO_BYTES, Header, Hello, Operation, PROOF_BYTES, Verdict, stream_proofs,
 };
-use paramhub_transport::socket::{read_exact_by, write_all_by};
+use paramhub_transport::greeting::{read_exact_by, write_all_by};
 use paramhub_transport::{
     Events, FrameSink, Interest, Landing, Outgoing, Poller, Scratch, Stream, TcpStream,
 };

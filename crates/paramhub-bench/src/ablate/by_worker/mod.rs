@@ -23,7 +23,7 @@ use paramhub_core::scheme::Roster;
 use paramhub_core::wire::{CHALLENGE_BYTES, Caller, HELLO_BYTES, Hello, PROOF_BYTES, Verdict, stream_proofs};
 use paramhub_harness::exchange::CoreServer;
 use paramhub_harness::exchange::spec::Spec;
-use paramhub_transport::socket::{read_exact_by, write_all_by};
+use paramhub_transport::greeting::{read_exact_by, write_all_by};
 use paramhub_worker::{JobConfig, Options, Transport};
 
 use chunks::Chunks;

@@ -6,6 +6,7 @@ use paramhub_core::exchange::{Answer, SumAction};
 use paramhub_core::wire::{Header, Operation, Retune};
 use paramhub_kernels::convert;
 
+use super::checks::CheckedHeader;
 use super::{BLOCK_ELEMENTS, Shard};
 use crate::core::fault::Fault;
 use crate::core::layout::Slot;
@@ -20,15 +21,15 @@ impl Shard {
     }
 
     /// Takes the sum of all workers' gradients: the answer to a sum that went up.
-    pub(super) fn lower(&mut self, header: &Header, payload: &[u8]) -> Result<(), Fault> {
-        let (index, slot, then) = self.lowered(header)?;
+    pub(super) fn lower(&mut self, checked: &CheckedHeader, payload: &[u8]) -> Result<(), Fault> {
+        let (index, slot, then) = self.lowered(checked)?;
         convert::decode(payload, self.sums.part_mut(slot.range()), Codec::F32);
         self.go_on(index, slot, then)
     }
 
     /// Takes new parameters from the chunk's owner: another answer to a sum that went up.
-    pub(super) fn lower_parameters(&mut self, header: &Header, payload: &[u8]) -> Result<(), Fault> {
-        let (index, slot, then) = self.lowered(header)?;
+    pub(super) fn lower_parameters(&mut self, checked: &CheckedHeader, payload: &[u8]) -> Result<(), Fault> {
+        let (index, slot, then) = self.lowered(checked)?;
         let SumAction::Update(update) = then else { unreachable!("owners optimise in one phase") };
         self.sums.end_step(index);
         self.settle(index);
@@ -45,8 +46,8 @@ impl Shard {
         Ok(())
     }
 
-    fn lowered(&mut self, header: &Header) -> Result<(u32, Slot, SumAction), Fault> {
-        let (index, slot) = self.slot(header.chunk)?;
+    fn lowered(&mut self, checked: &CheckedHeader) -> Result<(u32, Slot, SumAction), Fault> {
+        let (header, (index, slot)) = (&checked.header, self.located(checked));
         // An answer carries the version that it makes, which is the step plus one.
         let then = self.exchange.lower(index, header.step.wrapping_sub(1));
         let then = then.map_err(|violation| self.violation(header.chunk, slot.key, violation))?;

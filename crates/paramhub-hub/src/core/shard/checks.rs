@@ -11,13 +11,37 @@ use crate::core::fault::Fault;
 use crate::core::layout::Slot;
 use crate::core::ports::Side;
 
+/// A header that [`Shard::check`] has accepted, with the place of its chunk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CheckedHeader {
+    pub(super) header: Header,
+    /// `None` where the operation is about no chunk.
+    index: Option<u32>,
+}
+
+impl CheckedHeader {
+    /// The slot of the chunk.
+    pub(super) fn index(&self) -> u32 {
+        self.index.expect("`check` locates the chunk of every operation that is about one")
+    }
+}
+
 impl Shard {
-    /// Refuses a header before its payload is read.
-    pub(crate) fn check(&self, port: u32, header: &Header) -> Result<(), Fault> {
+    /// Refuses a header before its payload is read, and locates its chunk.
+    pub(crate) fn check(&self, port: u32, header: &Header) -> Result<CheckedHeader, Fault> {
+        let index = self.check_sender(port, header)?;
+        if let Some(index) = index {
+            self.check_chunk(port, header, index)?;
+        }
+        Ok(CheckedHeader { header: *header, index })
+    }
+
+    /// Refuses what may not come by this port. Returns the slot of the frame's chunk, if it is about one.
+    fn check_sender(&self, port: u32, header: &Header) -> Result<Option<u32>, Fault> {
         let side = self.plan.ports.side(port);
         if self.has_left(port) && self.plan.continues && header.operation == Operation::Leave {
             // The stream was cut after the worker's Leave, and the worker could not know that it had arrived.
-            return Ok(());
+            return Ok(None);
         }
         if self.has_left(port) && side != Side::Above {
             return Err(Fault::AfterLeave(header.operation));
@@ -26,12 +50,18 @@ impl Shard {
             return Err(Fault::NotFromThere(header.operation));
         }
         if !header.operation.is_about_a_chunk() {
-            return Ok(());
+            return Ok(None);
         }
-        let (index, slot) = self.slot(header.chunk)?;
-        if !self.plan.ports.carries(port, index) {
-            return Err(Fault::Chunk(header.chunk));
+        let index = self.locate(header.chunk)?;
+        match self.plan.ports.carries(port, index) {
+            true => Ok(Some(index)),
+            false => Err(Fault::Chunk(header.chunk)),
         }
+    }
+
+    /// Refuses what does not fit the chunk in this slot.
+    fn check_chunk(&self, port: u32, header: &Header, index: u32) -> Result<(), Fault> {
+        let (side, slot) = (self.plan.ports.side(port), self.slots[index as usize]);
         if header.operation == Operation::PullState
             && !self.plan.optimizes_here()
             && self.plan.ports.above(index).is_some()

@@ -14,6 +14,7 @@ use paramhub_kernels::factors::Factors;
 use paramhub_kernels::{convert, finite};
 
 use super::Shard;
+use super::checks::CheckedHeader;
 use crate::core::factor_layers::{FactorLayers, MakeProgress};
 use crate::core::fault::Fault;
 
@@ -51,10 +52,10 @@ impl Shard {
     pub(super) fn gather_factors(
         &mut self,
         member: u32,
-        header: &Header,
+        checked: &CheckedHeader,
         payload: &[u8],
     ) -> Result<(), Fault> {
-        let (index, slot) = self.slot(header.chunk)?;
+        let (header, (index, slot)) = (&checked.header, self.located(checked));
         let Wire { samples, piece, values } = Wire::decode(payload).expect("its length was checked");
         let FactorLayers { gathering, layers } = &mut self.factors;
         let number = gathering.layer_at(index).expect("its layer was checked");

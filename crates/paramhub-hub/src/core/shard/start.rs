@@ -7,6 +7,7 @@ use paramhub_core::wire::{Header, Operation, State};
 use paramhub_kernels::convert;
 
 use super::Shard;
+use super::checks::CheckedHeader;
 use super::payload::{Payload, read_blocks};
 use crate::core::fault::Fault;
 use crate::core::ports::Side;
@@ -15,10 +16,10 @@ impl Shard {
     pub(super) fn initialise(
         &mut self,
         port: u32,
-        header: &Header,
+        checked: &CheckedHeader,
         payload: Payload<'_>,
     ) -> Result<(), Fault> {
-        let (index, slot) = self.slot(header.chunk)?;
+        let (header, (index, slot)) = (&checked.header, self.located(checked));
         let is_new = self
             .exchange
             .initialise(index, self.member(port), header.step)
@@ -57,10 +58,10 @@ impl Shard {
     pub(super) fn initialise_state(
         &mut self,
         port: u32,
-        header: &Header,
+        checked: &CheckedHeader,
         payload: &[u8],
     ) -> Result<(), Fault> {
-        let (index, slot) = self.slot(header.chunk)?;
+        let (header, (index, slot)) = (&checked.header, self.located(checked));
         let state = State::decode(payload).expect("its length was compared");
         self.exchange
             .initialise_state(index, self.member(port), state.updates)
