@@ -12,6 +12,7 @@ use paramhub::service::JobOptions;
 use paramhub::settings::Settings;
 use paramhub::{FactorBuffers, Job, Key, KeyTable};
 use rustix::process::Signal;
+use tempfile::TempDir;
 
 #[test]
 fn a_job_goes_on_from_its_checkpoint_to_the_same_bits_on_other_hubs() {
@@ -147,18 +148,29 @@ const TRAIN: [&str; 9] =
 fn training_that_is_killed_and_resumed_ends_at_the_bits_of_one_that_was_not() {
     let uninterrupted = paramhub(TRAIN).finish().expect_code(0).read("p.safetensors");
     for signal in [Signal::KILL, Signal::INT] {
-        let folder = scratch();
+        let (folder, step) = interrupted_training(signal);
         let path = folder.path().to_str().unwrap();
         let kept = ["--checkpoints", path, "--checkpoint-every", "9"];
-        let first = paramhub(TRAIN.into_iter().chain(kept)).start();
-        wait_until("a checkpoint", || !complete(folder.path(), "train").is_empty());
-        first.signal(signal);
-        let ended = first.finish();
-        assert_ne!(ended.code, 0, "it was to be interrupted: {}", ended.stdout);
-        let steps = complete(folder.path(), "train");
-        assert!(steps[0] < 220, "{steps:?}: it had ended");
         let resume = ["--resume", "--cores", "2", "--chunk-bytes", "8K"];
         let second = paramhub(TRAIN.into_iter().chain(kept).chain(resume)).finish().expect_code(0);
-        assert!(second.read("p.safetensors") == uninterrupted, "from step {} of {signal:?}", steps[0]);
+        assert!(second.read("p.safetensors") == uninterrupted, "from step {step} of {signal:?}");
     }
+}
+
+/// Ends a training in its midst by a signal. Returns the folder of its checkpoints and the newest one's step.
+fn interrupted_training(signal: Signal) -> (TempDir, u32) {
+    // On a busy machine a training may be over before the signal is sent.
+    for _ in 0..10 {
+        let folder = scratch();
+        let kept = ["--checkpoints", folder.path().to_str().unwrap(), "--checkpoint-every", "9"];
+        let training = paramhub(TRAIN.into_iter().chain(kept)).start();
+        wait_until("a checkpoint", || !complete(folder.path(), "train").is_empty());
+        training.signal(signal);
+        let ended = training.finish();
+        let newest = complete(folder.path(), "train")[0];
+        if ended.code != 0 && newest < 220 {
+            return (folder, newest);
+        }
+    }
+    panic!("ten trainings ended before they could be interrupted");
 }
