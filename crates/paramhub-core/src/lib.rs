@@ -9,7 +9,8 @@
 //! The way of a gradient through these modules: [`key`] names the tensor, [`chunk`] cuts it, [`placement`]
 //! gives each chunk a [`Route`](placement::Route), [`wire`] frames it, [`exchange`] decides what the hub does
 //! with it, and [`requests`] decides what the worker does with the answer. [`cost`] predicts what an exchange
-//! costs the network. [`membership`] decides for the manager who is in a job.
+//! costs the network. [`membership`] decides for the manager who is in a job, and [`job_control`] for a hub when a
+//! job opens, goes on and ends.
 #![forbid(unsafe_code)]
 
 pub mod arena;
@@ -24,6 +25,7 @@ pub mod cost;
 pub mod exchange;
 pub mod factors;
 pub mod hyperparameters;
+pub mod job_control;
 pub mod key;
 pub mod lateness;
 pub mod lease;

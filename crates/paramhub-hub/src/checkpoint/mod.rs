@@ -21,7 +21,7 @@ pub use manifest::{FileEntry, Manifest, TensorContents, TensorEntry};
 pub(crate) use folder::JobFolder;
 pub(crate) use load::load;
 pub(crate) use writer_thread::{
-    CheckpointCommand, CheckpointStatuses, CheckpointTask, CheckpointWriter, LAST, NotifyOnDrop,
+    CheckpointCommand, CheckpointStatuses, CheckpointTask, CheckpointWriter, NotifyOnDrop,
 };
 
 /// Where a hub's checkpoints are stored, and how many are kept.
