@@ -27,6 +27,8 @@ mod output;
 mod shutdown;
 mod streams;
 mod terms;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -73,7 +73,6 @@ impl JobControl {
                     self.last_checkpoint_taken(namespace, now);
                 }
             }
-            Event::Planned(terms) => self.outputs.push(Output::Forget(terms.namespace)),
             _ => {}
         }
         self.check_shutdown(now);
