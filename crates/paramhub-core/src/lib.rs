@@ -37,6 +37,7 @@ pub mod pairs;
 pub mod placement;
 pub mod ready_set;
 pub mod requests;
+pub mod resuming;
 pub mod scheme;
 pub mod service;
 pub mod settings;
