@@ -176,11 +176,11 @@ impl Hub {
 
 /// What the cores are to send as the reason why a job ends.
 fn failures(outputs: &[Output]) -> Vec<&Failure> {
-    let failure = |output| match output {
-        &Output::End { ref failure, .. } => failure.as_ref(),
+    let failures = outputs.iter().filter_map(|output| match output {
+        Output::End { failure, .. } => failure.as_ref(),
         _ => None,
-    };
-    outputs.iter().filter_map(failure).collect()
+    });
+    failures.collect()
 }
 
 /// The one reason with which all cores end a job.
@@ -193,22 +193,22 @@ fn failure(outputs: &[Output]) -> &str {
 
 /// The one report of a job's end.
 fn end(outputs: &[Output]) -> &JobEnd {
-    let end = |output| match output {
-        &Output::ReportEnd { ref end, .. } => Some(end),
+    let ends = outputs.iter().filter_map(|output| match output {
+        Output::ReportEnd { end, .. } => Some(end),
         _ => None,
-    };
-    let ends: Vec<&JobEnd> = outputs.iter().filter_map(end).collect();
+    });
+    let ends: Vec<&JobEnd> = ends.collect();
     assert_eq!(ends.len(), 1, "{outputs:?}");
     ends[0]
 }
 
 /// The reports to the manager.
 fn reports(outputs: &[Output]) -> Vec<&HubEvent> {
-    let report = |output| match output {
-        &Output::Report(ref event) => Some(event),
+    let reports = outputs.iter().filter_map(|output| match output {
+        Output::Report(event) => Some(event),
         _ => None,
-    };
-    outputs.iter().filter_map(report).collect()
+    });
+    reports.collect()
 }
 
 /// Whether there is an output like this.

@@ -4,14 +4,15 @@ use crate::service::AwaitedRanks;
 
 /// The ranks that get a notice, `None` for all, and its text.
 fn notices(outputs: &[Output]) -> Vec<(Option<u32>, &str)> {
-    let notice = |output| match output {
-        &Output::Notify { core: 0, to: Recipient::Rank(rank), ref notice, .. } => {
-            Some((Some(rank), &*notice.message))
-        }
-        &Output::Notify { core: 0, to: Recipient::All, ref notice, .. } => Some((None, &*notice.message)),
+    let notices = outputs.iter().filter_map(|output| match output {
+        Output::Notify { core: 0, to, notice, .. } => Some((to, &*notice.message)),
         _ => None,
+    });
+    let rank = |to: &Recipient| match to {
+        Recipient::Rank(rank) => Some(*rank),
+        Recipient::All => None,
     };
-    outputs.iter().filter_map(notice).collect()
+    notices.map(|(to, message)| (rank(to), message)).collect()
 }
 
 fn waits(waited_s: u64, awaited: Awaited, has_expired: bool) -> OverdueEvent {

@@ -331,7 +331,7 @@ fn waits(waited: Duration, has_expired: bool) -> CoreEvent {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
     #[test]
     fn every_job_of_a_hub_ends_once_in_every_order_of_events(
