@@ -14,6 +14,7 @@
 
 mod arrange;
 mod choose;
+mod neighbour;
 #[cfg(test)]
 mod tests;
 
@@ -30,6 +31,7 @@ use crate::placement::{HubShape, Placement, ShapeError, Spread, deal};
 
 pub use arrange::{ArrangeError, Arranged, arrange};
 pub use choose::{Choice, ServedRack, choose, served_racks};
+pub use neighbour::Neighbour;
 
 /// Sites of one job.
 pub const SITES_MAX: usize = HUBS_MAX;

@@ -64,3 +64,37 @@ impl LeaseRenewal {
         is_refused || now.saturating_sub(self.answered) >= self.lease
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEASE_S: u64 = 20;
+    const LEASE: Duration = Duration::from_secs(LEASE_S);
+    const TICK: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_lease_runs_out_after_its_seconds_without_a_sign_of_life() {
+        let mut lease = Lease::new(LEASE_S as f64, Duration::ZERO);
+        assert!(!lease.has_expired(0, LEASE - TICK) && lease.has_expired(0, LEASE));
+        assert!(!lease.has_expired(1, LEASE * 2), "a call that waits is a sign of life");
+        lease.renew(LEASE);
+        lease.renew(LEASE / 2);
+        assert!(!lease.has_expired(0, LEASE * 2 - TICK), "a sign that was noticed late shortens nothing");
+        assert!(lease.has_expired(0, LEASE * 2));
+    }
+
+    #[test]
+    fn a_worker_renews_several_times_within_a_lease() {
+        assert_eq!(LeaseRenewal::new(LEASE, Duration::ZERO).every(), RENEW_EVERY);
+        assert_eq!(LeaseRenewal::new(RENEW_EVERY, Duration::ZERO).every(), RENEW_EVERY / 4);
+    }
+
+    #[test]
+    fn a_worker_bears_a_manager_that_is_out_of_reach_for_the_duration_of_a_lease() {
+        let mut renewal = LeaseRenewal::new(LEASE, Duration::ZERO);
+        renewal.renewed(LEASE);
+        assert!(!renewal.gives_up(false, LEASE * 2 - TICK) && renewal.gives_up(false, LEASE * 2));
+        assert!(renewal.gives_up(true, LEASE), "a refusal is final");
+    }
+}

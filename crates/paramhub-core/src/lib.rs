@@ -9,7 +9,8 @@
 //! The way of a gradient through these modules: [`key`] names the tensor, [`chunk`] cuts it, [`placement`]
 //! gives each chunk a [`Route`](placement::Route), [`wire`] frames it, [`exchange`] decides what the hub does
 //! with it, and [`requests`] decides what the worker does with the answer. [`cost`] predicts what an exchange
-//! costs the network. [`membership`] decides for the manager which processes and hubs are in a job.
+//! costs the network. [`membership`] decides for the manager which processes and hubs are in a job, and
+//! [`job_control`] decides for a hub when a job opens, goes on and ends.
 #![forbid(unsafe_code)]
 
 pub mod arena;
@@ -24,6 +25,7 @@ pub mod cost;
 pub mod exchange;
 pub mod factors;
 pub mod hyperparameters;
+pub mod job_control;
 pub mod key;
 pub mod lateness;
 pub mod lease;
@@ -35,6 +37,7 @@ pub mod pairs;
 pub mod placement;
 pub mod ready_set;
 pub mod requests;
+pub mod resuming;
 pub mod scheme;
 pub mod service;
 pub mod settings;

@@ -5,6 +5,7 @@
 //! and each answer that has arrived whole.
 
 mod blocks;
+mod resending;
 
 use thiserror::Error;
 
@@ -261,21 +262,6 @@ impl Requests {
     /// Notes that a chunk's request has begun to leave: from now on its answer may come.
     pub fn sent(&mut self, chunk: ChunkId) {
         self.chunks[chunk as usize] = ChunkProgress::Sent;
-    }
-
-    /// Notes that a chunk's stream was cut, and returns whether its request must be sent again: it must if it
-    /// has left and was not answered whole. For chunks of [blocks](Self::resend_block) it returns `false`.
-    pub fn resend(&mut self, chunk: ChunkId) -> bool {
-        let key = self.map.extent(chunk).expect("a chunk on a stream is in the map").key;
-        if self.keys[key as usize].is_some_and(|underway| underway.request == Request::Factors) {
-            return false;
-        }
-        let progress = &mut self.chunks[chunk as usize];
-        let was_sent = *progress == ChunkProgress::Sent;
-        if was_sent {
-            *progress = ChunkProgress::Unsent;
-        }
-        was_sent
     }
 
     /// Checks an answer's header.

@@ -3,6 +3,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use paramhub_control::ControlError;
+use paramhub_core::job_control::JobLimits;
 use paramhub_kernels::Registry;
 use paramhub_transport::interface::{Rate, Selector};
 use thiserror::Error;
@@ -52,20 +53,6 @@ pub struct HubConfig {
     pub checkpoints: Option<CheckpointConfig>,
     /// Optimizers and aggregators that jobs may ask for by name.
     pub registry: Registry,
-}
-
-/// The limits of one job at a hub; `None` sets no limit. The hub refuses a job that asks for more at
-/// InitService, and says what would fit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct JobLimits {
-    /// Bytes of its buffers; at least 1.
-    pub memory_bytes: Option<u64>,
-    /// Streams of all its workers and sites to all cores together; at least 1.
-    pub streams: Option<u32>,
-    /// Percent of a core's time that a job is promised for each 1 of its weight, on every core that has its
-    /// chunks, 1 to 100. The hub refuses a job whose promise does not fit beside those of the others. A core
-    /// that is idle otherwise gives more.
-    pub share_percent: Option<u32>,
 }
 
 impl Default for HubConfig {

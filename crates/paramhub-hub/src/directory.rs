@@ -6,11 +6,12 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
-use paramhub_core::composition::{Composed, SiteId};
+use paramhub_core::composition::{Composed, Neighbour, SiteId};
+use paramhub_core::job_control::AdmittedStreams;
 use paramhub_core::placement::RouteId;
 use paramhub_core::wire::{Caller, Hello, Refusal};
 
-use crate::core::{Neighbour, Ports, Side};
+use crate::core::{Ports, Side};
 use crate::local::{JobMemory, LocalMemory};
 use crate::probe::ExpectedProbe;
 
@@ -80,6 +81,30 @@ pub(crate) struct AdmittedStream {
     pub(crate) resumed_by: Option<u16>,
 }
 
+impl AdmittedStreams for Directory {
+    /// None for an unknown job.
+    fn missing(&self, namespace: Namespace) -> Vec<Neighbour> {
+        let jobs = self.jobs();
+        let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
+        let mut missing = BTreeSet::new();
+        for (&route, ports) in &entry.ports {
+            let open = (0..ports.len()).filter(|&port| !entry.taken.contains_key(&(route, port)));
+            missing.extend(
+                open.filter(|&port| ports.side(port) != Side::Above).map(|port| ports.neighbour(port)),
+            );
+        }
+        missing.into_iter().collect()
+    }
+
+    /// None for an unknown job.
+    fn through(&self, namespace: Namespace, interface: u16) -> Vec<(RouteId, u32, Neighbour)> {
+        let jobs = self.jobs();
+        let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
+        let through = entry.taken.iter().filter(|(_, by)| **by == Some(interface));
+        through.map(|(&(route, port), _)| (route, port, entry.ports[&route].neighbour(port))).collect()
+    }
+}
+
 impl Directory {
     pub(crate) fn insert(&self, namespace: Namespace, entry: JobEntry) {
         self.jobs().living.insert(namespace, entry);
@@ -106,28 +131,6 @@ impl Directory {
 
     fn jobs(&self) -> MutexGuard<'_, JobTables> {
         self.jobs.lock().expect("no panic while holding it")
-    }
-
-    /// The workers by rank, then the sites, that lack a stream on some route; none for an unknown job.
-    pub(crate) fn missing(&self, namespace: Namespace) -> Vec<Neighbour> {
-        let jobs = self.jobs();
-        let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
-        let mut missing = BTreeSet::new();
-        for (&route, ports) in &entry.ports {
-            let open = (0..ports.len()).filter(|&port| !entry.taken.contains_key(&(route, port)));
-            missing.extend(
-                open.filter(|&port| ports.side(port) != Side::Above).map(|port| ports.neighbour(port)),
-            );
-        }
-        missing.into_iter().collect()
-    }
-
-    /// The ports of a living job whose streams use this interface.
-    pub(crate) fn ports_through(&self, namespace: Namespace, interface: u16) -> Vec<(RouteId, u32)> {
-        let jobs = self.jobs();
-        let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
-        let through = entry.taken.iter().filter(|(_, by)| **by == Some(interface));
-        through.map(|(&port, _)| port).collect()
     }
 
     /// Admits a proven worker, or a hub of another site, to its place on a route, or refuses it with the

@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paramhub_control::ManagerClient;
 use paramhub_core::composition::Place;
+use paramhub_core::job_control::{HubTerms, JobControl};
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
@@ -173,7 +174,16 @@ impl ListeningHub {
             is_rated: listening.iter().all(|listening| listening.rate.is_some()),
             is_probing: Arc::default(),
         };
+        let hub_terms = HubTerms {
+            interfaces: shape.interfaces.len(),
+            interface_names: listening.iter().map(Listening::called).collect(),
+            memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
+            job_limits: config.job_limits,
+            descriptors_max,
+        };
         let job_controller = JobController {
+            control: JobControl::new(hub_terms),
+            started: Instant::now(),
             events: controller_events,
             own_sender: controller.clone(),
             cores: cores.clone(),
@@ -182,12 +192,7 @@ impl ListeningHub {
             outage: link.outage(),
             registry: config.registry,
             shape,
-            memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
-            job_limits: config.job_limits,
-            descriptors_max,
             jobs: HashMap::new(),
-            interfaces_down: BTreeMap::new(),
-            interface_names: listening.iter().map(Listening::called).collect(),
             prober,
             checkpoints: config.checkpoints,
             checkpoint_statuses: checkpoint_statuses.clone(),

@@ -36,8 +36,9 @@ pub use checkpoint::{
     CheckpointConfig, CheckpointFlaw, FileEntry, FoundCheckpoint, Manifest, TensorContents, TensorEntry,
     list_checkpoints,
 };
-pub use config::{HubConfig, HubError, JobLimits};
+pub use config::{HubConfig, HubError};
 pub use hub::{ListeningHub, RunningHub};
+pub use paramhub_core::job_control::JobLimits;
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_transport::interface::{Rate, Selector};
 

@@ -17,6 +17,7 @@ use paramhub_core::factors::FactorBlock;
 use paramhub_core::liveness::LivenessRules;
 use paramhub_core::placement::{HubShape, Placement, RouteId};
 use paramhub_core::requests::Requests;
+use paramhub_core::resuming::{ResumeNotices, Retunes};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
@@ -37,7 +38,6 @@ use crate::notices::Notices;
 use crate::options::{Options, ParameterSharing, Transport, deadline};
 use crate::requests_in_flight::RequestsInFlight;
 use crate::resume::{Redialler, StreamEndpoint, StreamEventSender};
-use crate::retunes::Retunes;
 use crate::staging::Staging;
 use crate::statistics::Counters;
 use crate::steps::KeySteps;
@@ -191,7 +191,7 @@ impl JobConfig {
                 events: received,
                 event_sender,
                 retunes: Retunes::default(),
-                last_notice: None,
+                notices: ResumeNotices::default(),
             }
         });
         let event_sender = failover.as_ref().map(|failover| failover.event_sender.clone());

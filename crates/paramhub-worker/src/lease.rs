@@ -6,11 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use paramhub_core::lease::LeaseRenewal;
+
 use crate::error::WorkerError;
 use crate::member::{Member, manager_error};
-
-/// Seconds between renewals; a renewal also reports whether the job has ended.
-const RENEW_EVERY: Duration = Duration::from_secs(2);
 
 /// A rank's lease in a job whose ranks exchange among themselves. A thread renews it until the rank leaves.
 /// Dropping a lease that was not left ends the job for all ranks.
@@ -28,23 +27,19 @@ impl JobLease {
         on_end: impl FnOnce(WorkerError) + Send + 'static,
     ) -> Result<JobLease, WorkerError> {
         let who = member.who();
-        // Renew several times within the duration of a lease.
-        let lease = member.lease_duration();
-        let every = RENEW_EVERY.min(lease / 4);
+        let started = Instant::now();
+        let mut renewal = LeaseRenewal::new(member.lease_duration(), Duration::ZERO);
         let member = Arc::new(Mutex::new(member));
         let (stop, stopped) = channel::<()>();
         let renewed = Arc::clone(&member);
         let renewals = move || {
-            let mut answered = Instant::now();
-            while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+            while stopped.recv_timeout(renewal.every()) == Err(RecvTimeoutError::Timeout) {
                 let mut member = renewed.lock().unwrap_or_else(PoisonError::into_inner);
                 let Err(error) = member.renew() else {
-                    answered = Instant::now();
+                    renewal.renewed(started.elapsed());
                     continue;
                 };
-                // The ranks do not need the manager to exchange, so an unreachable manager does not stop them
-                // at once.
-                if error.code().is_none() && answered.elapsed() < lease {
+                if !renewal.gives_up(error.code().is_some(), started.elapsed()) {
                     continue;
                 }
                 member.has_left();

@@ -54,7 +54,6 @@ mod quantisation;
 mod region_request;
 mod requests_in_flight;
 mod resume;
-mod retunes;
 mod scope;
 mod staging;
 mod statistics;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Nonce;
 use paramhub_core::limits::RESUME_S;
+use paramhub_core::resuming::{AfterRound, Attempts, in_common};
 use paramhub_core::wire::{Caller, Direction, Hello, Refusal};
 use paramhub_transport::dialling::dial_from;
 use paramhub_transport::interface::Selector;
@@ -22,8 +23,6 @@ use crate::job::Shared;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the handshake may take: a busy hub answers late.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
-/// The pause between two rounds over all paths.
-const ROUND_PAUSE: Duration = Duration::from_millis(200);
 
 /// An event that concerns the streams, for the I/O thread of a job that goes on.
 pub(crate) enum StreamEvent {
@@ -120,7 +119,7 @@ impl Redialler {
         lane: usize,
         failure: &StreamFailure,
     ) -> Result<Box<ResumedStream>, WorkerError> {
-        let deadline = Instant::now() + Duration::from_secs(RESUME_S);
+        let tries = Attempts::new(Instant::now());
         let (mut last_error, mut unheard) =
             ("no interface of this worker leads there".to_owned(), Vec::new());
         loop {
@@ -130,10 +129,10 @@ impl Redialler {
                 return Err(self.lost_error(failure, "no other that leads to a hub is left"));
             }
             for attempt in attempts {
-                if Instant::now() >= deadline {
+                if tries.are_over(Instant::now()) {
                     break;
                 }
-                match self.open(lane, &attempt, &interfaces, deadline, &mut unheard) {
+                match self.open(lane, &attempt, &interfaces, &tries, &mut unheard) {
                     Ok((stream, source)) => {
                         let (hub, why) = (Arc::clone(attempt.hub), failure.why());
                         return Ok(Box::new(ResumedStream { stream, hub, source, unheard, why }));
@@ -145,11 +144,13 @@ impl Redialler {
                 }
             }
             let is_over = self.shared.upgrade().is_none_or(|shared| shared.inbox.closed().is_some());
-            if is_over || Instant::now() + ROUND_PAUSE >= deadline {
-                let why = format!("no other way led there within {RESUME_S} s ({last_error})");
-                return Err(self.lost_error(failure, &why));
+            match tries.after_round(Instant::now(), is_over) {
+                AfterRound::Again(pause) => std::thread::sleep(pause),
+                AfterRound::GiveUp => {
+                    let why = format!("no other way led there within {RESUME_S} s ({last_error})");
+                    return Err(self.lost_error(failure, &why));
+                }
             }
-            std::thread::sleep(ROUND_PAUSE);
         }
     }
 
@@ -168,15 +169,10 @@ impl Redialler {
                 attempts.extend(sources.into_iter().map(|source| DialAttempt { hub, address, source }));
             }
         }
-        let in_common = |attempt: &DialAttempt<'_>| {
-            let same_hub = *attempt.hub == failure.hub;
-            match failure.interface_down {
-                // The hub's interface is not at fault.
-                Some(_) => usize::from(!same_hub),
-                None => usize::from(same_hub) + usize::from(attempt.source == failure.source),
-            }
-        };
-        attempts.sort_by_key(in_common);
+        let is_own_down = failure.interface_down.is_some();
+        attempts.sort_by_key(|attempt| {
+            in_common(is_own_down, *attempt.hub == failure.hub, attempt.source == failure.source)
+        });
         attempts
     }
 
@@ -185,11 +181,11 @@ impl Redialler {
         lane: usize,
         attempt: &DialAttempt<'_>,
         interfaces: &Interfaces,
-        deadline: Instant,
+        tries: &Attempts,
         unheard: &mut Vec<std::net::TcpStream>,
     ) -> Result<(Connection, Option<IpAddr>), WorkerError> {
         let hub = attempt.hub;
-        let by = |patience| deadline.min(Instant::now() + patience);
+        let by = |patience| tries.by(Instant::now(), patience);
         let dialler = Dialler {
             who: &self.who,
             nonce: &self.nonce,

@@ -62,7 +62,7 @@ impl Requests {
         Ok(self.chunk_of_block(block))
     }
 
-    fn start_block(&mut self, block: usize) {
+    pub(super) fn start_block(&mut self, block: usize) {
         let sending = &mut self.blocks[block];
         sending.next = 0;
         let block = sending.block;
@@ -83,7 +83,7 @@ impl Requests {
         self.is_underway(block).then_some(block)
     }
 
-    fn is_underway(&self, block: usize) -> bool {
+    pub(super) fn is_underway(&self, block: usize) -> bool {
         let weight = self.keys[self.blocks[block].block.weight as usize];
         weight.is_some_and(|underway| underway.request == Request::Factors)
     }
@@ -125,16 +125,6 @@ impl Requests {
             let chunks = self.map.chunks_of(key);
             self.chunks[chunks.start as usize..chunks.end as usize].fill(ChunkProgress::Sent);
         }
-    }
-
-    /// Notes that the stream of a block's layer was cut, and returns whether the whole block must be sent
-    /// again: it must if its request is in flight. The hub then answers every chunk again.
-    pub fn resend_block(&mut self, block: usize) -> bool {
-        let is_underway = self.is_underway(block);
-        if is_underway {
-            self.start_block(block);
-        }
-        is_underway
     }
 
     /// The key whose request counts the answers for this one: for a bias that goes with its weight's factors,

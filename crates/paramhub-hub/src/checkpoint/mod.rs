@@ -23,7 +23,7 @@ pub use manifest::{FileEntry, Manifest, TensorContents, TensorEntry};
 pub(crate) use folder::JobFolder;
 pub(crate) use load::load;
 pub(crate) use writer_thread::{
-    CheckpointCommand, CheckpointStatuses, CheckpointTask, CheckpointWriter, LAST, NotifyOnDrop,
+    CheckpointCommand, CheckpointStatuses, CheckpointTask, CheckpointWriter, NotifyOnDrop,
 };
 
 /// The folder of a hub's checkpoints, and the number that are kept.

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::checkpoint::{CheckpointStatus, Every};
 use paramhub_core::consistency::Consistency;
+use paramhub_core::job_control::LAST_CHECKPOINT;
 use paramhub_core::service::HubJobCheckpoints;
 use paramhub_core::settings::Settings;
 use tracing::{info, warn};
@@ -24,9 +25,7 @@ use super::manifest::{FORMAT, Manifest};
 use super::write::{now_ms, write};
 use crate::core::{CoreCommand, CoreHandle, Snapshot, SnapshotOutcome, SnapshotTarget};
 
-/// The time that the last checkpoint of a job may wait for its workers.
-pub(crate) const LAST: Duration = Duration::from_secs(5);
-/// The time that one try of it may take: workers that have stopped bring no later version.
+/// The time that one try of the last checkpoint may take: workers that have stopped bring no later version.
 const LAST_TRY: Duration = Duration::from_millis(300);
 /// The time that other cores may take to reach a version that one of them has passed.
 const LAG: Duration = Duration::from_secs(60);
@@ -281,7 +280,7 @@ impl CheckpointLoop {
 
     /// Takes a checkpoint before the job ends, if the workers reach a step together within some time.
     fn take_last(&mut self) {
-        let deadline = Instant::now() + LAST;
+        let deadline = Instant::now() + LAST_CHECKPOINT;
         let (begun, mut tries, mut ahead, mut result) = (Instant::now(), 0, 0, SnapshotResult::Missed);
         let mut version = None;
         while result == SnapshotResult::Missed && !self.is_over && Instant::now() < deadline {
@@ -304,7 +303,7 @@ impl CheckpointLoop {
             }
             SnapshotResult::Missed => warn!(
                 "job `{name}` ends without a last checkpoint: within {} s its workers reached no step together; the newest is {}",
-                LAST.as_secs(),
+                LAST_CHECKPOINT.as_secs(),
                 self.last.map_or("none".to_string(), |step| format!("of step {step}"))
             ),
             SnapshotResult::Nothing => {}

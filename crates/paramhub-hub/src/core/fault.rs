@@ -3,21 +3,14 @@
 use std::time::Duration;
 
 use paramhub_core::codec::Codec;
+use paramhub_core::composition::Neighbour;
 use paramhub_core::exchange::{Awaited, ProtocolViolation};
+use paramhub_core::job_control::FaultCause;
 use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Failure, Operation};
 use thiserror::Error;
 
-use super::ports::{Neighbour, Side};
-
-/// The side on which a fault was caused, as far as its report shows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FaultCause {
-    /// The cause, as the connection manager receives it.
-    Kind(CauseKind),
-    /// The culprit is silent, but it may be this hub that is cut off.
-    Silence,
-}
+use super::ports::Side;
 
 /// The reason why a core gives up on the neighbour at the other end of a stream, or on the job.
 #[derive(Clone, Debug, PartialEq, Error)]

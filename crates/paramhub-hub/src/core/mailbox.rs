@@ -8,15 +8,14 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::composition::Neighbour;
+use paramhub_core::job_control::{FaultCause, LateRank, OverdueEvent};
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{CoreCounters, JobCounters};
 use paramhub_core::wire::{Failure, Notice};
 use paramhub_transport::Waker;
 
-use super::fault::FaultCause;
 use super::plan::ShardPlan;
-use super::ports::Neighbour;
-use super::reports::{LateRank, OverdueEvent};
 use super::snapshot::{Snapshot, SnapshotTarget};
 use crate::local::LocalMemory;
 

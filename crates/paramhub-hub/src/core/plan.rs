@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
-use paramhub_core::composition::{Composed, OptimizeAt, SiteId};
+use paramhub_core::composition::{Composed, Neighbour, OptimizeAt, SiteId};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::CONTROL_BYTES_MAX;
@@ -15,7 +15,7 @@ use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::STATE_HEAD_BYTES;
 use paramhub_kernels::{Aggregator, Optimizer};
 
-use super::ports::{Neighbour, Ports};
+use super::ports::Ports;
 use super::restored::Restored;
 
 /// The description of one route of a job for the core that serves it.
@@ -69,10 +69,7 @@ impl ShardPlan {
 
     /// The name of the neighbour at the other end of a port, for people.
     pub(crate) fn name(&self, neighbour: Neighbour) -> String {
-        match neighbour {
-            Neighbour::Worker(rank) => format!("rank {rank}"),
-            Neighbour::Site(site) => self.composed.composition.name(site),
-        }
+        self.composed.composition.name_of(neighbour)
     }
 
     /// Bytes of the largest payload that a worker may send.

@@ -6,22 +6,13 @@
 
 use std::collections::BTreeMap;
 
-use paramhub_core::composition::{Composed, SiteId};
+use paramhub_core::composition::{Composed, Neighbour, SiteId};
 use paramhub_core::exchange::ChunkReach;
 use paramhub_core::placement::RouteId;
 use paramhub_core::wire::Direction;
 
 /// No port.
 const NONE: u32 = u32::MAX;
-
-/// A worker, or the hubs of another site.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) enum Neighbour {
-    /// The worker, by its rank.
-    Worker(u32),
-    /// The site, by its number in the composition.
-    Site(SiteId),
-}
 
 /// The role of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

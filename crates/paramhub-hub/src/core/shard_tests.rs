@@ -1,6 +1,6 @@
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Dtype;
-use paramhub_core::composition::{Composed, Composition};
+use paramhub_core::composition::{Composed, Composition, Neighbour};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
@@ -12,7 +12,7 @@ use paramhub_kernels::Registry;
 
 use super::*;
 use crate::core::outbox::{Begun, Source};
-use crate::core::ports::{Neighbour, Ports};
+use crate::core::ports::Ports;
 use crate::core::shard::memory_bytes;
 use crate::core::stepped_hub::plan_with;
 

@@ -1,7 +1,5 @@
-//! Checkpoints of jobs: which jobs may have them, with which one a job begins, and the last one before a job
-//! ends.
+//! Checkpoints of jobs: which jobs may have them, and the threads that read and write them.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
@@ -10,15 +8,13 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::combinations::{Feature, conflict_of};
 use paramhub_core::service::JobPlan;
-use tracing::{info, warn};
+use tracing::warn;
 
-use super::job::JobPhase;
-use super::{ControllerEvent, JobController};
+use super::{ControllerEvent, Event, JobController};
 use crate::checkpoint::{
-    CheckpointCommand, CheckpointConfig, CheckpointTask, CheckpointWriter, JobFolder, LAST, NotifyOnDrop,
-    load,
+    CheckpointCommand, CheckpointConfig, CheckpointTask, CheckpointWriter, JobFolder, NotifyOnDrop, load,
 };
-use crate::core::{Restored, ShardPlan, Snapshot};
+use crate::core::{Restored, ShardPlan};
 
 /// How long a stopping hub waits for the checkpoints that are being written.
 const WRITE: Duration = Duration::from_secs(60);
@@ -27,7 +23,7 @@ const WRITE: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub(super) struct CheckpointPlan {
     every: Option<Every>,
-    pub(super) resume: Option<Resume>,
+    resume: Option<Resume>,
     folder: JobFolder,
     keep: usize,
     /// The hub's number among all hubs of the job.
@@ -62,76 +58,62 @@ impl CheckpointPlan {
         }))
     }
 
+    /// Whether the job writes checkpoints.
     pub(super) fn are_written(&self) -> bool {
         self.every.is_some()
+    }
+
+    /// Whether the job begins with one.
+    pub(super) fn is_read(&self) -> bool {
+        self.resume.is_some()
     }
 }
 
 impl JobController {
     /// Reads the checkpoint with which a job begins, on a thread of its own; [`ControllerEvent::Loaded`]
     /// follows.
-    pub(super) fn load(
-        &mut self,
-        namespace: Namespace,
-        from: &CheckpointPlan,
-        which: Resume,
-        shards: Vec<(u16, ShardPlan)>,
-    ) {
-        let (folder, controller) = (from.folder.clone(), self.own_sender.clone());
+    pub(super) fn load(&mut self, namespace: Namespace) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        let Some(CheckpointPlan { resume: Some(which), folder, .. }) = job.checkpoints.clone() else {
+            return;
+        };
+        let plans: Vec<ShardPlan> = job.shards.iter().map(|(_, plan)| plan.clone()).collect();
+        let controller = self.own_sender.clone();
         let reads = move || {
-            let plans: Vec<ShardPlan> = shards.iter().map(|(_, plan)| plan.clone()).collect();
             let result = load(&folder, which, &plans);
             // If the job controller is gone, no jobs are left.
-            let _ = controller.send(ControllerEvent::Loaded { namespace, shards, result });
+            let _ = controller.send(ControllerEvent::Loaded { namespace, result });
         };
         if let Err(error) = std::thread::Builder::new().name("hub-resume".into()).spawn(reads) {
-            self.refuse_loading(namespace, format!("the hub cannot start a thread: {error}"));
+            let result = Err(format!("the hub cannot start a thread: {error}"));
+            self.handle(Event::Loaded { namespace, result });
         }
     }
 
-    /// Continues a job whose checkpoint has been read, or refuses it if the checkpoint cannot be read.
-    pub(super) fn loaded(
+    /// Keeps what was read of a checkpoint for the shards of its job, and returns the checkpoint's step.
+    pub(super) fn keep_restored(
         &mut self,
         namespace: Namespace,
-        shards: Vec<(u16, ShardPlan)>,
-        result: Result<(u32, Vec<Arc<Restored>>), String>,
-    ) {
-        let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        if let JobPhase::Ending { .. } = job.state {
-            // The job was stopped meanwhile. Its routes have nothing to free.
-            shards.iter().for_each(|_| self.route_closed(namespace));
-            return;
-        }
-        match result {
-            Ok((step, restored)) => {
-                info!("job `{}` goes on from its checkpoint of step {step}", job.name);
-                job.resumed_step = Some(step);
-                for ((core, shard), restored) in shards.into_iter().zip(restored) {
-                    self.open(core, ShardPlan { restored: Some(restored), ..shard });
-                }
+        step: u32,
+        restored: Vec<Arc<Restored>>,
+    ) -> u32 {
+        if let Some(job) = self.jobs.get_mut(&namespace) {
+            job.resumed_step = Some(step);
+            for ((_, shard), restored) in job.shards.iter_mut().zip(restored) {
+                shard.restored = Some(restored);
             }
-            Err(why) => self.refuse_loading(namespace, why),
         }
-    }
-
-    fn refuse_loading(&mut self, namespace: Namespace, why: String) {
-        let Some(job) = self.jobs.remove(&namespace) else { return };
-        let reason = format!("job `{}` cannot go on: {why}", job.name);
-        warn!("{reason}");
-        self.report(paramhub_core::service::HubEvent::Refused { namespace, reason });
+        step
     }
 
     /// Starts the checkpoint writer of a job that is open on all cores.
     pub(super) fn start_checkpoint_writer(&mut self, namespace: Namespace) {
-        let job = self.jobs.get_mut(&namespace).expect("an opened job is here");
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
         let snapshots = std::mem::take(&mut job.snapshots);
         let Some(CheckpointPlan { every: Some(every), folder, keep, hub, .. }) = job.checkpoints.clone()
         else {
             return;
         };
-        if snapshots.is_empty() {
-            return;
-        }
         let core_of =
             |route: u16| job.routes.iter().find(|(id, _)| *id == route).map(|(_, route)| route.core);
         let cores = snapshots.iter().filter_map(|snapshot| {
@@ -158,81 +140,23 @@ impl JobController {
         }
     }
 
-    pub(super) fn pass_snapshot(&self, namespace: Namespace, snapshot: Box<Snapshot>) {
-        // If the job has ended meanwhile, the copy is dropped.
-        if let Some(checkpoint_writer) =
-            self.jobs.get(&namespace).and_then(|job| job.checkpoint_writer.as_ref())
-        {
-            checkpoint_writer.send(CheckpointCommand::Snapshot(snapshot));
+    /// Sends a command to a job's checkpoint writer. If there is none any more, the command is dropped: a copy
+    /// is of no use, and the drop of a last checkpoint answers that it will not be taken.
+    pub(super) fn pass_to_writer(&self, namespace: Namespace, command: CheckpointCommand) {
+        let job = self.jobs.get(&namespace);
+        if let Some(checkpoint_writer) = job.and_then(|job| job.checkpoint_writer.as_ref()) {
+            checkpoint_writer.send(command);
         }
     }
 
-    /// Ends a job whose workers have all left, with a last checkpoint if it has any.
-    pub(super) fn finish(&mut self, namespace: Namespace) {
-        let job = self.jobs.get_mut(&namespace).expect("a finished job is here");
-        if matches!(job.state, JobPhase::Ending { .. }) || std::mem::replace(&mut job.is_finishing, true) {
-            return;
-        }
-        let taken =
-            notify_on_drop(self.own_sender.clone(), ControllerEvent::LastCheckpointTaken { namespace });
-        if !job
-            .checkpoint_writer
-            .as_ref()
-            .is_some_and(|checkpoint_writer| checkpoint_writer.send(CheckpointCommand::Finish { taken }))
-        {
-            self.finished(namespace);
-        }
-    }
-
-    /// Ends a job whose last checkpoint is in memory, or will not be taken.
-    pub(super) fn taken(&mut self, namespace: Namespace) {
-        let Some(job) = self.jobs.get(&namespace) else { return };
-        if job.is_finishing && !matches!(job.state, JobPhase::Ending { .. }) {
-            self.finished(namespace);
-        }
-    }
-
-    /// Notes that the workers of a job are about to be ended, and why. Takes a last checkpoint while the job
-    /// goes on, if the workers reach a step together soon.
-    pub(super) fn announce_end(&mut self, namespace: Namespace, reason: String) {
-        let kept = notify_on_drop(self.own_sender.clone(), ControllerEvent::CheckpointKept { namespace });
-        let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        job.announced_end.get_or_insert(reason);
-        if let Some(checkpoint_writer) = &job.checkpoint_writer
-            && !job.is_finishing
-            && !matches!(job.state, JobPhase::Ending { .. })
-        {
-            job.has_left_last = true;
-            checkpoint_writer.send(CheckpointCommand::Finish { taken: kept });
-        }
-    }
-
-    /// Takes the last checkpoints while the jobs go on, before the hub stops.
-    pub(super) fn leave_checkpoints(&mut self) {
-        let mut waiting: HashSet<Namespace> = HashSet::new();
-        for (&namespace, job) in self.jobs.iter().filter(|(_, job)| !job.has_left_last) {
-            let Some(checkpoint_writer) = &job.checkpoint_writer else { continue };
-            let taken =
-                notify_on_drop(self.own_sender.clone(), ControllerEvent::LastCheckpointTaken { namespace });
-            if job.is_finishing || checkpoint_writer.send(CheckpointCommand::Finish { taken }) {
-                waiting.insert(namespace);
-            }
-        }
-        let deadline = Instant::now() + LAST + Duration::from_millis(500);
-        while !waiting.is_empty() {
-            match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(ControllerEvent::Core(event)) => self.handle_core_event(event),
-                Ok(ControllerEvent::LastCheckpointTaken { namespace }) => {
-                    waiting.remove(&namespace);
-                    self.taken(namespace);
-                }
-                Ok(_) => {}
-                Err(_) => break,
-            }
-            waiting.retain(|namespace| {
-                self.jobs.get(namespace).is_some_and(|job| job.checkpoint_writer.is_some())
-            });
-        }
+    /// Lets a job's checkpoint writer take a last checkpoint.
+    pub(super) fn take_last_checkpoint(&self, namespace: Namespace, goes_on: bool) {
+        let answer = match goes_on {
+            true => ControllerEvent::CheckpointKept { namespace },
+            false => ControllerEvent::LastCheckpointTaken { namespace },
+        };
+        let taken = notify_on_drop(self.own_sender.clone(), answer);
+        self.pass_to_writer(namespace, CheckpointCommand::Finish { taken });
     }
 
     /// Ends a job's checkpoint writer, since its cores are about to free what could be copied.

@@ -4,9 +4,10 @@ use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use paramhub_core::liveness::PeerLiveness;
+use paramhub_core::resuming::{Consequence, JobStage, Reopening, ResumeNotices, Retunes};
 use paramhub_core::wire::{Failure, Refusal};
 use paramhub_transport::runtime::panic_message;
 use paramhub_transport::{Interest, StreamError};
@@ -16,11 +17,6 @@ use crate::error::WorkerError;
 use crate::lane::{ControlFrame, Lane};
 use crate::notices::HubNotice;
 use crate::resume::{Redialler, ResumedStream, StreamEvent, StreamEventSender, StreamFailure};
-use crate::retunes::Retunes;
-
-/// Silence after which a stream counts as broken somewhere on its path: a hub sends a heartbeat a second. If
-/// the hub was only busy, opening its stream again costs time and nothing else.
-const SILENT: Duration = Duration::from_secs(4);
 
 /// What the I/O thread needs in addition in a job that goes on.
 pub(crate) struct Failover {
@@ -28,21 +24,25 @@ pub(crate) struct Failover {
     pub(crate) events: Receiver<StreamEvent>,
     pub(crate) event_sender: StreamEventSender,
     pub(crate) retunes: Retunes,
-    /// When the I/O thread last notified this worker's program.
-    pub(crate) last_notice: Option<Instant>,
+    /// When to notify this worker's program.
+    pub(crate) notices: ResumeNotices,
 }
 
 impl IoLoop {
     /// Whether a lane's stream may be opened again.
     pub(super) fn may_resume(&self, index: usize) -> bool {
-        let may_now = match &self.phase {
-            JobPhase::Running | JobPhase::Leaving { .. } => true,
-            // The goodbye must still arrive.
-            JobPhase::Closing { outcome, .. } => outcome.is_ok(),
-            JobPhase::StreamLost { .. } => false,
-        };
         let lane = &self.lanes[index];
-        self.failover.is_some() && may_now && !lane.stream.is_shm() && !lane.is_closed()
+        self.failover.is_some() && self.stage().may_resume() && !lane.stream.is_shm() && !lane.is_closed()
+    }
+
+    /// The phase of the job as the rules for its streams see it.
+    fn stage(&self) -> JobStage {
+        match &self.phase {
+            JobPhase::Running | JobPhase::Leaving { .. } => JobStage::Serving,
+            JobPhase::StreamLost { .. } => JobStage::StreamLost,
+            JobPhase::Closing { outcome: Ok(()), .. } => JobStage::Goodbye,
+            JobPhase::Closing { outcome: Err(_), .. } => JobStage::Failing,
+        }
     }
 
     /// Whether an error on a lane's stream is the path's fault rather than the hub's: a hub that dies closes
@@ -75,7 +75,7 @@ impl IoLoop {
     pub(super) fn resume_silent(&mut self, now: Instant) -> Result<(), WorkerError> {
         for index in 0..self.lanes.len() {
             let silent = self.lanes[index].liveness.silence(now);
-            if silent > SILENT && self.may_resume(index) {
+            if self.stage().resumes_after(silent) && self.may_resume(index) {
                 self.resume_stream(
                     index,
                     None,
@@ -121,34 +121,31 @@ impl IoLoop {
         outcome: Result<Box<ResumedStream>, WorkerError>,
         now: Instant,
     ) -> Result<(), WorkerError> {
-        let is_closing = matches!(self.phase, JobPhase::Closing { .. });
-        if !self.may_resume(index) {
-            if is_closing {
-                self.lanes[index].close();
+        let reopening = match &outcome {
+            Ok(_) => Reopening::Opened,
+            Err(WorkerError::Refused { refusal: Refusal::JobEnded, .. }) => Reopening::JobEnded,
+            Err(_) => Reopening::Failed,
+        };
+        match (self.stage().after(reopening, self.may_resume(index)), outcome) {
+            (Consequence::Replace, Ok(resumed)) => self.replace_stream(index, *resumed, now)?,
+            (Consequence::Close, _) => self.lanes[index].close(),
+            (Consequence::Fail, Err(WorkerError::Refused { who, hub, message, .. })) => {
+                return Err(WorkerError::Failed { who, hub, culprit: None, message });
             }
-            return Ok(());
+            (Consequence::GiveUp, Err(error)) => self.give_up_stream(error, now),
+            (Consequence::Ignore | Consequence::Replace | Consequence::Fail | Consequence::GiveUp, _) => {}
         }
-        match outcome {
-            Ok(resumed) => self.replace_stream(index, *resumed, now),
-            // All requests have been answered; this worker no longer reacts to a failure of the job.
-            Err(_) if is_closing => {
-                self.lanes[index].close();
-                Ok(())
-            }
-            Err(WorkerError::Refused { who, hub, refusal: Refusal::JobEnded, message }) => {
-                Err(WorkerError::Failed { who, hub, culprit: None, message })
-            }
-            Err(error) => {
-                let shared = &self.in_flight.shared;
-                let told = match &error {
-                    WorkerError::InterfaceDown { what, .. } => format!("its {what}"),
-                    error => format!("it is cut off: {error}"),
-                };
-                let told = Failure { rank: Some(shared.who.rank), message: told };
-                self.give_up(error, &told, now);
-                Ok(())
-            }
-        }
+        Ok(())
+    }
+
+    /// Gives the job up for a stream that cannot be opened again.
+    fn give_up_stream(&mut self, error: WorkerError, now: Instant) {
+        let message = match &error {
+            WorkerError::InterfaceDown { what, .. } => format!("its {what}"),
+            error => format!("it is cut off: {error}"),
+        };
+        let announced = Failure { rank: Some(self.in_flight.shared.who.rank), message };
+        self.give_up(error, &announced, now);
     }
 
     /// Replaces a lane's stream, and requests again every chunk that was not answered whole.
@@ -162,21 +159,8 @@ impl IoLoop {
         let retunes = &self.failover.as_ref().expect("only such jobs resume streams").retunes;
         let lane = &mut self.lanes[index];
         lane.replace_stream(resumed, retunes, now);
-        let chunks = self.in_flight.placement.chunks(lane.route);
-        for (slot, &chunk) in (0..).zip(chunks) {
-            if self.in_flight.requests.resend(chunk) {
-                lane.mark_ready(slot);
-            }
-        }
-        for block in 0..self.in_flight.shared.blocks.len() {
-            let place = self.in_flight.placement.locate(self.in_flight.requests.chunk_of_block(block));
-            if let Some((route, slot)) = place
-                && route == lane.route
-                && self.in_flight.requests.resend_block(block)
-            {
-                lane.mark_ready(slot);
-            }
-        }
+        let slots = self.in_flight.requests.resend_route(&self.in_flight.placement, lane.route);
+        slots.into_iter().for_each(|slot| lane.mark_ready(slot));
         if matches!(self.phase, JobPhase::Closing { .. }) {
             lane.requeue(ControlFrame::Leave);
         }
@@ -191,7 +175,7 @@ impl IoLoop {
     /// Notifies this worker's program why its streams are opened again, once for all that fail together.
     fn announce_resumption(&mut self, resumed: &ResumedStream, now: Instant) -> Result<(), WorkerError> {
         let failover = self.failover.as_mut().expect("only such jobs resume streams");
-        if failover.last_notice.replace(now).is_some_and(|before| now - before < SILENT) {
+        if !failover.notices.is_due(now) {
             return Ok(());
         }
         let shared = &self.in_flight.shared;

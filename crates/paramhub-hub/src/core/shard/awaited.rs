@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
+use paramhub_core::composition::Neighbour;
 use paramhub_core::exchange::Awaited;
+use paramhub_core::job_control::{OverdueEvent, OverdueNeighbours};
 use paramhub_core::lateness::{Lateness, OverdueChunk};
 
 use super::Shard;
-use crate::core::ports::Neighbour;
-use crate::core::reports::{OverdueEvent, OverdueNeighbours};
 
 /// Slots that are looked at in one go, which takes about a tenth of a millisecond.
 const SLOTS: usize = 16 << 10;

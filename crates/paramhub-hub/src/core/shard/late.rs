@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use paramhub_core::exchange::Update;
+use paramhub_core::job_control::LateRank;
 
 use super::Shard;
 use super::timing::UpdateTiming;
 use crate::core::layout::Slot;
-use crate::core::reports::LateRank;
 
 /// A rank is reported again when it has missed this many times as many steps.
 const REPORT_FACTOR: u64 = 10;

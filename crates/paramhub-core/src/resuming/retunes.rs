@@ -3,19 +3,19 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use paramhub_core::hyperparameters::Schedule;
+use crate::hyperparameters::Schedule;
 
 /// The changes of every group, by the first step they hold for. A hub does not answer a Retune, so the worker
 /// does not know which ones a broken stream lost; sending a change twice changes nothing. A hub remembers as
 /// many.
 #[derive(Debug, Default)]
-pub(crate) struct Retunes {
+pub struct Retunes {
     sent: BTreeMap<u16, BTreeMap<u32, Arc<[u8]>>>,
 }
 
 impl Retunes {
     /// Remembers a change that every stream sends; a later change for the same step replaces it.
-    pub(crate) fn record(&mut self, group: u16, first_step: u32, wire: Arc<[u8]>) {
+    pub fn record(&mut self, group: u16, first_step: u32, wire: Arc<[u8]>) {
         let of_group = self.sent.entry(group).or_default();
         of_group.insert(first_step, wire);
         if of_group.len() > Schedule::CHANGES_MAX {
@@ -24,7 +24,7 @@ impl Retunes {
     }
 
     /// All changes that are remembered.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u16, u32, &Arc<[u8]>)> {
+    pub fn iter(&self) -> impl Iterator<Item = (u16, u32, &Arc<[u8]>)> {
         self.sent
             .iter()
             .flat_map(|(&group, changes)| changes.iter().map(move |(&first, wire)| (group, first, wire)))

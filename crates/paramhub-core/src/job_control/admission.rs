@@ -1,22 +1,38 @@
 //! What one job may take of a hub, so that room is left for the next.
 
-use crate::config::JobLimits;
-
-use super::{HubJob, mebibytes};
+use super::{JobControl, JobLimits, JobTerms, mebibytes};
 
 /// Descriptors that are needed besides those of jobs' streams: for ports, queues, the log, the manager and
 /// handshakes.
 const DESCRIPTORS_SPARE: u64 = 32;
 
+impl JobControl {
+    /// Checks that the hub can take the job besides its others, or returns what would fit.
+    pub(super) fn check_admission(&self, job: &JobTerms) -> Result<(), String> {
+        let others = || self.jobs.values().map(|job| &job.terms);
+        self.hub.job_limits.admit(job, others)?;
+        check_descriptors(job, others(), self.hub.descriptors_max)?;
+        check_memory(job, others(), self.hub.memory_bytes)?;
+        let down = job.routes.iter().find_map(|route| self.interfaces_down.get(&route.interface));
+        down.map_or(Ok(()), |down| {
+            Err(format!(
+                "job `{}` would have chunks at an interface of this hub that does not work: {}. Mend it, or start the \
+                 hub without it",
+                job.name, down.reason
+            ))
+        })
+    }
+}
+
 /// Checks that each stream of the job can have a descriptor besides those of the others. Streams over shared
 /// memory have two, but which streams these are is not known before they connect.
-pub(super) fn check_descriptors<'a>(
-    job: &HubJob,
-    others: impl Iterator<Item = &'a HubJob>,
+fn check_descriptors<'a>(
+    job: &JobTerms,
+    others: impl Iterator<Item = &'a JobTerms>,
     most: u64,
 ) -> Result<(), String> {
-    let streams = streams_of(job);
-    let taken: u64 = others.map(streams_of).sum();
+    let streams = job.streams();
+    let taken: u64 = others.map(JobTerms::streams).sum();
     if taken + streams + DESCRIPTORS_SPARE <= most {
         return Ok(());
     }
@@ -27,23 +43,37 @@ pub(super) fn check_descriptors<'a>(
     ))
 }
 
-fn streams_of(job: &HubJob) -> u64 {
-    job.ports.values().map(|ports| u64::from(ports.len())).sum()
+/// Checks that the job's buffers fit besides those of the others.
+fn check_memory<'a>(
+    job: &JobTerms,
+    others: impl Iterator<Item = &'a JobTerms>,
+    all: u64,
+) -> Result<(), String> {
+    let taken: u64 = others.map(|other| other.memory_bytes).sum();
+    let free = all.saturating_sub(taken);
+    if job.memory_bytes <= free {
+        return Ok(());
+    }
+    let [needed, free, all] = [job.memory_bytes, free, all].map(mebibytes);
+    Err(format!(
+        "job `{}` needs {needed} MiB at this hub, which has {free} of {all} MiB free: use more hubs, end other \
+         jobs, or give the hub more with --memory",
+        job.name
+    ))
 }
 
 impl JobLimits {
-    /// Checks that the hub can take the job besides its others, or returns what would fit.
-    pub(super) fn admit<'a>(
+    fn admit<'a, Others: Iterator<Item = &'a JobTerms>>(
         &self,
-        job: &HubJob,
-        others: impl Iterator<Item = &'a HubJob> + Clone,
+        job: &JobTerms,
+        others: impl Fn() -> Others,
     ) -> Result<(), String> {
         self.memory(job)?;
         self.streams(job)?;
         self.share(job, others)
     }
 
-    fn memory(&self, job: &HubJob) -> Result<(), String> {
+    fn memory(&self, job: &JobTerms) -> Result<(), String> {
         match self.memory_bytes {
             Some(most) if job.memory_bytes > most => Err(format!(
                 "job `{}` needs {} MiB at this hub, which gives {} MiB to a job: use more hubs, an optimizer with less state \
@@ -56,10 +86,10 @@ impl JobLimits {
         }
     }
 
-    fn streams(&self, job: &HubJob) -> Result<(), String> {
-        let streams = streams_of(job);
+    fn streams(&self, job: &JobTerms) -> Result<(), String> {
+        let streams = job.streams();
         let Some(most) = self.streams.map(u64::from).filter(|&most| streams > most) else { return Ok(()) };
-        let routes = job.ports.len() as u64;
+        let routes = job.routes.len() as u64;
         let fits = match most / routes {
             0 => "no worker would fit: start the hub with fewer cores or --streams".to_owned(),
             1 => "1 worker would fit".to_owned(),
@@ -74,15 +104,15 @@ impl JobLimits {
 
     /// Checks the promise of a core's time to the job. The promises to all jobs together must not exceed one
     /// core.
-    fn share<'a>(
+    fn share<'a, Others: Iterator<Item = &'a JobTerms>>(
         &self,
-        job: &HubJob,
-        others: impl Iterator<Item = &'a HubJob> + Clone,
+        job: &JobTerms,
+        others: impl Fn() -> Others,
     ) -> Result<(), String> {
         let Some(percent) = self.share_percent.map(u64::from) else { return Ok(()) };
         let needed = u64::from(job.weight) * percent;
         for core in job.cores() {
-            let here = others.clone().filter(|other| other.cores().any(|its| its == core));
+            let here = others().filter(|other| other.routes.iter().any(|route| route.core == core));
             let promised: u64 = here.map(|other| u64::from(other.weight) * percent).sum();
             let free = 100_u64.saturating_sub(promised);
             if needed > free {

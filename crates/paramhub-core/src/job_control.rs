@@ -1,0 +1,179 @@
+//! The state machine of the jobs at a hub: which jobs it takes, when each opens, how long it waits for what, and
+//! the order in which it ends.
+//!
+//! It has no clock, no threads and no channels, and it knows neither the memory nor the streams of a job. Events
+//! come in with the time at which they happen, as a duration since any fixed moment. After each event the
+//! caller takes the [`Output`]s and carries them out in order: what the cores, the checkpoint writers and the
+//! manager are to receive. The hub's job controller is that caller, and a simulator in one thread.
+//!
+//! A job is loading if its chunks begin with a checkpoint, then opening until all cores have allocated,
+//! connecting until all neighbours have opened their streams, and running. When every neighbour has left, it
+//! is finishing while its last checkpoint is taken. It is ending from the decision that it is over until its
+//! cores have freed everything, and the manager gets its end report after that. Only the first cause of an end
+//! counts. A job whose workers are about to be ended, or have been ended, goes on in its phase; it keeps the
+//! reason for the case that it does not finish.
+//!
+//! `admission` has what a job may take, `opening`, `streams` and `ending` the way of a job, `shutdown` that of
+//! the hub, and `notices` and `awaited` what ranks and the manager hear of a job that goes on.
+
+mod admission;
+mod awaited;
+mod ending;
+mod event;
+mod job;
+mod notices;
+mod opening;
+mod output;
+mod shutdown;
+mod streams;
+mod terms;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::auth::Namespace;
+use crate::service::HubEvent;
+pub use event::{CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNeighbours};
+use job::Job;
+pub use output::{Output, Recipient};
+use shutdown::Shutdown;
+pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
+use streams::Down;
+pub use streams::{AdmittedStreams, CONCLUDED, CUT_OFF, RESUME};
+pub use terms::{HubTerms, JobLimits, JobTerms, RouteTerms};
+
+/// The longest time between two checks of the deadlines.
+const TICK: Duration = Duration::from_millis(200);
+
+/// All jobs of a hub.
+pub struct JobControl {
+    hub: HubTerms,
+    jobs: BTreeMap<Namespace, Job>,
+    /// The interfaces that do not work.
+    interfaces_down: BTreeMap<u16, Down>,
+    /// Since when the manager has been out of reach.
+    manager_lost: Option<Duration>,
+    shutdown: Shutdown,
+    outputs: Vec<Output>,
+}
+
+impl JobControl {
+    /// A hub without jobs.
+    pub fn new(hub: HubTerms) -> JobControl {
+        JobControl {
+            hub,
+            jobs: BTreeMap::new(),
+            interfaces_down: BTreeMap::new(),
+            manager_lost: None,
+            shutdown: Shutdown::Serving,
+            outputs: Vec::new(),
+        }
+    }
+
+    /// Whether the hub is to plan a job that the manager wants allocated. A command can come twice, since the
+    /// answer to the first may have been lost.
+    pub fn wants(&self, namespace: Namespace) -> bool {
+        self.is_serving() && !self.jobs.contains_key(&namespace)
+    }
+
+    /// Notes since when the manager has been out of reach, if it is.
+    pub fn note_manager(&mut self, lost_since: Option<Duration>) {
+        self.manager_lost = lost_since;
+    }
+
+    /// Handles an event. [`check_time`](Self::check_time) is to follow when the outputs are carried out.
+    pub fn handle(&mut self, event: Event, now: Duration) {
+        if self.is_serving() {
+            self.handle_serving(event, now);
+        } else {
+            self.handle_stopping(event, now);
+        }
+    }
+
+    /// Looks for deadlines that have passed.
+    pub fn check_time(&mut self, now: Duration, streams: &impl AdmittedStreams) {
+        if self.is_serving() {
+            self.check_connecting(now, streams);
+            self.check_concluding(now);
+            self.check_interfaces(now, streams);
+        } else {
+            self.check_shutdown(now);
+        }
+    }
+
+    /// How long the caller may wait for the next event before it [checks the time](Self::check_time).
+    pub fn patience(&self, now: Duration) -> Duration {
+        self.shutdown.deadline().map_or(TICK, |until| until.saturating_sub(now))
+    }
+
+    /// The consequences of all events since the last call, in order.
+    pub fn take_outputs(&mut self) -> Vec<Output> {
+        std::mem::take(&mut self.outputs)
+    }
+
+    fn handle_serving(&mut self, event: Event, now: Duration) {
+        match event {
+            Event::Planned(terms) => self.admit(*terms, now),
+            Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
+            Event::Link { namespace } => self.link(namespace, now),
+            Event::CannotLink { namespace, reason } => self.fail_known(namespace, reason, now),
+            Event::SitesUnreachable { namespace, reason } => self.lose_sites(namespace, reason, now),
+            Event::Tell { namespace, rank, message } => self.notify_all(namespace, rank, &message),
+            Event::Probe(order) => {
+                // A probe would take from a job the bandwidth that it measures. The manager asks only if it
+                // knows of no job.
+                let job = self.jobs.values().next();
+                let refused = job.map(|job| format!("job `{}` runs there", job.terms.name));
+                self.outputs.push(Output::Probe { order, refused });
+            }
+            Event::Probed(report) => self.report(HubEvent::Probed(report)),
+            Event::Stop { namespace, reason, when } => self.stop(namespace, reason, when, now),
+            Event::Loaded { namespace, result } => self.loaded(namespace, result),
+            Event::Core { namespace, event } => self.handle_core(namespace, event, now),
+            Event::Interfaces { numbers, down } => self.note_interfaces(numbers, down, now),
+            Event::LastCheckpointTaken { namespace } => self.last_checkpoint_taken(namespace, now),
+            Event::CheckpointKept { namespace } => self.report(HubEvent::Kept { namespace }),
+            Event::ShutDown => self.shut_down(now),
+        }
+    }
+
+    pub(super) fn handle_core(&mut self, namespace: Namespace, event: CoreEvent, now: Duration) {
+        match event {
+            CoreEvent::Opened { missing_bytes, has_snapshot } => {
+                self.route_opened(namespace, missing_bytes, has_snapshot, now);
+            }
+            CoreEvent::Faulted { culprit, message, cause } => {
+                self.faulted(namespace, culprit, message, cause, now);
+            }
+            CoreEvent::Panicked { reason } => self.fail_known(namespace, reason, now),
+            CoreEvent::Left { route, port } => self.left(namespace, route, port, now),
+            CoreEvent::Silence { neighbour, seconds } => self.silence(namespace, neighbour, seconds),
+            CoreEvent::Moved { neighbour, by } => self.moved(namespace, neighbour, by, now),
+            CoreEvent::Late(late) => self.late(namespace, late),
+            CoreEvent::Awaited { route, event } => self.awaited(namespace, route, event, now),
+            CoreEvent::Closed { counters, left_out } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                job.count(counters, &left_out);
+                self.route_closed(namespace);
+            }
+        }
+    }
+
+    fn report(&mut self, event: HubEvent) {
+        self.outputs.push(Output::Report(event));
+    }
+
+    fn info(&mut self, message: String) {
+        self.outputs.push(Output::Info(message));
+    }
+
+    fn warn(&mut self, message: String) {
+        self.outputs.push(Output::Warning(message));
+    }
+}
+
+fn mebibytes(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}

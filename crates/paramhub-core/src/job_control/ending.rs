@@ -1,0 +1,157 @@
+//! How a job ends: the first cause counts, a last checkpoint is taken before a finished job ends, and the end is
+//! reported when every core has freed what it had.
+
+use std::time::Duration;
+
+use super::job::{Concluding, Phase};
+use super::{CONCLUDED, JobControl, Output};
+use crate::auth::Namespace;
+use crate::placement::RouteId;
+use crate::service::{CauseKind, HubEvent, HubJobCounters, JobEnd, StopWhen};
+use crate::wire::Failure;
+
+impl JobControl {
+    /// The manager ends a job.
+    pub(super) fn stop(&mut self, namespace: Namespace, reason: String, when: StopWhen, now: Duration) {
+        let job = self.jobs.get_mut(&namespace);
+        match (job, when) {
+            (_, StopWhen::WorkersEnding) => self.announce_end(namespace, reason),
+            (None, _) => {
+                self.report(HubEvent::Ended(JobEnd::failed(namespace, reason, CauseKind::Hearsay)));
+            }
+            // Every worker has left: only the last checkpoint is missing, which will be there soon.
+            (Some(job), _) if job.is_finishing() => {}
+            (Some(_), StopWhen::Now) => self.fail(namespace, CauseKind::Hearsay, None, reason, now),
+            (Some(job), StopWhen::WorkersEnded) => {
+                // Each stream brings a Leave or an end without one, and both decide the job's outcome.
+                let until = now + CONCLUDED;
+                job.concluding.get_or_insert(Concluding { until, reason });
+            }
+        }
+    }
+
+    /// Notes that the workers of a job are about to be ended, and why. Takes a last checkpoint while the job
+    /// goes on.
+    fn announce_end(&mut self, namespace: Namespace, reason: String) {
+        if let Some(job) = self.jobs.get_mut(&namespace) {
+            job.announced_end.get_or_insert(reason);
+            if job.writes && !job.is_finishing() && !job.is_ending() {
+                job.has_left_last = true;
+                return self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: true });
+            }
+        }
+        self.report(HubEvent::Kept { namespace });
+    }
+
+    /// Ends the jobs that have not finished although the processes of their workers ended long enough ago.
+    pub(super) fn check_concluding(&mut self, now: Duration) {
+        let is_over = |concluding: &mut Concluding| now >= concluding.until;
+        let over: Vec<(Namespace, String)> = self
+            .jobs
+            .iter_mut()
+            .filter_map(|(&namespace, job)| {
+                let concluding = job.concluding.take_if(is_over)?;
+                (!job.is_finishing()).then_some((namespace, concluding.reason))
+            })
+            .collect();
+        for (namespace, reason) in over {
+            self.fail(namespace, CauseKind::Hearsay, None, reason, now);
+        }
+    }
+
+    /// Notes that a neighbour has left by a port. When all have left, the job finishes, with a last checkpoint
+    /// if it writes any.
+    pub(super) fn left(&mut self, namespace: Namespace, route: RouteId, port: u32, now: Duration) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        job.left.insert((route, port));
+        if !job.have_all_left() || job.is_finishing() || job.is_ending() {
+            return;
+        }
+        job.phase = Phase::Finishing;
+        if job.writes {
+            self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: false });
+        } else {
+            self.finished(namespace, now);
+        }
+    }
+
+    /// Ends a job whose last checkpoint is in memory, or will not be taken.
+    pub(super) fn last_checkpoint_taken(&mut self, namespace: Namespace, now: Duration) {
+        if self.jobs.get(&namespace).is_some_and(|job| job.is_finishing()) {
+            self.finished(namespace, now);
+        }
+    }
+
+    /// Ends a job for a reason that this hub has caused or can prove.
+    pub(super) fn fail_known(&mut self, namespace: Namespace, reason: String, now: Duration) {
+        self.fail(namespace, CauseKind::Known, None, reason, now);
+    }
+
+    /// Ends a job that cannot go on; all its ranks receive the reason. A job that is ending already keeps its
+    /// reason.
+    pub(super) fn fail(
+        &mut self,
+        namespace: Namespace,
+        cause: CauseKind,
+        rank: Option<u32>,
+        reason: String,
+        now: Duration,
+    ) {
+        let Some(job) = self.jobs.get(&namespace).filter(|job| !job.is_ending()) else { return };
+        // The launcher has ended the rank that is now lost.
+        let (cause, rank, reason) = match &job.announced_end {
+            Some(announced) if cause != CauseKind::Known => (CauseKind::Known, None, announced.clone()),
+            _ => (cause, rank, reason),
+        };
+        let message = format!("job `{}` failed: {reason}", job.terms.name);
+        self.warn(message.clone());
+        let end = JobEnd { rank, ..JobEnd::failed(namespace, reason, cause) };
+        self.end(namespace, Some(Failure { rank, message }), end, now);
+    }
+
+    /// Ends a job whose workers have all left.
+    pub(super) fn finished(&mut self, namespace: Namespace, now: Duration) {
+        self.end(namespace, None, JobEnd::finished(namespace), now);
+    }
+
+    fn end(&mut self, namespace: Namespace, failure: Option<Failure>, end: JobEnd, now: Duration) {
+        let job = self.jobs.get_mut(&namespace).expect("an ending job is here");
+        let routes = job.terms.routes.len();
+        job.phase = Phase::Ending { routes, end, since: now };
+        if std::mem::take(&mut job.writes) {
+            self.outputs.push(Output::StopCheckpoints(namespace));
+        }
+        let message = failure.as_ref().map(|failure| failure.message.clone());
+        let message = message.unwrap_or_else(|| format!("job `{}` has finished", job.terms.name));
+        self.outputs.push(Output::RefuseStreams { namespace, message });
+        for core in job.terms.cores() {
+            self.outputs.push(Output::End { namespace, core, failure: failure.clone() });
+        }
+        if routes == 0 {
+            self.closed(namespace);
+        }
+    }
+
+    /// Notes that one route of an ending job holds nothing any more.
+    pub(super) fn route_closed(&mut self, namespace: Namespace) {
+        let job = self.jobs.get_mut(&namespace).expect("a closing job is here");
+        if let Phase::Ending { routes, .. } = &mut job.phase {
+            *routes -= 1;
+            if *routes == 0 {
+                self.closed(namespace);
+            }
+        }
+    }
+
+    /// Removes a job of which nothing is left here.
+    pub(super) fn closed(&mut self, namespace: Namespace) {
+        let job = self.jobs.remove(&namespace).expect("a closed job is here");
+        let Phase::Ending { end, since, .. } = job.phase else { unreachable!("only an ending job closes") };
+        if end.finished {
+            self.info(format!("job `{}` finished", job.terms.name));
+        }
+        let counters = HubJobCounters { namespace, counters: job.counters, left_out: job.left_out };
+        self.outputs.push(Output::ReportEnd { end, since, counters });
+        self.outputs.push(Output::Forget(namespace));
+    }
+}

@@ -1,0 +1,211 @@
+//! What happens at a hub, as far as it concerns its jobs.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use super::JobTerms;
+use crate::auth::Namespace;
+use crate::composition::Neighbour;
+use crate::exchange::Awaited;
+use crate::placement::RouteId;
+use crate::service::{CauseKind, JobCounters, ProbeOrder, ProbeReport, StopWhen};
+
+/// An event for the job control of a hub.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// The manager wants a job allocated, and the hub has planned it.
+    Planned(Box<JobTerms>),
+    /// The manager wants a job allocated, and the hub cannot plan it.
+    CannotPlan {
+        /// The job.
+        namespace: Namespace,
+        /// Why the hub cannot serve it.
+        reason: String,
+    },
+    /// The manager orders the streams to the sites above.
+    Link {
+        /// The job.
+        namespace: Namespace,
+    },
+    /// The streams to the sites above cannot be ordered.
+    CannotLink {
+        /// The job.
+        namespace: Namespace,
+        /// Why not.
+        reason: String,
+    },
+    /// The hubs of the sites above cannot be reached.
+    SitesUnreachable {
+        /// The job.
+        namespace: Namespace,
+        /// Which hubs, and why not.
+        reason: String,
+    },
+    /// The manager wants the ranks that exchange here to have a notice.
+    Tell {
+        /// The job.
+        namespace: Namespace,
+        /// The rank that the notice is about, if any.
+        rank: Option<u32>,
+        /// The text of the notice.
+        message: String,
+    },
+    /// The manager orders a probe.
+    Probe(ProbeOrder),
+    /// A probe has ended.
+    Probed(ProbeReport),
+    /// The manager ends a job.
+    Stop {
+        /// The job.
+        namespace: Namespace,
+        /// The reason.
+        reason: String,
+        /// What the end waits for.
+        when: StopWhen,
+    },
+    /// A job's checkpoint has been read, or cannot be.
+    Loaded {
+        /// The job.
+        namespace: Namespace,
+        /// The checkpoint's step, or why it cannot be read.
+        result: Result<u32, String>,
+    },
+    /// A core reports something of a job.
+    Core {
+        /// The job.
+        namespace: Namespace,
+        /// What has happened.
+        event: CoreEvent,
+    },
+    /// Interfaces, numbered as in the hub's shape, have gone down for this reason, or are up again.
+    Interfaces {
+        /// The interfaces.
+        numbers: Range<u16>,
+        /// Why they do not work.
+        down: Option<String>,
+    },
+    /// The last checkpoint of a job is in memory, or will not be taken.
+    LastCheckpointTaken {
+        /// The job.
+        namespace: Namespace,
+    },
+    /// The last checkpoint of a job that goes on, and whose workers are about to be ended, is in memory or
+    /// will not be taken.
+    CheckpointKept {
+        /// The job.
+        namespace: Namespace,
+    },
+    /// The hub shuts down.
+    ShutDown,
+}
+
+/// What a core reports of a job.
+#[derive(Clone, Debug)]
+pub enum CoreEvent {
+    /// A route's chunks are allocated, or do not fit.
+    Opened {
+        /// The bytes that there was no memory for.
+        missing_bytes: Option<u64>,
+        /// Whether there is memory for snapshots of the route.
+        has_snapshot: bool,
+    },
+    /// The job cannot go on.
+    Faulted {
+        /// The neighbour at fault.
+        culprit: Neighbour,
+        /// What has happened.
+        message: String,
+        /// Where it was caused.
+        cause: FaultCause,
+    },
+    /// The core panicked and has dropped everything of the job; [`CoreEvent::Closed`] follows for each of its
+    /// routes.
+    Panicked {
+        /// What is known of the panic.
+        reason: String,
+    },
+    /// Nothing more will arrive by a port of a route or, for a site above, leave.
+    Left {
+        /// The route.
+        route: RouteId,
+        /// The port.
+        port: u32,
+    },
+    /// A neighbour has been silent for a while on some stream, or is heard again.
+    Silence {
+        /// The neighbour.
+        neighbour: Neighbour,
+        /// How long it has been silent; `None` if it is heard again.
+        seconds: Option<f64>,
+    },
+    /// A neighbour's stream continues over another interface.
+    Moved {
+        /// The neighbour.
+        neighbour: Neighbour,
+        /// The interface.
+        by: u16,
+    },
+    /// Steps end without a rank.
+    Late(LateRank),
+    /// A rank or a site keeps the others waiting at a route, or no longer does.
+    Awaited {
+        /// The route.
+        route: RouteId,
+        /// What there is to report.
+        event: OverdueEvent,
+    },
+    /// A route is freed and its streams are closed.
+    Closed {
+        /// What the route has counted.
+        counters: JobCounters,
+        /// For each rank, how many updates left it out.
+        left_out: Vec<u64>,
+    },
+}
+
+/// Where a fault was caused, as far as its report shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultCause {
+    /// The cause, as the connection manager receives it.
+    Kind(CauseKind),
+    /// The culprit is silent, but it may be this hub that is cut off.
+    Silence,
+}
+
+/// What to report about ranks and sites that others wait for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OverdueEvent {
+    /// Others wait for longer than recent steps explain.
+    Late(OverdueNeighbours),
+    /// What others waited for has come.
+    Over {
+        /// How long they have waited.
+        waited: Duration,
+    },
+}
+
+/// A wait at a route.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OverdueNeighbours {
+    /// The ranks and sites that others wait for, in order.
+    pub neighbours: Vec<Neighbour>,
+    /// What others wait for.
+    pub awaited: Awaited,
+    /// The key for which others have waited longest.
+    pub key: String,
+    /// How long others have waited.
+    pub waited: Duration,
+    /// Whether the wait has reached the job's limit.
+    pub has_expired: bool,
+}
+
+/// A report about a rank that is left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LateRank {
+    /// The rank.
+    pub rank: u32,
+    /// Steps that left it out, on average over the chunks of a core.
+    pub steps: u64,
+    /// All steps, on average over the chunks of a core.
+    pub of: u64,
+}

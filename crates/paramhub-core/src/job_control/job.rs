@@ -1,0 +1,110 @@
+//! One job at a hub.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use super::JobTerms;
+use super::awaited::Waits;
+use super::notices::Announced;
+use crate::composition::Neighbour;
+use crate::placement::RouteId;
+use crate::service::{JobCounters, JobEnd, add_by_rank};
+
+/// The state of a job.
+pub(super) struct Job {
+    pub(super) terms: JobTerms,
+    pub(super) phase: Phase,
+    /// Whether the streams to the sites above were ordered.
+    pub(super) is_linked: bool,
+    /// The routes and ports by which a neighbour has left.
+    pub(super) left: BTreeSet<(RouteId, u32)>,
+    /// What has been reported of neighbours.
+    pub(super) announced: Announced,
+    /// The waits at routes.
+    pub(super) waits: Waits,
+    /// Whether a route has memory for snapshots.
+    pub(super) has_snapshots: bool,
+    /// Whether a thread writes its checkpoints.
+    pub(super) writes: bool,
+    /// Whether it has taken a last checkpoint while it goes on, after which it takes no others.
+    pub(super) has_left_last: bool,
+    /// The step with which the chunks began, if it is a checkpoint's.
+    pub(super) resumed_step: Option<u32>,
+    /// Why the job has failed, unless it finishes: its launcher has announced that it ends the workers.
+    pub(super) announced_end: Option<String>,
+    /// Set if the processes of its workers have ended.
+    pub(super) concluding: Option<Concluding>,
+    /// What its closed routes have counted.
+    pub(super) counters: JobCounters,
+    /// For each rank: the updates that left it out on routes that are closed.
+    pub(super) left_out: Vec<u64>,
+}
+
+/// How far a job has come.
+#[derive(Debug)]
+pub(super) enum Phase {
+    /// Its checkpoint is being read.
+    Loading,
+    /// Cores allocate; this many routes are not done.
+    Opening { routes: usize },
+    /// Streams connect; after `until` the missing ones are reported.
+    Connecting { until: Duration },
+    /// All streams are here.
+    Running,
+    /// Every neighbour has left, and the last checkpoint is being taken.
+    Finishing,
+    /// Cores free their memory; this many routes are not done.
+    Ending { routes: usize, end: JobEnd, since: Duration },
+}
+
+/// The wait for the frames of workers whose processes have ended.
+pub(super) struct Concluding {
+    pub(super) until: Duration,
+    /// Why the job has failed if it has not finished by then.
+    pub(super) reason: String,
+}
+
+impl Job {
+    pub(super) fn new(terms: JobTerms) -> Job {
+        Job {
+            phase: Phase::Opening { routes: terms.routes.len() },
+            terms,
+            is_linked: false,
+            left: BTreeSet::new(),
+            announced: Announced::default(),
+            waits: Waits::default(),
+            has_snapshots: false,
+            writes: false,
+            has_left_last: false,
+            resumed_step: None,
+            announced_end: None,
+            concluding: None,
+            counters: JobCounters::default(),
+            left_out: Vec::new(),
+        }
+    }
+
+    /// The name of a neighbour for people.
+    pub(super) fn name_of(&self, neighbour: Neighbour) -> String {
+        self.terms.composed.composition.name_of(neighbour)
+    }
+
+    pub(super) fn is_finishing(&self) -> bool {
+        matches!(self.phase, Phase::Finishing)
+    }
+
+    pub(super) fn is_ending(&self) -> bool {
+        matches!(self.phase, Phase::Ending { .. })
+    }
+
+    /// Whether every neighbour has left by every port, and this hub has left the sites above.
+    pub(super) fn have_all_left(&self) -> bool {
+        self.left.len() as u64 == self.terms.streams()
+    }
+
+    /// Adds what a closed route has counted.
+    pub(super) fn count(&mut self, counters: JobCounters, left_out: &[u64]) {
+        self.counters += counters;
+        add_by_rank(&mut self.left_out, left_out);
+    }
+}

@@ -1,0 +1,118 @@
+//! What ranks and the manager hear of neighbours that are silent, late or on another interface. Every core and
+//! every stream reports these; each is announced once.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::{JobControl, LateRank, Output, RESUME, Recipient};
+use crate::auth::Namespace;
+use crate::composition::Neighbour;
+use crate::service::HubEvent;
+use crate::wire::Notice;
+
+/// What has been announced of a job's neighbours.
+#[derive(Debug, Default)]
+pub(super) struct Announced {
+    /// The neighbours that are silent.
+    silent: BTreeSet<Neighbour>,
+    /// For each rank that was left out: the number of digits of the missed steps.
+    late: BTreeMap<u32, u32>,
+    /// When a neighbour was last reported to continue over an interface.
+    moved: BTreeMap<(Neighbour, u16), Duration>,
+}
+
+impl JobControl {
+    /// Reports that a neighbour is silent, or is heard again.
+    pub(super) fn silence(&mut self, namespace: Namespace, neighbour: Neighbour, seconds: Option<f64>) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let changed = match seconds {
+            Some(_) => job.announced.silent.insert(neighbour),
+            None => job.announced.silent.remove(&neighbour),
+        };
+        if !changed || job.is_ending() {
+            return;
+        }
+        let (name, job_name) = (job.name_of(neighbour), &job.terms.name);
+        let message = match seconds {
+            Some(seconds) => format!(
+                "{name} of job `{job_name}` has not been heard for {seconds:.0} s; the job fails after {:.0} s",
+                job.terms.dead_after.as_secs_f64()
+            ),
+            None => format!("{name} of job `{job_name}` is heard again"),
+        };
+        self.warn(message.clone());
+        self.notify(namespace, Recipient::Rank(0), neighbour.rank(), &message);
+        self.report(HubEvent::Noticed { namespace, message });
+    }
+
+    /// Reports that the streams of a neighbour continue over another interface.
+    pub(super) fn moved(&mut self, namespace: Namespace, neighbour: Neighbour, by: u16, now: Duration) {
+        let over = self.interface_name(by);
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        // A resumed stream also shows that the neighbour is heard again.
+        job.announced.silent.remove(&neighbour);
+        let before = job.announced.moved.insert((neighbour, by), now);
+        if before.is_some_and(|before| now.saturating_sub(before) < RESUME) {
+            return;
+        }
+        let why = match self.interfaces_down.values().next() {
+            Some(down) => format!("the hub's {}", down.reason),
+            None => "the way it came by before is cut".to_string(),
+        };
+        let message =
+            format!("{} of job `{}` goes on over {over}: {why}", job.name_of(neighbour), job.terms.name);
+        self.info(message.clone());
+        self.notify(namespace, Recipient::Rank(0), neighbour.rank(), &message);
+        self.report(HubEvent::Noticed { namespace, message });
+    }
+
+    /// Reports to a late rank, and to rank 0, that steps end without it. The first report of each magnitude is
+    /// enough.
+    pub(super) fn late(&mut self, namespace: Namespace, late: LateRank) {
+        let LateRank { rank, steps, of } = late;
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let (magnitude, announced) = (digits(steps), job.announced.late.entry(rank).or_default());
+        if magnitude <= *announced {
+            return;
+        }
+        *announced = magnitude;
+        let message = format!(
+            "rank {rank} of job `{}` is late: {steps} of {of} steps so far have ended without it (stragglers = {})",
+            job.terms.name, job.terms.stragglers
+        );
+        self.warn(message.clone());
+        self.notify(namespace, Recipient::Rank(0), Some(rank), &message);
+        if rank != 0 {
+            self.notify(namespace, Recipient::Rank(rank), Some(rank), &message);
+        }
+        self.report(HubEvent::Noticed { namespace, message });
+    }
+
+    /// Sends a notice to the log and to all ranks that exchange here.
+    pub(super) fn notify_all(&mut self, namespace: Namespace, rank: Option<u32>, message: &str) {
+        if self.jobs.contains_key(&namespace) {
+            self.warn(message.to_owned());
+            self.notify(namespace, Recipient::All, rank, message);
+        }
+    }
+
+    /// Sends a notice by way of the job's first core, which has a stream of every rank here.
+    fn notify(&mut self, namespace: Namespace, to: Recipient, rank: Option<u32>, message: &str) {
+        if let Some(&core) = self.jobs[&namespace].terms.cores().first() {
+            let notice = Notice { rank, message: message.to_owned() };
+            self.outputs.push(Output::Notify { namespace, core, to, notice });
+        }
+    }
+
+    /// The name of an interface for people.
+    fn interface_name(&self, number: u16) -> String {
+        let names = &self.hub.interface_names;
+        let copies = (self.hub.interfaces / names.len().max(1)).max(1);
+        names.get(usize::from(number) / copies).map_or("another way", String::as_str).to_owned()
+    }
+}
+
+/// Number of decimal digits of a count, at least 1.
+pub(super) fn digits(count: u64) -> u32 {
+    count.max(1).ilog10() + 1
+}

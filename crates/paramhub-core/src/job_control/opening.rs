@@ -1,0 +1,146 @@
+//! How a job opens: it is admitted, its checkpoint is read, and every core allocates.
+
+use std::time::Duration;
+
+use super::job::{Job, Phase};
+use super::{JobControl, JobTerms, Output, mebibytes};
+use crate::auth::Namespace;
+use crate::service::HubEvent;
+
+impl JobControl {
+    /// Takes a job that the hub has planned, or refuses it.
+    pub(super) fn admit(&mut self, terms: JobTerms, now: Duration) {
+        let namespace = terms.namespace;
+        if !self.wants(namespace) {
+            return;
+        }
+        if let Err(reason) = self.check_admission(&terms) {
+            return self.refuse(namespace, reason);
+        }
+        self.info(admitted(&terms));
+        let (none, resumes) = (terms.routes.is_empty(), terms.resumes);
+        let mut job = Job::new(terms);
+        if none {
+            // The job is so small that this hub has none of its chunks.
+            self.jobs.insert(namespace, job);
+            self.opened(namespace, now);
+            return self.finished(namespace, now);
+        }
+        if resumes {
+            job.phase = Phase::Loading;
+        }
+        self.jobs.insert(namespace, job);
+        self.outputs.push(if resumes { Output::Load(namespace) } else { Output::Open(namespace) });
+    }
+
+    /// Refuses a job that the hub cannot serve.
+    pub(super) fn refuse(&mut self, namespace: Namespace, reason: String) {
+        if !self.wants(namespace) {
+            return;
+        }
+        self.warn(format!("a job was refused: {reason}"));
+        self.report(HubEvent::Refused { namespace, reason });
+        self.outputs.push(Output::Forget(namespace));
+    }
+
+    /// Opens a job whose checkpoint has been read, or refuses it if the checkpoint cannot be read.
+    pub(super) fn loaded(&mut self, namespace: Namespace, result: Result<u32, String>) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        if let Phase::Ending { routes, .. } = &mut job.phase {
+            // The job was stopped meanwhile. Its routes have nothing to free.
+            *routes = 0;
+            return self.closed(namespace);
+        }
+        let Phase::Loading = job.phase else { return };
+        match result {
+            Ok(step) => {
+                job.resumed_step = Some(step);
+                job.phase = Phase::Opening { routes: job.terms.routes.len() };
+                let message = format!("job `{}` goes on from its checkpoint of step {step}", job.terms.name);
+                self.info(message);
+                self.outputs.push(Output::Open(namespace));
+            }
+            Err(why) => {
+                let reason = format!("job `{}` cannot go on: {why}", job.terms.name);
+                self.withdraw(namespace, reason);
+            }
+        }
+    }
+
+    /// Notes that a core has allocated a route of a job, or could not.
+    pub(super) fn route_opened(
+        &mut self,
+        namespace: Namespace,
+        missing_bytes: Option<u64>,
+        has_snapshot: bool,
+        now: Duration,
+    ) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        job.has_snapshots |= has_snapshot;
+        match (&mut job.phase, missing_bytes) {
+            // The other routes need not open, since the job is refused.
+            (Phase::Opening { .. }, Some(missing)) => self.refuse_opened(namespace, missing),
+            (Phase::Opening { routes }, None) => {
+                *routes -= 1;
+                if *routes == 0 {
+                    self.opened(namespace, now);
+                }
+            }
+            // The job was stopped before it was open, and this route has nothing to close.
+            (Phase::Ending { .. }, Some(_)) => self.route_closed(namespace),
+            _ => {}
+        }
+    }
+
+    /// Admits streams: every core has allocated.
+    fn opened(&mut self, namespace: Namespace, now: Duration) {
+        let job = self.jobs.get_mut(&namespace).expect("an opened job is here");
+        job.phase = Phase::Connecting { until: now.saturating_add(job.terms.rendezvous) };
+        job.writes = job.terms.writes_checkpoints && job.has_snapshots;
+        let placement_hash = job.terms.placement().hash().to_hex().to_string();
+        let (writes, resumed_step) = (job.writes, job.resumed_step);
+        self.outputs.push(Output::AdmitStreams(namespace));
+        if writes {
+            self.outputs.push(Output::StartCheckpoints(namespace));
+        }
+        self.report(HubEvent::Allocated { namespace, placement_hash, resumed_step });
+    }
+
+    /// Frees what was allocated, because some core could not allocate.
+    fn refuse_opened(&mut self, namespace: Namespace, missing_bytes: u64) {
+        let terms = &self.jobs[&namespace].terms;
+        let (missing, needed) = (mebibytes(missing_bytes), mebibytes(terms.memory_bytes));
+        let reason = format!(
+            "job `{}` needs {needed} MiB at this hub, but the operating system had no {missing} MiB left for one part",
+            terms.name
+        );
+        for core in terms.cores() {
+            self.outputs.push(Output::End { namespace, core, failure: None });
+        }
+        self.withdraw(namespace, reason);
+    }
+
+    /// Refuses a job that was admitted already.
+    fn withdraw(&mut self, namespace: Namespace, reason: String) {
+        self.jobs.remove(&namespace);
+        self.warn(reason.clone());
+        self.report(HubEvent::Refused { namespace, reason });
+        self.outputs.push(Output::Forget(namespace));
+    }
+}
+
+/// What the log says of a job that is admitted.
+fn admitted(terms: &JobTerms) -> String {
+    let uneven = terms.placement().imbalance();
+    format!(
+        "job `{}`: {} workers, {} routes, {} MiB; largest over mean load {:.3} between hubs, {:.3} between \
+         interfaces, {:.3} between cores",
+        terms.name,
+        terms.composed.composition.workers(),
+        terms.routes.len(),
+        mebibytes(terms.memory_bytes),
+        uneven.hubs,
+        uneven.interfaces,
+        uneven.cores
+    )
+}

@@ -1,0 +1,108 @@
+//! What the job control wants from the rest of the hub.
+
+use std::time::Duration;
+
+use crate::auth::Namespace;
+use crate::service::{HubEvent, HubJobCounters, JobEnd, ProbeOrder};
+use crate::wire::{Failure, Notice};
+
+/// A consequence of an event, for the hub to carry out. Consequences are in order. The hub knows the parts of a
+/// job that are not named here by its namespace.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// Read the job's checkpoint on a thread of its own. [`Event::Loaded`](super::Event::Loaded) answers.
+    Load(Namespace),
+    /// Let the cores allocate all routes of the job, with the checkpoint if one was read.
+    /// [`CoreEvent::Opened`](super::CoreEvent::Opened) answers for each route.
+    Open(Namespace),
+    /// Admit streams of the job.
+    AdmitStreams(Namespace),
+    /// Refuse further streams of the job, with this message.
+    RefuseStreams {
+        /// The job.
+        namespace: Namespace,
+        /// Why it has ended.
+        message: String,
+    },
+    /// Open the streams to the sites above on a thread of its own, if there are any. If that fails,
+    /// [`Event::SitesUnreachable`](super::Event::SitesUnreachable) follows.
+    Link {
+        /// The job.
+        namespace: Namespace,
+        /// The deadline for all of them together.
+        until: Duration,
+    },
+    /// Start the thread that writes the job's checkpoints.
+    StartCheckpoints(Namespace),
+    /// Take a last checkpoint, if the workers reach a step together soon. The answer is
+    /// [`Event::CheckpointKept`](super::Event::CheckpointKept) if the job `goes_on`, and otherwise
+    /// [`Event::LastCheckpointTaken`](super::Event::LastCheckpointTaken). It comes in any case.
+    TakeLastCheckpoint {
+        /// The job.
+        namespace: Namespace,
+        /// Whether the job goes on after it.
+        goes_on: bool,
+    },
+    /// End the thread that writes the job's checkpoints, since the cores are about to free what could be
+    /// copied. It first writes what has been copied.
+    StopCheckpoints(Namespace),
+    /// Send a notice by way of a core.
+    Notify {
+        /// The job.
+        namespace: Namespace,
+        /// The core.
+        core: u16,
+        /// Who gets it.
+        to: Recipient,
+        /// The notice.
+        notice: Notice,
+    },
+    /// Free all memory of the job at a core and close its streams, with the reason if it failed.
+    /// [`CoreEvent::Closed`](super::CoreEvent::Closed) answers for each route that was open.
+    End {
+        /// The job.
+        namespace: Namespace,
+        /// The core.
+        core: u16,
+        /// The reason.
+        failure: Option<Failure>,
+    },
+    /// Forget the job: nothing is left of it here.
+    Forget(Namespace),
+    /// Take part in a probe, or only report why the hub cannot. [`Event::Probed`](super::Event::Probed)
+    /// answers.
+    Probe {
+        /// The order of the manager.
+        order: ProbeOrder,
+        /// Why the hub takes no part.
+        refused: Option<String>,
+    },
+    /// Report this to the manager.
+    Report(HubEvent),
+    /// Report to the manager that a job has ended, with its last counters: its cores have forgotten them.
+    ReportEnd {
+        /// How the job has ended.
+        end: JobEnd,
+        /// When that was decided.
+        since: Duration,
+        /// What the job has counted.
+        counters: HubJobCounters,
+    },
+    /// Report to the manager that the hub is about to stop.
+    ReportLeaving,
+    /// End the cores: the hub has no jobs any more, or has waited for them long enough.
+    StopCores,
+    /// Log that something went well.
+    Info(String),
+    /// Log that something went wrong.
+    Warning(String),
+}
+
+/// Who gets a notice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recipient {
+    /// One rank.
+    Rank(u32),
+    /// All ranks that exchange here.
+    All,
+}

@@ -1,0 +1,104 @@
+//! How a hub shuts down: the last checkpoints are taken while the jobs go on, then the jobs end, and the cores
+//! last. The hub waits for neither longer than for a fixed time.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use super::{Event, JobControl, Output};
+use crate::auth::Namespace;
+
+/// How long the last checkpoint of a job may wait for its workers.
+pub const LAST_CHECKPOINT: Duration = Duration::from_secs(5);
+/// How long ending jobs may take when the hub shuts down.
+pub const SHUTDOWN: Duration = Duration::from_millis(600);
+/// How long after that a hub that shuts down waits for the news of a last checkpoint.
+const NEWS: Duration = Duration::from_millis(500);
+
+/// How far a hub has come with shutting down.
+#[derive(Debug)]
+pub(super) enum Shutdown {
+    /// It has not begun.
+    Serving,
+    /// The last checkpoints of these jobs are being taken.
+    LastCheckpoints { of: BTreeSet<Namespace>, until: Duration },
+    /// The cores free what jobs have.
+    EndingJobs { until: Duration },
+    /// The cores are to end.
+    Done,
+}
+
+impl Shutdown {
+    /// When the wait of this phase is over; `None` if the hub serves.
+    pub(super) fn deadline(&self) -> Option<Duration> {
+        match self {
+            Shutdown::Serving => None,
+            Shutdown::LastCheckpoints { until, .. } | Shutdown::EndingJobs { until } => Some(*until),
+            Shutdown::Done => Some(Duration::ZERO),
+        }
+    }
+}
+
+impl JobControl {
+    /// Whether the hub has shut down: no event changes anything any more.
+    pub fn is_done(&self) -> bool {
+        matches!(self.shutdown, Shutdown::Done)
+    }
+
+    pub(super) fn is_serving(&self) -> bool {
+        matches!(self.shutdown, Shutdown::Serving)
+    }
+
+    /// Begins to shut down.
+    pub(super) fn shut_down(&mut self, now: Duration) {
+        self.outputs.push(Output::ReportLeaving);
+        let mut of = BTreeSet::new();
+        for (&namespace, job) in self.jobs.iter().filter(|(_, job)| job.writes && !job.has_left_last) {
+            of.insert(namespace);
+            // That of a job that finishes is being taken already.
+            if !job.is_finishing() {
+                self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: false });
+            }
+        }
+        self.shutdown = Shutdown::LastCheckpoints { of, until: now + LAST_CHECKPOINT + NEWS };
+        self.check_shutdown(now);
+    }
+
+    /// Handles an event while the hub shuts down: only what cores and checkpoint writers report still counts.
+    pub(super) fn handle_stopping(&mut self, event: Event, now: Duration) {
+        match event {
+            Event::Core { namespace, event } if !self.is_done() => self.handle_core(namespace, event, now),
+            Event::LastCheckpointTaken { namespace } => {
+                if let Shutdown::LastCheckpoints { of, .. } = &mut self.shutdown {
+                    of.remove(&namespace);
+                    self.last_checkpoint_taken(namespace, now);
+                }
+            }
+            _ => {}
+        }
+        self.check_shutdown(now);
+    }
+
+    /// Goes on to the next phase of shutting down, if nothing is left to wait for or the wait was long enough.
+    pub(super) fn check_shutdown(&mut self, now: Duration) {
+        if let Shutdown::LastCheckpoints { of, until } = &mut self.shutdown {
+            of.retain(|namespace| self.jobs.get(namespace).is_some_and(|job| job.writes));
+            if of.is_empty() || now >= *until {
+                self.end_jobs(now);
+            }
+        }
+        if let Shutdown::EndingJobs { until } = self.shutdown
+            && (self.jobs.is_empty() || now >= until)
+        {
+            self.shutdown = Shutdown::Done;
+            self.outputs.push(Output::StopCores);
+        }
+    }
+
+    fn end_jobs(&mut self, now: Duration) {
+        let living: Vec<Namespace> = self.jobs.keys().copied().collect();
+        for namespace in living {
+            self.fail_known(namespace, "the hub is shutting down".to_string(), now);
+        }
+        self.shutdown = Shutdown::EndingJobs { until: now + SHUTDOWN };
+    }
+}

@@ -1,0 +1,136 @@
+//! What the job controller does when the rules want something.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::job_control::{Event, Output, Recipient};
+use tracing::{info, warn};
+
+use super::{ControllerEvent, JobController, ReportEvent};
+use crate::core::CoreCommand;
+use crate::directory::JobEntry;
+use crate::local::JobMemory;
+use crate::parent_dialler::{ParentDialler, ParentStream};
+
+impl JobController {
+    /// Carries out what the rules want, until they want nothing more.
+    pub(super) fn carry_out_all(&mut self) {
+        loop {
+            let outputs = self.control.take_outputs();
+            if outputs.is_empty() {
+                return;
+            }
+            outputs.into_iter().for_each(|output| self.carry_out(output));
+        }
+    }
+
+    fn carry_out(&mut self, output: Output) {
+        match output {
+            Output::Load(namespace) => self.load(namespace),
+            Output::Open(namespace) => self.open(namespace),
+            Output::AdmitStreams(namespace) => self.admit_streams(namespace),
+            Output::RefuseStreams { namespace, message } => self.directory.remove(namespace, message),
+            Output::Link { namespace, until } => self.link(namespace, until),
+            Output::StartCheckpoints(namespace) => self.start_checkpoint_writer(namespace),
+            Output::TakeLastCheckpoint { namespace, goes_on } => {
+                self.take_last_checkpoint(namespace, goes_on);
+            }
+            Output::StopCheckpoints(namespace) => self.stop_checkpoint_writer(namespace),
+            Output::Notify { namespace, core, to, notice } => self.send_to_core(
+                core,
+                match to {
+                    Recipient::Rank(rank) => CoreCommand::Notify { namespace, rank, notice },
+                    Recipient::All => CoreCommand::NotifyAll { namespace, notice },
+                },
+            ),
+            Output::End { namespace, core, failure } => {
+                self.send_to_core(core, CoreCommand::End { namespace, failure });
+            }
+            Output::Forget(namespace) => drop(self.jobs.remove(&namespace)),
+            Output::Probe { order, refused } => {
+                self.prober.begin(order, refused, &self.directory, &self.own_sender);
+            }
+            Output::Report(event) => self.send_report(ReportEvent::Event(event)),
+            Output::ReportEnd { end, since, counters } => {
+                self.send_report(ReportEvent::Ended(end, self.instant(since), counters));
+            }
+            Output::ReportLeaving => self.send_report(ReportEvent::Leaving),
+            Output::StopCores => self.cores.iter().for_each(|core| core.send(CoreCommand::Stop)),
+            Output::Info(message) => info!("{message}"),
+            Output::Warning(message) => warn!("{message}"),
+        }
+    }
+
+    fn open(&mut self, namespace: Namespace) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        for (core, shard) in std::mem::take(&mut job.shards) {
+            self.cores[usize::from(core)].send(CoreCommand::Open(Box::new(shard)));
+        }
+    }
+
+    fn admit_streams(&self, namespace: Namespace) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        let entry = JobEntry {
+            name: job.name.clone(),
+            nonce: job.nonce,
+            composed: job.composed.clone(),
+            site: job.site,
+            ports: job.ports.clone(),
+            state_slots: job.state_slots,
+            routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
+            incarnations: HashMap::new(),
+            taken: HashMap::new(),
+            continues: job.continues,
+            memory: JobMemory::new(&job.settings, job.features),
+        };
+        self.directory.insert(namespace, entry);
+    }
+
+    /// Opens the streams to the sites above, on a thread of its own.
+    fn link(&mut self, namespace: Namespace, until: Duration) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        let above =
+            ParentStream::of(job.ports.iter().map(|(&route, ports)| (route, &**ports)), &job.composed);
+        if above.is_empty() {
+            return;
+        }
+        let cores = job.routes.iter().map(|&(id, route)| (id, self.cores[usize::from(route.core)].clone()));
+        let dialler = ParentDialler {
+            namespace,
+            nonce: job.nonce,
+            site: job.site,
+            composed: job.composed.clone(),
+            state_slots: job.state_slots,
+            deadline: self.instant(until),
+            cores: cores.collect(),
+        };
+        let controller = self.own_sender.clone();
+        let dials = move || {
+            if let Err(reason) = dialler.dial_all(&above) {
+                // If the job controller is gone, no jobs are left.
+                let _ = controller.send(ControllerEvent::SitesUnreachable { namespace, reason });
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("hub-dialler".into()).spawn(dials) {
+            let reason = format!("the hub cannot start a thread: {error}");
+            self.handle(Event::CannotLink { namespace, reason });
+        }
+    }
+
+    /// Queues a report without ever waiting: a manager that does not listen must not block the hub.
+    fn send_report(&self, event: ReportEvent) {
+        if let Err(error) = self.reports.try_send(event) {
+            warn!("the connection manager will not hear of an event: {error}");
+        }
+    }
+
+    fn send_to_core(&self, core: u16, command: CoreCommand) {
+        self.cores[usize::from(core)].send(command);
+    }
+
+    /// The moment that the rules call so.
+    fn instant(&self, time: Duration) -> Instant {
+        self.started + time
+    }
+}
