@@ -26,8 +26,8 @@ pub enum JobStage {
     Serving,
     /// A stream ended, and the others may still bring the reason.
     StreamLost,
-    /// All requests have been answered, and the worker says goodbye.
-    Goodbye,
+    /// All requests have been answered, and the worker sends its Leave messages.
+    SendingLeave,
     /// The job has failed, and the worker says so.
     Failing,
 }
@@ -62,8 +62,8 @@ impl JobStage {
     /// Whether a broken stream may be opened again.
     pub fn may_resume(self) -> bool {
         match self {
-            // The goodbye must still arrive.
-            JobStage::Serving | JobStage::Goodbye => true,
+            // The Leave message must still arrive.
+            JobStage::Serving | JobStage::SendingLeave => true,
             JobStage::StreamLost | JobStage::Failing => false,
         }
     }
@@ -77,11 +77,11 @@ impl JobStage {
     /// still be opened again: [`may_resume`](Self::may_resume) does, and it was not closed meanwhile.
     pub fn after(self, reopening: Reopening, may_resume: bool) -> Consequence {
         match (self, reopening) {
-            (JobStage::Goodbye | JobStage::Failing, _) if !may_resume => Consequence::Close,
+            (JobStage::SendingLeave | JobStage::Failing, _) if !may_resume => Consequence::Close,
             _ if !may_resume => Consequence::Ignore,
             (_, Reopening::Opened) => Consequence::Replace,
             // All requests have been answered; this worker no longer reacts to a failure of the job.
-            (JobStage::Goodbye, _) => Consequence::Close,
+            (JobStage::SendingLeave, _) => Consequence::Close,
             (_, Reopening::JobEnded) => Consequence::Fail,
             (_, Reopening::Failed) => Consequence::GiveUp,
         }
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_stream_is_opened_again_while_its_worker_has_something_to_say() {
-        let stages = [JobStage::Serving, JobStage::Goodbye, JobStage::StreamLost, JobStage::Failing];
+        let stages = [JobStage::Serving, JobStage::SendingLeave, JobStage::StreamLost, JobStage::Failing];
         assert_eq!(stages.map(JobStage::may_resume), [true, true, false, false]);
         assert_eq!(stages.map(|stage| stage.resumes_after(SILENT)), [false; 4]);
         assert_eq!(stages.map(|stage| stage.resumes_after(SILENT + TICK)), [true, true, false, false]);
@@ -183,11 +183,11 @@ mod tests {
         let after = |stage: JobStage, may| all.map(|reopening| stage.after(reopening, may));
         use Consequence::{Close, Fail, GiveUp, Ignore, Replace};
         assert_eq!(after(JobStage::Serving, true), [Replace, Fail, GiveUp]);
-        assert_eq!(after(JobStage::Goodbye, true), [Replace, Close, Close]);
+        assert_eq!(after(JobStage::SendingLeave, true), [Replace, Close, Close]);
         assert_eq!(after(JobStage::StreamLost, false), [Ignore; 3], "the reason may still come");
         assert_eq!(after(JobStage::Serving, false), [Ignore; 3], "the stream was closed meanwhile");
         assert_eq!(after(JobStage::Failing, false), [Close; 3]);
-        assert_eq!(after(JobStage::Goodbye, false), [Close; 3]);
+        assert_eq!(after(JobStage::SendingLeave, false), [Close; 3]);
     }
 
     #[test]

@@ -74,7 +74,7 @@ pub fn dial_from(source: Option<IpAddr>, address: SocketAddr, timeout: Duration)
     };
     connected().map_err(|error| {
         let reason = match error.kind() {
-            ErrorKind::ConnectionRefused => "nobody listens there: is the hub running?".to_owned(),
+            ErrorKind::ConnectionRefused => "no program listens there: is the hub running?".to_owned(),
             ErrorKind::TimedOut => format!(
                 "no answer within {} s: is the address right, and does a firewall stand between?",
                 timeout.as_secs_f64()

@@ -22,13 +22,13 @@ pub(crate) use failover::Failover;
 
 /// Bytes that one stream may send or receive before the others have their turn.
 const TURN_BYTES: usize = 1 << 20;
-/// How long the goodbye may take: a hub closes its end once it has read the goodbye.
-const GOODBYE_TIMEOUT: Duration = Duration::from_secs(2);
+/// The time that leaving may take: a hub closes its end once it has read the Leave message.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The waker's token; the token of a lane is its position.
 const WAKER: u64 = u64::MAX;
 
-/// How long the goodbye may take in a job that may have to open a stream again to send it.
-const GOODBYE_TIMEOUT_RESUMING: Duration = Duration::from_secs(RESUME_S + 5);
+/// The time that leaving may take in a job that may have to open a stream again to send the Leave message.
+const LEAVE_TIMEOUT_RESUMING: Duration = Duration::from_secs(RESUME_S + 5);
 
 /// The state of the I/O thread.
 pub(crate) struct IoLoop {
@@ -63,7 +63,7 @@ enum JobPhase {
     Leaving {
         deadline: Instant,
     },
-    /// No request is under way: this worker sends its goodbye, then the hubs close their ends.
+    /// No request is under way: this worker sends its Leave messages, then the hubs close their ends.
     Closing {
         deadline: Instant,
         outcome: Result<(), WorkerError>,
@@ -215,7 +215,7 @@ impl IoLoop {
             return Ok(());
         }
         if !matches!(self.phase, JobPhase::Running) {
-            // Requests made after a goodbye or a broken stream end with the job.
+            // Requests made after a Leave message or a broken stream end with the job.
             return Ok(());
         }
         self.in_flight.shared.inbox.take(&mut self.commands);
@@ -443,10 +443,10 @@ impl IoLoop {
         if let JobPhase::Leaving { deadline } = self.phase {
             let underway = self.in_flight.underway();
             if underway == 0 {
-                self.say_goodbye(now, Ok(()));
+                self.send_leave(now, Ok(()));
             } else if now >= deadline {
                 let outcome = Err(self.left_early());
-                self.say_goodbye(now, outcome);
+                self.send_leave(now, outcome);
             }
         }
         if let JobPhase::StreamLost { error, deadline } = &self.phase {
@@ -462,14 +462,14 @@ impl IoLoop {
         }
     }
 
-    /// Queues a goodbye on every stream, behind the frame that has begun there.
-    fn say_goodbye(&mut self, now: Instant, outcome: Result<(), WorkerError>) {
-        let timeout = if self.failover.is_some() { GOODBYE_TIMEOUT_RESUMING } else { GOODBYE_TIMEOUT };
+    /// Queues a Leave message on every stream, behind the frame that has begun there.
+    fn send_leave(&mut self, now: Instant, outcome: Result<(), WorkerError>) {
+        let timeout = if self.failover.is_some() { LEAVE_TIMEOUT_RESUMING } else { LEAVE_TIMEOUT };
         self.phase = JobPhase::Closing { deadline: now + timeout, outcome };
         for index in 0..self.lanes.len() {
             self.lanes[index].forget_chunks();
             self.lanes[index].queue_control(ControlFrame::Leave);
-            // A stream that breaks now needs no goodbye.
+            // A stream that breaks now needs no Leave message.
             let _ = self.send(index, now);
         }
     }

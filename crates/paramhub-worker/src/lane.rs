@@ -20,7 +20,7 @@ use crate::staging::{PLACES, Staging};
 /// The number of frames gathered into one write; a write of 32 KB chunks fills most socket buffers.
 const BATCH_FRAMES: usize = 32;
 /// The maximum of waiting control frames: every change of hyperparameters that the inbox lets through, a
-/// release, a heartbeat and a goodbye.
+/// release, a heartbeat and a Leave message.
 const CONTROL_MAX: usize = RETUNES_MAX + 3;
 
 /// One end of a stream: its connection, and what is being sent and received.
@@ -169,7 +169,7 @@ impl Lane {
     }
 
     /// Forgets how much of its frames a broken stream has sent. The caller queues all changes of
-    /// hyperparameters again, and a goodbye after them.
+    /// hyperparameters again, and a Leave message after them.
     pub(crate) fn requeue_begun_chunks(&mut self) {
         // A write that failed leaves its frames in the batch.
         let gathered = self.batch.drain(..).filter_map(|item| match item {

@@ -109,7 +109,7 @@ impl JoinHandshake {
         match self.advance(secret, check_hello) {
             Ok(progress) => progress,
             Err(error) => HandshakeProgress::Failed(match error.kind() {
-                io::ErrorKind::ConnectionRefused => "nobody listens there".to_owned(),
+                io::ErrorKind::ConnectionRefused => "no program listens there".to_owned(),
                 io::ErrorKind::UnexpectedEof => "it hung up during the handshake".to_owned(),
                 _ => error.to_string(),
             }),

@@ -72,7 +72,7 @@ fn an_address_without_a_listener_is_named_in_the_error() {
     let (mut listeners, addresses) = listeners(2);
     drop(listeners.remove(0));
     let error = listeners.remove(0).join(soon(config(1, &addresses))).unwrap_err().to_string();
-    assert!(error.contains("nobody listens there"), "{error}");
+    assert!(error.contains("no program listens there"), "{error}");
 }
 
 #[test]

@@ -40,7 +40,7 @@ impl IoLoop {
         match &self.phase {
             JobPhase::Running | JobPhase::Leaving { .. } => JobStage::Serving,
             JobPhase::StreamLost { .. } => JobStage::StreamLost,
-            JobPhase::Closing { outcome: Ok(()), .. } => JobStage::Goodbye,
+            JobPhase::Closing { outcome: Ok(()), .. } => JobStage::SendingLeave,
             JobPhase::Closing { outcome: Err(_), .. } => JobStage::Failing,
         }
     }

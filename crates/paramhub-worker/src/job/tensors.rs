@@ -100,7 +100,7 @@ impl Job {
     /// A key's parameters in the one copy that all workers of this host read, where
     /// [`Options::shared_parameters`](crate::Options::shared_parameters) asked for it. They are valid from
     /// the end of [`push_pull_shared`](Self::push_pull_shared) until this worker pushes the key's next
-    /// gradient: when the last worker has pushed it, the hub overwrites them, whoever still reads.
+    /// gradient: when the last worker has pushed it, the hub overwrites them, even if a worker still reads them.
     pub fn shared_parameters(&self, key: u32) -> Result<SharedTensor, WorkerError> {
         self.shared.find(key)?;
         self.shared.check_shares_parameters()?;
