@@ -37,7 +37,7 @@ fn quick_filter() -> String {
 }
 
 #[cfg(test)]
-mod tests {
+mod quick_run {
     use super::*;
 
     /// A filter that matches no test is no error to nextest, if another one matches.

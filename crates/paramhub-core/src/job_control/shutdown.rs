@@ -11,8 +11,8 @@ use crate::auth::Namespace;
 pub const LAST_CHECKPOINT: Duration = Duration::from_secs(5);
 /// How long ending jobs may take when the hub shuts down.
 pub const SHUTDOWN: Duration = Duration::from_millis(600);
-/// How long after that a hub that shuts down waits for the news of a last checkpoint.
-const NEWS: Duration = Duration::from_millis(500);
+/// How long after that a hub that shuts down waits for the report of a last checkpoint.
+const REPORT_DELAY: Duration = Duration::from_millis(500);
 
 /// How far a hub has come with shutting down.
 #[derive(Debug)]
@@ -59,7 +59,7 @@ impl JobControl {
                 self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: false });
             }
         }
-        self.shutdown = Shutdown::LastCheckpoints { of, until: now + LAST_CHECKPOINT + NEWS };
+        self.shutdown = Shutdown::LastCheckpoints { of, until: now + LAST_CHECKPOINT + REPORT_DELAY };
         self.check_shutdown(now);
     }
 
