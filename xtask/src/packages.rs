@@ -1,4 +1,5 @@
-//! System packages: installed where we may, named where we may not.
+//! The packages of the system that a stage needs. xtask installs a missing one where the user may do so;
+//! elsewhere it names the package, for the user to have it installed.
 
 use crate::command::Invocation;
 use crate::stage::Failure;
@@ -7,14 +8,15 @@ use crate::stage::Failure;
 #[derive(Debug)]
 pub(crate) struct SystemProgram {
     pub(crate) name: &'static str,
-    /// A command that succeeds if the package is installed.
+    /// A command, with its arguments, that succeeds if the program or library is installed.
     pub(crate) probe: &'static [&'static str],
     /// The name of the package in Debian and its descendants.
     pub(crate) debian_package: &'static str,
 }
 
 impl SystemProgram {
-    /// Installs the package if it is missing and we may; otherwise names it.
+    /// Installs the package if it is missing and the user may install packages. If it is still missing then,
+    /// the failure names it.
     pub(crate) fn ensure(&self) -> Result<(), Failure> {
         if self.is_present() {
             return Ok(());
@@ -22,7 +24,8 @@ impl SystemProgram {
         if let Some(privilege) = Privilege::of_caller() {
             let install =
                 privilege.apt_get(&["install", "-y", "--no-install-recommends", self.debian_package]);
-            // Package lists are usually absent or stale on a new machine, so a first failure means little.
+            // A new machine often has no package lists, or old ones, so a first failure means little. Whether
+            // the second attempt failed is decided by the probe.
             if install.run().is_err() {
                 let updated = privilege.apt_get(&["update"]).run();
                 let _ = updated.and_then(|()| install.run());
@@ -46,7 +49,7 @@ impl SystemProgram {
     }
 }
 
-/// The way in which this caller may run apt-get.
+/// The way in which the user who started xtask may run apt-get.
 #[derive(Debug)]
 enum Privilege {
     Root,
@@ -67,6 +70,7 @@ impl Privilege {
     }
 
     fn apt_get(&self, arguments: &[&str]) -> Invocation {
+        // sudo drops most environment variables, so it starts `env`, which sets this one.
         let command = match self {
             Self::Root => Invocation::new("env"),
             Self::Sudo => Invocation::parse("sudo -n env"),

@@ -1,4 +1,4 @@
-//! The time that each layer of a model computes.
+//! The times that the layers of a model take to compute: as published, or from a file.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use paramhub_harness::Usage;
 use paramhub_harness::models::ModelLayer;
 use serde::{Deserialize, Serialize};
 
-/// Seconds of one layer in a step, for a whole batch.
+/// The seconds that one layer's forward pass and backward pass take in a step, for a whole batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Passes {
     pub(super) forward: f64,
@@ -21,17 +21,19 @@ impl Passes {
     }
 }
 
-/// The file of a profile.
+/// The contents of a profile's file, which has either the throughput or the layers.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    /// The throughput of one machine with this batch. It is spread over the layers by their operations.
+    /// The throughput of one machine with the batch of `--batch`. The time of a step that follows from it is
+    /// spread over the layers in proportion to their operations.
     images_per_second: Option<f64>,
-    /// The times of each layer by name, for the batch of `--batch`. Layers that are not listed take no time.
+    /// The times of layers by name, for the batch of `--batch`. Layers that are not listed take no time.
     #[serde(default)]
     layers: Vec<LayerLine>,
 }
 
+/// The times of one layer in a profile's file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LayerLine {
@@ -40,15 +42,17 @@ struct LayerLine {
     backward_ms: f64,
 }
 
-/// Images a second that the papers measured on one machine with a Titan X (Poseidon, section 5).
+/// The images per second that the papers measured on one machine with a Titan X (Poseidon, section 5).
 const PUBLISHED: [(&str, f64); 4] =
     [("googlenet", 257.0), ("vgg19", 35.5), ("vgg19-22k", 34.6), ("inception_v3", 43.2)];
-/// Multiplications and additions a second of a forward pass and a backward pass together, for models without
-/// a published throughput: those of VGG19 above, three times 19.6 billion an image.
+/// The multiplications and additions per second of a forward pass and a backward pass together, for models
+/// without a published throughput. It is the rate that VGG19 has above: a forward pass of an image takes
+/// 19.63 billion of them, and both passes take three times as many (see [`spread`]).
 const OPERATIONS_PER_SECOND: f64 = 35.5 * 3.0 * 19.63e9;
 
-/// The times, and their source.
+/// The passes of each layer of a model, front layers first, and where they come from.
 pub(super) struct Profile {
+    /// The origin of the times, as reports state it.
     pub(super) source: String,
     pub(super) passes: Vec<Passes>,
 }
@@ -64,30 +68,36 @@ impl Profile {
             return Err(Usage(problem));
         }
         let published = PUBLISHED.iter().find(|(name, _)| *name == model);
-        let (source, pace) = match published {
-            Some(&(_, pace)) => (format!("{pace} images/s, as published"), pace),
+        let (source, images_per_second) = match published {
+            Some(&(_, images_per_second)) => {
+                (format!("{images_per_second} images/s, as published"), images_per_second)
+            }
             None => {
-                let pace = OPERATIONS_PER_SECOND / (3.0 * operations as f64);
-                (format!("{pace:.1} images/s, at the pace of the published VGG19"), pace)
+                let images_per_second = OPERATIONS_PER_SECOND / (3.0 * operations as f64);
+                let source = format!("{images_per_second:.1} images/s, at the pace of the published VGG19");
+                (source, images_per_second)
             }
         };
-        Ok(Profile { source, passes: spread(layers, samples as f64 / pace) })
+        Ok(Profile { source, passes: spread(layers, samples as f64 / images_per_second) })
     }
 
-    /// The profile in a file.
+    /// Reads the profile in a file, for a batch of `samples`.
     pub(super) fn read(path: &Path, layers: &[ModelLayer], samples: u64) -> anyhow::Result<Profile> {
         let refuse = |problem: String| Usage(format!("--profile {}: {problem}", path.display()));
         let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
-        let form = "expected {\"images_per_second\": N} or {\"layers\": [{\"name\", \"forward_ms\", \"backward_ms\"}, ..]}";
-        let file: File =
-            serde_json::from_str(&text).context(form).map_err(|error| refuse(format!("{error:#}")))?;
+        let expected_form = "expected {\"images_per_second\": N} or {\"layers\": [{\"name\", \"forward_ms\", \"backward_ms\"}, ..]}";
+        let file: File = serde_json::from_str(&text)
+            .context(expected_form)
+            .map_err(|error| refuse(format!("{error:#}")))?;
         let source = path.display().to_string();
-        let is_time = |time: f64| time.is_finite() && time >= 0.0;
+        let is_duration = |ms: f64| ms.is_finite() && ms >= 0.0;
         match file.images_per_second {
-            Some(pace) if file.layers.is_empty() && pace.is_finite() && pace > 0.0 => {
-                return Ok(Profile { source, passes: spread(layers, samples as f64 / pace) });
+            Some(images_per_second)
+                if file.layers.is_empty() && images_per_second.is_finite() && images_per_second > 0.0 =>
+            {
+                return Ok(Profile { source, passes: spread(layers, samples as f64 / images_per_second) });
             }
-            Some(_) => return Err(refuse(form.to_owned()).into()),
+            Some(_) => return Err(refuse(expected_form.to_owned()).into()),
             None => {}
         }
         let mut passes = vec![Passes::default(); layers.len()];
@@ -96,7 +106,7 @@ impl Profile {
             let Some(at) = layers.iter().position(|layer| layer.name == name) else {
                 return Err(refuse(format!("the model has no layer `{name}`")).into());
             };
-            if !is_time(forward_ms) || !is_time(backward_ms) {
+            if !is_duration(forward_ms) || !is_duration(backward_ms) {
                 return Err(refuse(format!("layer `{name}` takes no such time")).into());
             }
             passes[at] = Passes { forward: forward_ms / 1e3, backward: backward_ms / 1e3 };
@@ -104,7 +114,7 @@ impl Profile {
         Ok(Profile { source, passes })
     }
 
-    /// The seconds of a whole step.
+    /// The seconds that all layers together compute in a step.
     pub(super) fn seconds(&self) -> f64 {
         self.passes.iter().map(|passes| passes.forward + passes.backward).sum()
     }
@@ -115,11 +125,12 @@ impl Profile {
     }
 }
 
-/// Spreads a step's time over the layers by their operations. A backward pass has twice the operations of a
-/// forward pass: one product for each of its two gradients.
+/// Spreads the `seconds` of a step over the layers in proportion to their operations. A backward pass has
+/// twice the operations of a forward pass, since it computes two products: the gradient of the inputs and
+/// that of the weights.
 fn spread(layers: &[ModelLayer], seconds: f64) -> Vec<Passes> {
-    let all: u64 = layers.iter().map(|layer| layer.operations).sum();
-    let share = |layer: &ModelLayer| seconds * layer.operations as f64 / all.max(1) as f64;
+    let total_operations: u64 = layers.iter().map(|layer| layer.operations).sum();
+    let share = |layer: &ModelLayer| seconds * layer.operations as f64 / total_operations.max(1) as f64;
     let passes = |layer| Passes { forward: share(layer) / 3.0, backward: share(layer) * 2.0 / 3.0 };
     layers.iter().map(passes).collect()
 }

@@ -1,11 +1,12 @@
 //! Copies between a process's own memory and memory that another process may read and write meanwhile.
 //!
-//! No reference to such memory is ever made: it is read once, through raw pointers, into private memory, and
-//! only that copy is used. If the other side writes meanwhile, the copy has arbitrary bytes, and nothing
-//! worse happens.
+//! No reference to such memory is ever made. These functions read it once, through raw pointers, into private
+//! memory, and only that copy is used. If the other side writes meanwhile, the copy has arbitrary bytes, and
+//! nothing worse happens.
 //!
-//! These loops replace `memcpy`. For such sizes it uses `rep movsb`, which on some processors has a fifteenth
-//! of its speed if the target is less than 16 bytes behind the source, modulo the page size.
+//! These loops replace `memcpy`, which copies as many bytes as a chunk has with `rep movsb`. On some
+//! processors that instruction has a fifteenth of its usual speed if the target is less than 16 bytes behind
+//! the source, modulo the page size.
 
 #[cfg(target_arch = "x86_64")]
 use crate::dispatch::Body;
@@ -13,11 +14,13 @@ use std::marker::PhantomData;
 
 use crate::dispatch::Isa;
 
-/// Bytes that one turn of a loop moves; targets are aligned to a multiple of it first.
+/// The bytes of a cache line. A turn of a copy loop moves two lines. Before a streaming copy moves whole
+/// lines, it copies single bytes until its target is at the start of a line.
 const LINE_BYTES: usize = 64;
 
-/// The distance ahead of the sum at which its sources are fetched: otherwise the work between the sums of
-/// neighbouring blocks would leave the memory idle for the time of an access.
+/// The number of elements by which the prefetches of the sources run ahead of the sum. They reach into the
+/// next block: without them, the memory would be idle for the time of an access after the work that lies
+/// between the sums of two neighbouring blocks.
 #[cfg(target_arch = "x86_64")]
 const AHEAD_ELEMENTS: usize = 256;
 
@@ -28,7 +31,7 @@ pub fn prefetch(bytes: &[u8]) {
     }
 }
 
-/// A prefetch, which is harmless at any address.
+/// Prefetches the cache line at an address. This is harmless at any address, even outside of an array.
 #[inline(always)]
 fn prefetch_line(line: *const u8) {
     #[cfg(target_arch = "x86_64")]
@@ -59,8 +62,9 @@ pub unsafe fn copy_out(source: &[u8], target: *mut u8) {
     unsafe { copy(source.as_ptr(), target, source.len()) };
 }
 
-/// [`copy_out`] past the caches: this side will not read the target again, and lines that are overwritten
-/// whole need not be fetched first. Call [`fence`] before announcing the data to the other side.
+/// Copies like [`copy_out`], but past the caches (with streaming stores): this side will not read the target
+/// again, and lines that are overwritten whole need not be fetched first. Call [`fence`] before announcing
+/// the data to the other side.
 ///
 /// # Safety
 /// As [`copy_out`].
@@ -69,8 +73,8 @@ pub unsafe fn stream_out(source: &[u8], target: *mut u8) {
     unsafe { stream_bytes(source.as_ptr(), target, source.len()) };
 }
 
-/// [`stream_out`] into this process's own memory, for data that will not be read again soon. Call [`fence`]
-/// before another thread reads it.
+/// Copies like [`stream_out`], but into this process's own memory, for data that will not be read again soon.
+/// Call [`fence`] before another thread reads it.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -121,9 +125,10 @@ impl Floats<'_> {
     }
 }
 
-/// `sum[i] = sources[0][i] + sources[1][i] + ...`, or `sum[i] + sources[0][i] + ...` if it `adds`. It adds
-/// all contributions to a chunk in one pass, each in order and rounded on its own, so the bits are those of
-/// adding one after the other.
+/// Sets `sum[i]` to `sources[0][i] + sources[1][i] + ...`, or to `sum[i] + sources[0][i] + ...` if it `adds`.
+///
+/// It adds all contributions to a chunk in one pass. It takes them in order and rounds after each addition,
+/// so the sum has the same bits as if they had been added in one pass each.
 ///
 /// # Panics
 /// If a source is not as long as the sum, or there is nothing to add up.
@@ -132,7 +137,8 @@ pub fn gather(sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
     assert!(sources.iter().all(|source| source.len == sum.len()), "contributions are as long as their sum");
     match Isa::best().body() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the set was detected; every source is as long as the sum and valid while borrowed.
+        // SAFETY: the instruction set was detected; every source is as long as the sum and valid while
+        // borrowed.
         Body::Avx512 => unsafe { x86::gather_avx512(sum, adds, sources) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
@@ -141,7 +147,8 @@ pub fn gather(sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
     }
 }
 
-/// [`gather`] for the elements from `first` on, tile by tile.
+/// Does the work of [`gather`] for the elements from `first` on, a tile at a time. Bodies with vectors leave
+/// it the elements that fill no more vectors.
 fn gather_from(first: usize, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
     let mut tile = [0.0; 256];
     for start in (first..sum.len()).step_by(tile.len()) {
@@ -168,47 +175,56 @@ pub fn fence() {
     }
 }
 
+/// Copies `length` bytes with the widest vectors that this CPU has.
+///
 /// # Safety
 /// Both pointers are valid for `length` bytes and the ranges do not overlap.
 unsafe fn copy(source: *const u8, target: *mut u8, length: usize) {
     match Isa::best().body() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's ranges; the set was detected.
+        // SAFETY: the caller's ranges; the instruction set was detected.
         Body::Avx512 => unsafe { x86::copy_avx512(source, target, length) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's ranges; the set was detected.
+        // SAFETY: the caller's ranges; the instruction set was detected.
         Body::Avx2 => unsafe { x86::copy_avx2(source, target, length) },
         // SAFETY: the caller's ranges.
         _ => unsafe { copy_volatile(source, target, length) },
     }
 }
 
+/// Copies `length` bytes: the whole lines of the target past the caches, and what is before and behind them
+/// with ordinary stores.
+///
 /// # Safety
 /// As [`copy`].
 unsafe fn stream_bytes(source: *const u8, target: *mut u8, length: usize) {
-    let head = (target.addr().next_multiple_of(LINE_BYTES) - target.addr()).min(length);
-    let body = (length - head) / LINE_BYTES * LINE_BYTES;
-    let done = head + body;
+    let head_bytes = (target.addr().next_multiple_of(LINE_BYTES) - target.addr()).min(length);
+    let middle_bytes = (length - head_bytes) / LINE_BYTES * LINE_BYTES;
+    let done_bytes = head_bytes + middle_bytes;
     // SAFETY: the three pieces follow each other within `length` bytes, which the caller guarantees.
-    unsafe { copy_volatile(source, target, head) };
+    unsafe { copy_volatile(source, target, head_bytes) };
     // SAFETY: as above, and the middle's target is a multiple of 64, as streaming stores require.
-    unsafe { stream_lines(source.wrapping_add(head), target.wrapping_add(head), body) };
+    unsafe { stream_lines(source.wrapping_add(head_bytes), target.wrapping_add(head_bytes), middle_bytes) };
     // SAFETY: as above.
-    unsafe { copy_volatile(source.wrapping_add(done), target.wrapping_add(done), length - done) };
+    unsafe {
+        copy_volatile(source.wrapping_add(done_bytes), target.wrapping_add(done_bytes), length - done_bytes)
+    };
 }
 
+/// Copies past the caches, with the widest vectors that this CPU has.
+///
 /// # Safety
 /// As [`copy`], and `target` is a multiple of 64.
 unsafe fn stream_lines(source: *const u8, target: *mut u8, length: usize) {
     match Isa::best().body() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's ranges and alignment; the set was detected.
+        // SAFETY: the caller's ranges and alignment; the instruction set was detected.
         Body::Avx512 => unsafe { x86::stream_avx512(source, target, length) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's ranges and alignment; the set was detected.
+        // SAFETY: the caller's ranges and alignment; the instruction set was detected.
         Body::Avx2 => unsafe { x86::stream_avx2(source, target, length) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's ranges and alignment; every x86-64 has the set.
+        // SAFETY: the caller's ranges and alignment; every x86-64 has the instruction set.
         Body::Baseline => unsafe { x86::stream_sse2(source, target, length) },
         #[cfg(not(target_arch = "x86_64"))]
         // SAFETY: the caller's ranges.
@@ -216,8 +232,8 @@ unsafe fn stream_lines(source: *const u8, target: *mut u8, length: usize) {
     }
 }
 
-/// Word by word, then byte by byte; volatile, so that each is read once and the compiler assumes nothing of
-/// it.
+/// Copies word by word, and the rest byte by byte. The accesses are volatile, so that each byte is read once
+/// and the compiler assumes nothing of its value.
 ///
 /// # Safety
 /// Both pointers are valid for `length` bytes and the ranges do not overlap.
@@ -244,13 +260,13 @@ mod x86 {
 
     use super::{AHEAD_ELEMENTS, Floats, LINE_BYTES, copy_volatile, gather_from, prefetch_line};
 
-    /// One copy loop: it loads and stores whole vectors, and the rest byte by byte.
+    /// Defines a copy loop, which loads and stores whole vectors, and leaves the rest to [`copy_volatile`].
     macro_rules! copy {
         ($(#[$attribute:meta])* $name:ident, $vector:ty, $zero:ident, $load:ident, $store:ident) => {
             $(#[$attribute])*
             /// # Safety
-            /// The CPU has the set; both pointers are valid for `length` bytes and the ranges do not overlap; a
-            /// streaming store's target is aligned to its vector.
+            /// The CPU has the instruction set; both pointers are valid for `length` bytes and the ranges do
+            /// not overlap; a streaming store's target is aligned to its vector.
             pub(super) unsafe fn $name(source: *const u8, target: *mut u8, length: usize) {
                 const VECTOR: usize = size_of::<$vector>();
                 const LOADS: usize = LINE_BYTES / VECTOR * 2;
@@ -324,12 +340,13 @@ mod x86 {
         _mm_stream_si128
     );
 
-    /// One sum loop: eight vectors of the sum stay in registers while every source is added to them.
+    /// Defines a sum loop, which keeps eight vectors of the sum in registers while it adds every source to
+    /// them.
     macro_rules! gather {
         ($(#[$attribute:meta])* $name:ident, $vector:ty, $zero:ident, $load:ident, $store:ident, $add:ident) => {
             $(#[$attribute])*
             /// # Safety
-            /// The CPU has the set; every source is as long as the sum.
+            /// The CPU has the instruction set; every source is as long as the sum.
             pub(super) unsafe fn $name(sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
                 const LANES: usize = size_of::<$vector>() / size_of::<f32>();
                 const VECTORS: usize = 8;

@@ -1,5 +1,5 @@
-//! Requests over regions of memory, and their submission: each is checked and claims its key on its way to
-//! the I/O thread.
+//! Requests over regions of memory. This file checks a request, claims its key and hands it to the I/O
+//! thread.
 
 use paramhub_core::key::Key;
 use paramhub_core::limits::STATE_UPDATES_MAX;
@@ -16,9 +16,10 @@ use crate::job::Shared;
 pub enum RegionRequest {
     /// Contributes a gradient.
     Push(SendRegion),
-    /// [`RegionRequest::PushPull`] into the parameters that the workers of this host share.
+    /// Contributes a gradient, and receives the updated parameters into the copy that the workers of this
+    /// host share.
     PushPullShared(SendRegion),
-    /// [`RegionRequest::Pull`] into the parameters that the workers of this host share.
+    /// Receives parameters into the copy that the workers of this host share.
     PullShared,
     /// Receives parameters.
     Pull(ReceiveRegion),
@@ -26,24 +27,28 @@ pub enum RegionRequest {
     PushPull(SendRegion, ReceiveRegion),
     /// Contributes the gradient that lies in the region, and receives the updated parameters in its place.
     PushPullInPlace(ReceiveRegion),
-    /// Rank 0: sends the initial parameters, and their version.
+    /// Sends the initial parameters, and their version. Only rank 0 may make this request.
     Initialise(SendRegion, u32),
-    /// Receives a slot of the optimizer's state.
+    /// Receives one of the values of state that the optimizer keeps for each parameter. The number of that
+    /// state slot counts from 0.
     PullState(ReceiveRegion, u8),
-    /// Rank 0: sends a slot of the initial optimizer state, and the number of updates it has had.
+    /// Sends a slot of the initial optimizer state: its number, as in [`RegionRequest::PullState`], and the
+    /// number of updates that it has had. Only rank 0 may make this request.
     InitialiseState(SendRegion, u8, u64),
 }
 
 impl Shared {
-    /// Checks a request, claims its key and hands it to the I/O thread.
+    /// Checks a request, claims its key and hands it to the I/O thread. The handle gives the buffers back if
+    /// it `keeps_buffers`, in the form that `unpack` makes of them; otherwise they are dropped when the
+    /// request ends.
     pub(crate) fn submit<G, P>(
         &self,
         key: u32,
         request: RegionRequest,
-        keep: bool,
+        keeps_buffers: bool,
         unpack: fn(RequestBuffers) -> (G, P),
     ) -> Result<Handle<G, P>, WorkerError> {
-        let named = self.find(key)?;
+        let table_key = self.find(key)?;
         if matches!(request, RegionRequest::PushPullShared(_) | RegionRequest::PullShared) {
             self.check_shares_parameters()?;
         }
@@ -52,12 +57,12 @@ impl Shared {
             self.check_has_parameters()?;
             if self.who.rank != 0 {
                 return Err(self.misused(format!(
-                    "key {named}: what training starts from comes from rank 0; other ranks pull it"
+                    "key {table_key}: what training starts from comes from rank 0; other ranks pull it"
                 )));
             }
             if let Some(step) = self.resumed_step {
                 return Err(self.misused(format!(
-                    "key {named}: the job goes on from its checkpoint of step {step}: rank 0, too, pulls what it starts from"
+                    "key {table_key}: the job goes on from its checkpoint of step {step}: rank 0, too, pulls what it starts from"
                 )));
             }
         }
@@ -66,7 +71,7 @@ impl Shared {
         {
             let weight = &self.settings.keys.keys()[block.weight as usize].name;
             return Err(self.misused(format!(
-                "key {named}: its layer goes by factors-to-hub: push the factors of its weight `{weight}`, which bring both"
+                "key {table_key}: its layer goes by factors-to-hub: push the factors of its weight `{weight}`, which bring both"
             )));
         }
         if request == Request::Initialise
@@ -74,33 +79,33 @@ impl Shared {
             && let Err(start) = self.norms.start(number)
         {
             return Err(self.misused(format!(
-                "key {named}: in two phases all parameters start from one version, but {number} came after {start}"
+                "key {table_key}: in two phases all parameters start from one version, but {number} came after {start}"
             )));
         }
         if request.is_of_state() {
-            self.check_state(named, number, buffers.updates)?;
+            self.check_state(table_key, number, buffers.updates)?;
         }
         if request == Request::PullState {
-            // The chunks that come lower this to the smallest of their numbers.
+            // Each chunk that arrives lowers this to the number of its own updates, if that is smaller.
             buffers.updates = u64::MAX;
         }
-        let gradient = buffers.send.as_ref().map(|region| region.bytes().len());
-        let parameters = buffers.receive.as_ref().map(|region| region.bytes().len());
-        let receive = if buffers.is_in_place { "gradient in place" } else { "parameters" };
-        let (element_bytes, names) = match request.is_of_state() {
+        let sent_bytes = buffers.send.as_ref().map(|region| region.bytes().len());
+        let received_bytes = buffers.receive.as_ref().map(|region| region.bytes().len());
+        let received_name = if buffers.is_in_place { "gradient in place" } else { "parameters" };
+        let (element_bytes, buffer_names) = match request.is_of_state() {
             true => (size_of::<f32>(), ["state", "state"]),
-            false => (named.dtype.bytes(), ["gradient", receive]),
+            false => (table_key.dtype.bytes(), ["gradient", received_name]),
         };
-        for (buffer, bytes) in names.into_iter().zip([gradient, parameters]) {
-            let expected_bytes = named.elements().unwrap_or(0) * element_bytes as u64;
+        for (buffer, bytes) in buffer_names.into_iter().zip([sent_bytes, received_bytes]) {
+            let expected_bytes = table_key.elements().unwrap_or(0) * element_bytes as u64;
             if let Some(got_bytes) = bytes.filter(|&bytes| bytes as u64 != expected_bytes) {
-                let (who, key) = (self.who.clone(), named.to_string().into());
+                let (who, key) = (self.who.clone(), table_key.to_string().into());
                 return Err(WorkerError::Length { who, key, buffer, expected_bytes, got_bytes });
             }
         }
         let claim = self.steps.claim(key, request, number).map_err(|request| WorkerError::KeyBusy {
             who: self.who.clone(),
-            key: named.to_string().into(),
+            key: table_key.to_string().into(),
             request,
         })?;
         if let Some(arena) = self.arena.as_ref().filter(|_| !request.is_of_state()) {
@@ -109,12 +114,12 @@ impl Shared {
             buffers.claims = claims.ok_or_else(|| {
                 self.steps.undo(key, claim);
                 self.misused(format!(
-                    "key {named}: a tensor was given out for memory this request would pass through: exchange that \
+                    "key {table_key}: a tensor was given out for memory this request would pass through: exchange that \
                      tensor, or drop it"
                 ))
             })?;
         }
-        let (ticket, completion) = buffers.ticket(keep, WorkerError::Left { who: self.who.clone() });
+        let (ticket, completion) = buffers.ticket(keeps_buffers, WorkerError::Left { who: self.who.clone() });
         match self.inbox.put(JobCommand::Request { key, request, step: claim.step, ticket }) {
             Ok(()) => Ok(Handle::new(completion, unpack)),
             Err(error) => {
@@ -124,6 +129,7 @@ impl Shared {
         }
     }
 
+    /// Finds the entry of the key table at a position.
     pub(crate) fn find(&self, key: u32) -> Result<&Key, WorkerError> {
         let keys = self.settings.keys.keys();
         let who = || self.who.clone();
@@ -140,6 +146,7 @@ impl Shared {
         ))
     }
 
+    /// Checks the number of a state slot, and the number of updates that its values have had.
     fn check_state(&self, key: &Key, slot: u32, updates: u64) -> Result<(), WorkerError> {
         let slots = u32::from(self.state_slots);
         if slot >= slots {
@@ -156,12 +163,15 @@ impl Shared {
         Ok(())
     }
 
+    /// The error of a caller who breaks the rules of the job, with the reason.
     pub(crate) fn misused(&self, reason: String) -> WorkerError {
         WorkerError::Misused { who: self.who.clone(), reason: reason.into() }
     }
 }
 
 impl RegionRequest {
+    /// The kind of request, its number and its buffers. The number is the version of initial parameters, the
+    /// slot of a request about optimizer state, and 0 in all others.
     fn into_parts(self) -> (Request, u32, RequestBuffers) {
         let buffers = |send, receive| RequestBuffers { send, receive, ..Default::default() };
         match self {

@@ -1,54 +1,57 @@
-//! The time of a step if only computation and one collective after the other took time.
+//! The bound with which the measured time of a step is compared: the time that the step would take if nothing
+//! but the computation and the collectives took time, and the collectives ran one after the other.
 
 use super::scenario::Design;
 use crate::profile::Passes;
 
-/// Steps after which the time of a step no longer changes.
-const SETTLED: usize = 8;
+/// The number of steps after which the time of a step no longer changes.
+const STEPS_TO_SETTLE: usize = 8;
 
 /// The properties of a step on which the bound depends.
 pub(super) struct Model<'a> {
     pub(super) design: Design,
-    /// The order of the keys.
+    /// The keys in the order in which a step pushes them.
     pub(super) order: &'a [usize],
     /// The passes of each layer, front layers first.
     pub(super) passes: &'a [Passes],
     /// The layer of each key.
     pub(super) layers: &'a [usize],
-    /// Seconds of each key's collective, measured alone.
+    /// The seconds that each key's collective takes if nothing else runs.
     pub(super) collectives: &'a [f64],
-    /// For concom: seconds of a barrier, and the number of keys between two barriers.
+    /// For concom: the seconds that a barrier takes.
     pub(super) barrier: f64,
+    /// For concom: the number of keys that are pushed between two barriers.
     pub(super) outstanding: usize,
 }
 
-/// The times that a run of steps has reached.
+/// The times that a simulated run of steps has reached, in seconds since its beginning.
 #[derive(Default)]
-struct Run {
+struct SimulatedRun {
     /// The time at which the thread that pushes is free.
-    caller: f64,
-    /// The time at which the computing stream is free.
-    stream: f64,
+    caller_free: f64,
+    /// The time at which the device that computes the passes is free.
+    device_free: f64,
     /// The time at which the link, which carries one collective at a time, is free.
-    link: f64,
-    /// For concom: when the sums arrive for which the next barrier waits.
-    outstanding: Vec<f64>,
+    link_free: f64,
+    /// For concom: the times at which those sums arrive for which the next barrier waits.
+    outstanding_arrivals: Vec<f64>,
 }
 
 impl Model<'_> {
-    /// Seconds of a step, once steps follow one another.
+    /// The seconds of a step in a run of many steps.
     ///
-    /// The rules of the designs hold: funnel's caller waits for each sum before it pushes the next key;
-    /// concom's caller waits for all outstanding sums and a barrier; depcha's chain has the order of the
-    /// pulls; the next step is pushed when all keys are. A hub sends the front-most key that it has, and
-    /// continues an interrupted one where it stopped.
+    /// The simulation follows the rules of the designs. Funnel's caller waits for each sum before it pushes
+    /// the next key. Concom's caller waits for all outstanding sums and a barrier. Depcha's chain runs the
+    /// collectives in the order of the pulls. The next step begins once the caller has pushed all keys of this
+    /// one. A hub sends the front-most key whose gradient is ready; a key that it interrupts for another
+    /// continues later where it stopped.
     pub(super) fn step_seconds(&self) -> f64 {
-        let mut run = Run::default();
+        let mut run = SimulatedRun::default();
         let mut arrived = vec![0.0_f64; self.collectives.len()];
-        let mut ends = [0.0; 2 * SETTLED];
+        let mut ends = [0.0; 2 * STEPS_TO_SETTLE];
         for end in &mut ends {
             let gradients = self.compute(&mut run, &arrived);
-            *end = run.stream;
+            *end = run.device_free;
             match self.design {
                 Design::Hub => arrived = self.by_priority(&gradients),
                 _ => self.order.iter().for_each(|&key| {
@@ -56,69 +59,74 @@ impl Model<'_> {
                 }),
             }
         }
-        (ends[2 * SETTLED - 1] - ends[SETTLED - 1]) / SETTLED as f64
+        (ends[2 * STEPS_TO_SETTLE - 1] - ends[STEPS_TO_SETTLE - 1]) / STEPS_TO_SETTLE as f64
     }
 
-    /// Both passes. Each layer's forward pass begins when the layer's parameters are there. Returns when each
-    /// key's gradient is there.
-    fn compute(&self, run: &mut Run, arrived: &[f64]) -> Vec<f64> {
-        let mut ready = vec![run.caller; self.passes.len()];
+    /// Computes both passes of a step. Each layer's forward pass begins once the layer's parameters have
+    /// `arrived`. Returns the time at which each key's gradient is ready.
+    fn compute(&self, run: &mut SimulatedRun, arrived: &[f64]) -> Vec<f64> {
+        let mut ready = vec![run.caller_free; self.passes.len()];
         for (&layer, &arrived) in self.layers.iter().zip(arrived) {
             ready[layer] = ready[layer].max(arrived);
         }
         for (passes, ready) in self.passes.iter().zip(ready) {
-            run.stream = run.stream.max(ready) + passes.forward;
+            run.device_free = run.device_free.max(ready) + passes.forward;
         }
         let mut made = vec![0.0; self.passes.len()];
         for (passes, made) in self.passes.iter().zip(&mut made).rev() {
-            run.stream += passes.backward;
-            *made = run.stream;
+            run.device_free += passes.backward;
+            *made = run.device_free;
         }
         self.layers.iter().map(|&layer| made[layer]).collect()
     }
 
-    /// Returns the time at which a key's sum is there.
-    fn exchange(&self, run: &mut Run, gradient: f64, seconds: f64) -> f64 {
+    /// Exchanges a key whose gradient is ready at `gradient`, by a collective of this many `seconds`. Returns
+    /// the time at which the key's sum arrives.
+    fn exchange(&self, run: &mut SimulatedRun, gradient: f64, seconds: f64) -> f64 {
         match self.design {
             Design::Funnel => {
-                run.caller = run.caller.max(gradient) + seconds;
-                run.caller
+                run.caller_free = run.caller_free.max(gradient) + seconds;
+                run.caller_free
             }
             Design::ConCom => {
-                if run.outstanding.len() == self.outstanding {
-                    run.caller = run.outstanding.drain(..).fold(run.caller, f64::max) + self.barrier;
+                if run.outstanding_arrivals.len() == self.outstanding {
+                    run.caller_free =
+                        run.outstanding_arrivals.drain(..).fold(run.caller_free, f64::max) + self.barrier;
                 }
-                run.caller = run.caller.max(gradient);
-                run.link = run.link.max(run.caller) + seconds;
-                run.outstanding.push(run.link);
-                run.link
+                run.caller_free = run.caller_free.max(gradient);
+                run.link_free = run.link_free.max(run.caller_free) + seconds;
+                run.outstanding_arrivals.push(run.link_free);
+                run.link_free
             }
             Design::DepCha | Design::Hub => {
-                run.link = run.link.max(gradient) + seconds;
-                run.link
+                run.link_free = run.link_free.max(gradient) + seconds;
+                run.link_free
             }
         }
     }
 
-    /// Returns the time at which each key is there if front keys overtake.
+    /// Returns the time at which each key arrives if keys of front layers overtake those behind them.
+    /// `gradients` has the time at which each key's gradient is ready.
     fn by_priority(&self, gradients: &[f64]) -> Vec<f64> {
-        let mut left = self.collectives.to_vec();
-        let mut arrived: Vec<Option<f64>> = vec![None; left.len()];
+        let mut seconds_left = self.collectives.to_vec();
+        let mut arrived: Vec<Option<f64>> = vec![None; seconds_left.len()];
         let mut now = gradients.iter().copied().fold(f64::INFINITY, f64::min);
-        while let Some(next) =
-            (0..left.len()).filter(|&key| arrived[key].is_none()).map(|key| gradients[key]).reduce(f64::min)
+        while let Some(next) = (0..seconds_left.len())
+            .filter(|&key| arrived[key].is_none())
+            .map(|key| gradients[key])
+            .reduce(f64::min)
         {
             now = now.max(next);
-            let front = (0..left.len()).find(|&key| arrived[key].is_none() && gradients[key] <= now);
+            let front = (0..seconds_left.len()).find(|&key| arrived[key].is_none() && gradients[key] <= now);
             let front = front.expect("the next is there");
-            // The key is sent until it has arrived or a key before it comes.
+            // The key is sent until it has arrived, or until the gradient of a key in front of it is ready.
             let overtaken =
                 gradients[..front].iter().copied().filter(|&at| at > now).fold(f64::INFINITY, f64::min);
-            if now + left[front] <= overtaken {
-                now += left[front];
+            if now + seconds_left[front] <= overtaken {
+                now += seconds_left[front];
                 arrived[front] = Some(now);
             } else {
-                left[front] -= overtaken - now;
+                seconds_left[front] -= overtaken - now;
                 now = overtaken;
             }
         }

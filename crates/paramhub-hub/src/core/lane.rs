@@ -17,31 +17,36 @@ use super::outbox::{BATCH_FRAMES, NextFrame};
 use super::shard::{CheckedHeader, Payload, Shard};
 use crate::local::LocalMemory;
 
-/// Bytes taken from one stream before the others are served: about one read of the scratch buffer. So the
-/// answers that a chunk's last contribution causes leave while they are in cache.
+/// The bytes that a core takes from one stream before it serves the others: about one read into the scratch
+/// buffer. So the answers that a chunk's last contribution causes leave while they are in cache.
 const RECEIVE_BUDGET_BYTES: usize = 256 << 10;
-/// Bytes sent to one stream before the others are served, unless a single write takes more.
+/// The bytes that a core sends to one stream before it serves the others, unless a single write takes more.
 const SEND_BUDGET_BYTES: usize = 1 << 20;
-/// Bytes that may be there for a worker over shared memory while it sleeps: a third of a millisecond's work.
-/// A core wakes all workers before it sleeps itself.
+/// The bytes that may be sent to a worker through shared memory while it sleeps, because to wake it costs
+/// both sides more than a few frames. They are about a third of a millisecond's work. The core wakes such
+/// workers at the latest before it sleeps itself.
 const PATIENCE_BYTES: usize = 4 << 20;
 
-/// A worker's stream. The shard's exchange decides what to send; the lane keeps how much has been sent.
+/// The hub's state of the stream of one port. The shard's exchange decides what to send; the lane keeps how
+/// much has been sent.
 pub(crate) struct Lane {
     stream: Connection,
+    /// The number of the shard on its core.
     pub(crate) shard: usize,
     pub(crate) port: u32,
     liveness: PeerLiveness,
-    /// The header of the frame that has begun to come.
+    /// The header of the frame of which a part has arrived.
     begun: Option<CheckedHeader>,
+    /// Whether frames wait until the peer takes more.
     pub(crate) waits_writable: bool,
     pub(crate) readiness: Readiness,
     /// Whether the stream is broken and another may replace it.
     is_cut: bool,
+    /// `None` while the stream is in use.
     draining: Option<Draining>,
 }
 
-/// Whether a lane waits for its turn, and for what.
+/// What a lane can do at its next turn on the core.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Readiness {
     pub(crate) readable: bool,
@@ -54,9 +59,11 @@ impl Readiness {
     }
 }
 
-/// A lane whose input is dropped, because the worker violated the protocol or the job is over.
+/// The end of a stream whose input the lane drops, because the worker violated the protocol or the job is
+/// over.
 #[derive(Clone, Copy)]
 struct Draining {
+    /// The time at which the stream is closed, whatever has been sent by then.
     until: Instant,
     /// How far the lane is with the last message; once it is sent, the hub closes its side.
     final_message: FinalMessage,
@@ -64,7 +71,9 @@ struct Draining {
 
 #[derive(Clone, Copy, PartialEq)]
 enum FinalMessage {
+    /// The job controller has not decided yet what the peer is told.
     Awaited,
+    /// The message is in the outbox.
     Queued,
     Sent,
 }
@@ -82,10 +91,11 @@ pub(crate) enum ReceiveOutcome {
     Cut,
 }
 
+/// Hands the frames that arrive at a port to the port's shard.
 struct ShardSink<'a> {
     shard: &'a mut Shard,
     port: u32,
-    /// See [`Lane`].
+    /// The [`Lane`]'s field, which keeps the header from one receive to the next.
     begun: &'a mut Option<CheckedHeader>,
 }
 
@@ -115,17 +125,19 @@ impl FrameSink for ShardSink<'_> {
 /// A stream whose handshake is done.
 pub(crate) struct AcceptedStream {
     pub(crate) socket: OwnedFd,
+    /// The memory that a worker on this host shares; `None` if the frames go over TCP.
     pub(crate) memory: Option<LocalMemory>,
 }
 
 impl AcceptedStream {
-    /// `to` is the direction of the frames that arrive.
-    pub(crate) fn connect(self, to: Direction, frame_bytes_max: usize) -> io::Result<Connection> {
+    /// Makes the connection over which the port exchanges frames. `direction` is that of the frames which
+    /// arrive here, and `frame_bytes_max` bounds the bytes of their payloads.
+    pub(crate) fn connect(self, direction: Direction, frame_bytes_max: usize) -> io::Result<Connection> {
         let max = frame_bytes_max;
         Ok(match self.memory {
-            None => Connection::Tcp(TcpStream::new(self.socket, to, max)?),
+            None => Connection::Tcp(TcpStream::new(self.socket, direction, max)?),
             Some(memory) => {
-                let stream = ShmStream::new(self.socket, memory.rings, RING_BYTES_DEFAULT, to, max)?;
+                let stream = ShmStream::new(self.socket, memory.rings, RING_BYTES_DEFAULT, direction, max)?;
                 Connection::Shm(stream.with_arena().with_patience(PATIENCE_BYTES))
             }
         })
@@ -135,10 +147,11 @@ impl AcceptedStream {
 /// How much a flush has sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Flushed {
+    /// Everything that the shard owed the port has been sent.
     All,
-    /// As much as one turn allows.
+    /// As much has been sent as one turn allows.
     Some,
-    /// As much as the peer takes for now.
+    /// As much has been sent as the peer takes for now.
     Blocked,
 }
 
@@ -157,26 +170,28 @@ impl Lane {
         }
     }
 
-    /// Wakes a worker that may sleep although something was sent.
+    /// Wakes the worker if something was sent while it may have slept.
     pub(crate) fn announce(&mut self) -> Result<(), StreamError> {
         self.stream.announce()
     }
 
-    /// Whether the worker may sleep although something was sent.
+    /// Returns whether something was sent while the worker may have slept, so that it must be woken.
     pub(crate) fn is_unannounced(&self) -> bool {
         self.stream.is_unannounced()
     }
 
+    /// Returns whether the frames go through shared memory.
     pub(crate) fn is_shm(&self) -> bool {
         self.stream.is_shm()
     }
 
-    /// The events to poll for.
+    /// The events of the stream for which to poll.
     pub(crate) fn interest(&self) -> Interest {
         self.stream.interest(self.waits_writable)
     }
 
-    /// Whether any event may mean that there is room for waiting frames.
+    /// Returns whether frames wait for room in a ring. Its peer rings the doorbell both for room and for
+    /// data, so any event may then mean that there is room.
     pub(crate) fn waits_for_doorbell(&self) -> bool {
         self.waits_writable && self.stream.is_shm()
     }
@@ -190,8 +205,8 @@ impl Lane {
         self.is_cut
     }
 
-    /// Whether the network is at fault and not the worker: the streams of a worker that dies are closed or
-    /// reset.
+    /// Returns whether the error may be the network's fault, so that another stream may replace this one. The
+    /// streams of a worker that dies are closed or reset instead, which is another error.
     pub(crate) fn may_be_resumed(&self, shard: &Shard, error: &StreamError) -> bool {
         shard.plan().continues
             && !self.is_shm()
@@ -203,7 +218,7 @@ impl Lane {
         self.draining.is_some()
     }
 
-    /// Takes what has arrived, up to the budget.
+    /// Takes what has arrived to the shard, up to the budget. A draining lane drops it.
     pub(crate) fn receive(
         &mut self,
         shard: &mut Shard,
@@ -242,7 +257,7 @@ impl Lane {
     /// Sends what the shard owes this port until nothing is left, the peer takes no more or the budget is
     /// used up.
     pub(crate) fn flush(&mut self, shard: &mut Shard, now: Instant) -> Result<Flushed, StreamError> {
-        let mut bytes = 0;
+        let mut turn_bytes = 0;
         loop {
             let mut picks = [NextFrame::Message; BATCH_FRAMES];
             let count = shard.pick(self.port, &mut picks);
@@ -259,20 +274,21 @@ impl Lane {
             if sent.bytes > 0 {
                 self.liveness.sent(now);
             }
-            let begun = sent.frames + usize::from(self.stream.unfinished() > 0);
-            shard.note_sent(self.port, picks, &headers, sent.frames, begun);
+            let begun_frames = sent.frames + usize::from(self.stream.unfinished() > 0);
+            shard.note_sent(self.port, picks, &headers, sent.frames, begun_frames);
             shard.count_bytes(0, sent.bytes);
-            bytes += sent.bytes;
+            turn_bytes += sent.bytes;
             if sent.blocked {
                 return Ok(Flushed::Blocked);
             }
-            if bytes >= SEND_BUDGET_BYTES {
+            if turn_bytes >= SEND_BUDGET_BYTES {
                 return Ok(Flushed::Some);
             }
         }
     }
 
-    /// Ignores whatever the worker sends from now on; the job's end, with its reason, follows.
+    /// Ignores whatever the peer sends from now on. The stream stays open for a while, so that the peer can
+    /// still be told why the job ends.
     pub(crate) fn mute(&mut self, now: Instant) {
         self.draining.get_or_insert(Draining {
             until: now + FINAL_MESSAGE_TIMEOUT,
@@ -297,22 +313,24 @@ impl Lane {
         Ok(self.stream.end_sending()?)
     }
 
-    /// Drops some of what has arrived; `true` once no more can arrive.
+    /// Drops some of what has arrived. Returns whether nothing more can arrive.
     pub(crate) fn discard(&mut self) -> bool {
         self.stream.discard()
     }
 
-    /// Sends only what is in the outbox from now on, then closes.
+    /// Lets the lane send what is in its outbox, and nothing after that; it then closes the hub's side.
+    /// Whatever arrives is dropped.
     pub(crate) fn drain(&mut self, now: Instant) {
         self.draining =
             Some(Draining { until: now + FINAL_MESSAGE_TIMEOUT, final_message: FinalMessage::Queued });
     }
 
-    /// Whether the time of a draining lane is over.
+    /// Returns whether the time of a draining lane is over.
     pub(crate) fn is_overdue(&self, now: Instant) -> bool {
         self.draining.is_some_and(|draining| now >= draining.until)
     }
 
+    /// Closes the hub's side if the final message, which was the last in the outbox, has been sent.
     fn shut_if_drained(&mut self) -> Result<(), StreamError> {
         if let Some(draining) = &mut self.draining
             && draining.final_message == FinalMessage::Queued
@@ -323,12 +341,13 @@ impl Lane {
         Ok(())
     }
 
-    /// Whether a heartbeat is due.
+    /// Returns whether a heartbeat is due.
     pub(crate) fn wants_heartbeat(&self, now: Instant, rules: &LivenessRules) -> bool {
         self.draining.is_none() && !self.is_cut && self.liveness.is_heartbeat_due(now, rules)
     }
 
-    /// What to report about the worker; each change is reported once.
+    /// Returns the change in the peer's liveness that is to be reported, if there is one. It returns each
+    /// change once.
     pub(crate) fn liveness(&mut self, now: Instant, rules: &LivenessRules) -> Option<LivenessChange> {
         if self.draining.is_some() {
             return None;
@@ -336,7 +355,8 @@ impl Lane {
         self.liveness.check(now, rules)
     }
 
-    /// Does not count a `pause` in which the core itself stood still as silence of the worker.
+    /// Notes that the core itself stood still for `pause`, so that this does not count as silence of the
+    /// peer.
     pub(crate) fn forgive(&mut self, pause: Duration, now: Instant) {
         self.liveness.forgive(pause, now);
     }

@@ -1,4 +1,5 @@
-//! From the configured addresses to addresses that workers can dial, each with its interface.
+//! The addresses on which a hub listens. This file makes addresses that workers can dial out of the
+//! configured ones, and finds the interface, the rate and the share of the load of each.
 
 use std::net::SocketAddr;
 
@@ -7,40 +8,42 @@ use paramhub_transport::interface::{ExcludedInterface, Interface, Rate, Selector
 
 use crate::config::{HubConfig, HubError};
 
-/// The weight of an interface of unknown rate if no other rate is known either. Hubs of one job are weighed
-/// against each other, so this must be a plausible rate and not an arbitrary number.
+/// The rate in Mbit/s that stands for an unknown one if no other rate is known either. Hubs of one job are
+/// weighed against each other, so this must be a plausible rate and not an arbitrary number.
 const UNKNOWN_MBIT: u32 = 10_000;
 
 /// An address on which the hub listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Listening {
     pub(crate) address: SocketAddr,
-    /// The interface that has the address; `None` for an address that stands for all.
+    /// The name of the interface that has the address; `None` if none has it, as with an unspecified address,
+    /// which stands for all.
     pub(crate) name: Option<String>,
     /// The rate of the interface in one direction.
     pub(crate) rate: Option<Rate>,
-    /// Its share of the load: its rate, or a guess of it, in Mbit/s, divided among the addresses at which the
-    /// hub listens on it.
+    /// The share of the load that this address takes: the rate of its interface in Mbit/s, divided by the
+    /// number of addresses at which the hub listens on that interface. In place of an unknown rate stands the
+    /// slowest known one, or else [`UNKNOWN_MBIT`].
     pub(crate) weight: u32,
-    /// The NUMA node of its device.
+    /// The NUMA node of the interface's device; `None` if the interface has no device or the machine one
+    /// node.
     pub(crate) node: Option<u32>,
 }
 
-/// The addresses to listen on, where those of the chosen interfaces replace an unspecified one, and the
-/// interfaces that were left out.
+/// Returns the addresses to listen on, and the interfaces that were left out. The addresses of the chosen
+/// interfaces replace an unspecified address, unless the configuration says what to advertise for it.
 pub(crate) fn addresses_of(
     config: &HubConfig,
     found: &[Interface],
     sysfs: &Sysfs,
 ) -> Result<(Vec<SocketAddr>, Vec<ExcludedInterface>), HubError> {
-    let refused = |why: String| Err(HubError::Config(why));
     let has_wildcard = config.listen.iter().any(|address| address.ip().is_unspecified());
     if !config.advertise.is_empty() || !has_wildcard {
-        let asked = Features::of([
+        let requested = Features::of([
             (Feature::FixedAddresses, true),
             (Feature::HubInterfaces, config.interfaces != Selector::Auto),
         ]);
-        combinations::check(asked).map_err(|conflict| HubError::Config(conflict.to_string()))?;
+        combinations::check(requested).map_err(|conflict| HubError::Config(conflict.to_string()))?;
         return Ok((config.listen.clone(), Vec::new()));
     }
     let choice = choose(found, &config.interfaces, sysfs).map_err(|error| {
@@ -69,10 +72,10 @@ pub(crate) fn addresses_of(
         }
     }
     match addresses.is_empty() {
-        true => refused(format!(
+        true => Err(HubError::Config(format!(
             "none of the interfaces has an address of the family of {}: listen on 0.0.0.0 or [::] accordingly",
             config.listen[0]
-        )),
+        ))),
         false => Ok((addresses, left_out)),
     }
 }
@@ -86,7 +89,7 @@ impl Listening {
         }
     }
 
-    /// The interface and rate of each address.
+    /// Finds the interface, the rate and the NUMA node of each address, and then the weights of all.
     pub(crate) fn all(
         addresses: &[SocketAddr],
         config: &HubConfig,
@@ -98,31 +101,40 @@ impl Listening {
             .map(|&address| {
                 let interface = found.iter().find(|interface| interface.has(address.ip()));
                 let name = interface.map(|interface| interface.name.clone());
-                let given = config.interface_rates.iter().find(|(given, _)| Some(given) == name.as_ref());
-                let of_system = name.as_deref().and_then(|name| sysfs.rate(name));
+                let configured =
+                    config.interface_rates.iter().find(|(given, _)| Some(given) == name.as_ref());
+                let from_driver = name.as_deref().and_then(|name| sysfs.rate(name));
                 let node = name.as_deref().and_then(|name| sysfs.node(name));
-                Listening { address, name, rate: given.map(|&(_, rate)| rate).or(of_system), weight: 0, node }
+                Listening {
+                    address,
+                    name,
+                    rate: configured.map(|&(_, rate)| rate).or(from_driver),
+                    weight: 0,
+                    node,
+                }
             })
             .collect();
         if let Some((name, _)) = config
             .interface_rates
             .iter()
-            .find(|(given, _)| all.iter().all(|l| l.name.as_ref() != Some(given)))
+            .find(|(given, _)| all.iter().all(|listening| listening.name.as_ref() != Some(given)))
         {
-            let mut there: Vec<String> = all.iter().filter_map(|listening| listening.name.clone()).collect();
-            there.dedup();
+            let mut listening_names: Vec<String> =
+                all.iter().filter_map(|listening| listening.name.clone()).collect();
+            listening_names.dedup();
             return Err(HubError::Config(format!(
                 "a rate is given for `{name}`, on which this hub does not listen: it listens on {}",
-                there.join(", ")
+                listening_names.join(", ")
             )));
         }
         let slowest = all.iter().filter_map(|listening| listening.rate).min();
-        let unknown = slowest.map_or(UNKNOWN_MBIT, Rate::mbit);
+        let mbit_if_unknown = slowest.map_or(UNKNOWN_MBIT, Rate::mbit);
         let names: Vec<Option<String>> = all.iter().map(|listening| listening.name.clone()).collect();
         for listening in &mut all {
-            let sharing = names.iter().filter(|name| **name == listening.name && name.is_some()).count();
-            let mbit = listening.rate.map_or(unknown, Rate::mbit);
-            listening.weight = (mbit / sharing.max(1) as u32).max(1);
+            let addresses_of_interface =
+                names.iter().filter(|name| **name == listening.name && name.is_some()).count();
+            let mbit = listening.rate.map_or(mbit_if_unknown, Rate::mbit);
+            listening.weight = (mbit / addresses_of_interface.max(1) as u32).max(1);
         }
         Ok(all)
     }

@@ -9,13 +9,16 @@ use crate::core::buffer::{Buffer, OutOfMemory, Pages};
 use crate::core::layout::{BLOCK_ELEMENTS, Layout, Slot, block_elements};
 use crate::core::plan::ShardPlan;
 
-/// The parameters of all chunks, each at its slot's offset, and their optimizer state.
+/// The parameters of all chunks of a shard, each chunk at the offset of its slot, and their optimizer state.
 pub(in crate::core) struct Model {
     pub(super) parameters: Buffer,
-    /// As many times as large as the parameters as the optimizer has state slots; see [`Slot::state_blocks`].
+    /// The optimizer's state: as many values for each parameter as the optimizer has state slots.
+    /// [`Slot::state_blocks`] says in which order they lie.
     pub(super) state: Buffer,
-    /// The parameters encoded for keys that are not f32, at the same offsets; empty if all keys are f32.
+    /// The parameters of keys that are not f32 as they travel in frames, with 2 bytes for each element, at
+    /// the same element offsets as in `parameters`. It is empty if all keys are f32.
     pub(super) encoded: Buffer<u8>,
+    /// The number of values of state that the optimizer keeps for each parameter.
     pub(super) state_slots: usize,
     /// The largest number of elements that the optimizer gets at once.
     pub(super) block_elements: usize,
@@ -23,6 +26,7 @@ pub(in crate::core) struct Model {
 
 impl Model {
     pub(super) fn new(plan: &ShardPlan, layout: &Layout) -> Result<Model, OutOfMemory> {
+        // The optimizer reads parameters and state together, so their skews differ.
         Ok(Model {
             parameters: Buffer::reserved(layout.elements, 0)?,
             state: Buffer::reserved(layout.elements * layout.state_slots, 2)?,
@@ -37,25 +41,25 @@ impl Model {
         self.block_elements > BLOCK_ELEMENTS
     }
 
-    /// Parameters and state of a range of elements that the optimizer gets at once.
-    pub(super) fn block_mut(&mut self, at: Range<usize>) -> (&mut [f32], &mut [f32]) {
-        let state = at.start * self.state_slots..at.end * self.state_slots;
-        (&mut self.parameters[at], &mut self.state[state])
+    /// The parameters and the state of a block: a range of elements that the optimizer gets at once.
+    pub(super) fn block_mut(&mut self, range: Range<usize>) -> (&mut [f32], &mut [f32]) {
+        let state = range.start * self.state_slots..range.end * self.state_slots;
+        (&mut self.parameters[range], &mut self.state[state])
     }
 
-    /// Asks the processor for parameters and state that are needed soon.
-    pub(super) fn prefetch(&self, at: Range<usize>) {
-        let state = at.start * self.state_slots..at.end * self.state_slots;
-        shared::prefetch(bytemuck::cast_slice(&self.parameters[at]));
+    /// Prefetches the parameters and the state of a block that the optimizer gets soon.
+    pub(super) fn prefetch(&self, range: Range<usize>) {
+        let state = range.start * self.state_slots..range.end * self.state_slots;
+        shared::prefetch(bytemuck::cast_slice(&self.parameters[range]));
         shared::prefetch(bytemuck::cast_slice(&self.state[state]));
     }
 
-    /// Encodes the parameters of a range of elements as they travel, and returns them.
-    pub(super) fn encode(&mut self, at: Range<usize>, codec: Codec) -> &[u8] {
-        encode(&self.parameters[at.clone()], &mut self.encoded, at, codec)
+    /// Encodes the parameters of a range of elements as they travel in frames, and returns their bytes.
+    pub(super) fn encode(&mut self, range: Range<usize>, codec: Codec) -> &[u8] {
+        encode(&self.parameters[range.clone()], &mut self.encoded, range, codec)
     }
 
-    /// A chunk's parameters as they travel, which were encoded when they last changed.
+    /// The bytes of a chunk's parameters as they travel in frames. They were encoded when they last changed.
     pub(super) fn encoded(&self, slot: &Slot) -> &[u8] {
         match slot.parameter {
             Codec::F32 => bytemuck::cast_slice(&self.parameters[slot.range()]),
@@ -69,18 +73,20 @@ impl Model {
         &self.state[range.start * self.state_slots..range.end * self.state_slots]
     }
 
-    /// Begins a chunk with restored parameters and state. Memory behind the chunk need not have been touched.
+    /// Begins a chunk with the parameters and the state of a checkpoint. The arrays of both must have been
+    /// touched up to the end of this chunk, and `encoded` as a whole: a core restores the first chunks while
+    /// the memory for later ones has not been touched.
     pub(super) fn restore(&mut self, slot: &Slot, parameters: &[f32], state: &[f32]) {
         let range = slot.range();
-        let model = self.parameters.part_mut(range.clone());
-        model.copy_from_slice(parameters);
-        encode(model, &mut self.encoded, range.clone(), slot.parameter);
+        let target = self.parameters.part_mut(range.clone());
+        target.copy_from_slice(parameters);
+        encode(target, &mut self.encoded, range.clone(), slot.parameter);
         self.state
             .part_mut(range.start * self.state_slots..range.end * self.state_slots)
             .copy_from_slice(state);
     }
 
-    /// Calls `each` for its arrays.
+    /// Calls `each` for every array of the model, so that the memory of all is touched and freed in parts.
     pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
         each(&mut self.parameters);
         each(&mut self.state);
@@ -88,12 +94,14 @@ impl Model {
     }
 }
 
-/// Encodes parameters as they travel; `at` is their range in the shard's arrays.
-fn encode<'a>(parameters: &'a [f32], encoded: &'a mut [u8], at: Range<usize>, codec: Codec) -> &'a [u8] {
+/// Encodes parameters as they travel in frames, and returns their bytes. `range` is that of their elements in
+/// the shard's arrays. Parameters in f32 travel as they are; every other codec of parameters takes 2 bytes
+/// for each element.
+fn encode<'a>(parameters: &'a [f32], encoded: &'a mut [u8], range: Range<usize>, codec: Codec) -> &'a [u8] {
     match codec {
         Codec::F32 => bytemuck::cast_slice(parameters),
         _ => {
-            let wire = &mut encoded[at.start * 2..at.end * 2];
+            let wire = &mut encoded[range.start * 2..range.end * 2];
             convert::encode(parameters, wire, codec);
             wire
         }

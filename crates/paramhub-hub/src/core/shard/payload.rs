@@ -1,4 +1,4 @@
-//! The tensor of a frame, in the receive buffer or in an arena.
+//! The place where a frame's payload is: in the receive buffer, or in an arena.
 
 use std::ops::Range;
 
@@ -7,17 +7,21 @@ use paramhub_core::codec::Codec;
 use crate::core::arenas::Arenas;
 use crate::core::layout::{BLOCK_ELEMENTS, Slot};
 
-/// The place of a frame's tensor.
+/// The payload of a frame, by its place.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Payload<'a> {
-    /// The tensor is in the receive buffer.
+    /// The payload, empty or not, is in the receive buffer.
     Here(&'a [u8]),
-    /// The tensor is in the arena of the rank that sent the frame.
+    /// The payload is a tensor in the arena of the rank that sent the frame.
     InArena,
 }
 
 impl<'a> Payload<'a> {
-    /// The payload of a frame that carries no tensor.
+    /// The bytes of a payload that is never in an arena.
+    ///
+    /// # Panics
+    /// If the payload is in an arena. Only that of an operation which
+    /// [carries a tensor](paramhub_core::wire::Operation::carries_tensor) can be.
     pub(super) fn here(self) -> &'a [u8] {
         match self {
             Payload::Here(bytes) => bytes,
@@ -26,7 +30,9 @@ impl<'a> Payload<'a> {
     }
 }
 
-/// Copies a chunk that starts at `place` in the arena of `rank`, block by block.
+/// Reads the chunk that begins at byte `place` of the arena of `rank`, block by block. It calls `each` with
+/// the range of a block's elements within the chunk, and with a copy of the block's encoded bytes: the rank
+/// may write to the arena meanwhile, so nothing but a copy is safe to read.
 pub(super) fn read_blocks(
     arenas: &Arenas,
     rank: u32,
