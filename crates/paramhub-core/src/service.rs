@@ -127,7 +127,7 @@ pub struct ServiceInitialised {
     /// The imbalance of the placement at each level.
     pub imbalance: Imbalance,
     /// The workers and hubs that take part: with the settings they make the job's [information
-    /// book](crate::scheme::Book).
+    /// book](crate::scheme::InformationBook).
     pub roster: Roster,
     /// The step of the checkpoint from which the hubs have the parameters, if they have. Rank 0 then sends
     /// neither Initialise nor InitialiseState, and all ranks pull.

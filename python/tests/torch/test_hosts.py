@@ -214,5 +214,5 @@ def test_the_end_of_a_hosts_hub_names_the_rank_that_had_it(
     starts = [["env", *meeting, f"RANK={rank}", sys.executable] for rank in range(2)]
     codes, output = run(hosts, tmp_path, DIES, starts, {})
     assert codes == [0, -signal.SIGKILL], output
-    failures = [line for line in output.splitlines() if "failed: " in line]
+    failures = [line for line in output.splitlines() if line.startswith("failed: ")]
     assert len(failures) == 1 and "/host-of-rank-1 " in failures[0] and "was lost" in failures[0], output

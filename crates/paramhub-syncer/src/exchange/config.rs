@@ -8,7 +8,7 @@ use paramhub_kernels::Optimizer;
 use paramhub_mesh::Mesh;
 use paramhub_worker::AbortHandle;
 
-/// The configuration of a [`FactorExchange`].
+/// The configuration of a [`FactorExchange`](super::FactorExchange).
 pub struct FactorConfig {
     /// A mesh of all workers of the job, for this exchange alone.
     pub mesh: Mesh,
