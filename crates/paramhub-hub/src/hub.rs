@@ -31,15 +31,16 @@ use crate::job_controller::{ControllerEvent, JobController};
 use crate::manager_link::ManagerLink;
 use crate::probe::Prober;
 
-/// Events that may wait for the job controller.
+/// The most events that may wait for the job controller.
 const CONTROLLER_EVENTS: usize = 4096;
-/// Events that may wait for the manager.
+/// The most events that may wait to be reported to the manager.
 const REPORT_EVENTS: usize = 4096;
-/// Core threads per processor: a few more than one are useful in tests, but not in production.
+/// The most core threads that a hub may have per processor. More than one are useful in tests, but not in
+/// production.
 const CORES_PER_PROCESSOR_MAX: usize = 8;
 /// The time that a stopping hub waits for its manager to receive the last events and the message that the
 /// hub is gone.
-const LAST_REPORT: Duration = Duration::from_secs(2);
+const LAST_REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A running hub: its cores, its acceptor, its job controller and its link to the manager, each a thread.
 ///
@@ -48,13 +49,17 @@ const LAST_REPORT: Duration = Duration::from_secs(2);
 pub struct RunningHub {
     addresses: Vec<SocketAddr>,
     cores: Vec<CoreHandle>,
+    /// Sends events to the job controller.
     controller: SyncSender<ControllerEvent>,
     acceptor: AcceptorStop,
     /// The thread that watches the interfaces ends when this is dropped.
     watching: Option<SyncSender<()>>,
+    /// Becomes `true` when the hub is to stop.
     stop: Arc<AtomicBool>,
+    /// The reason why the hub cannot go on, if it cannot.
     failure: Arc<Mutex<Option<String>>>,
     threads: Vec<JoinHandle<()>>,
+    /// Receives one message when the manager has the last events.
     all_reported: Mutex<Receiver<()>>,
 }
 
@@ -62,14 +67,18 @@ pub struct RunningHub {
 /// usable.
 pub struct ListeningHub {
     config: HubConfig,
-    found: Vec<Interface>,
-    left_out: Vec<ExcludedInterface>,
+    /// All interfaces of this host; empty if they could not be listed.
+    host_interfaces: Vec<Interface>,
+    excluded_interfaces: Vec<ExcludedInterface>,
     listeners: Vec<TcpListener>,
     addresses: Vec<SocketAddr>,
-    local: Option<UnixListener>,
+    /// The listener for processes of this host; `None` if the hub does not share memory.
+    local_listener: Option<UnixListener>,
+    /// The addresses listened on, with their interfaces.
     listening: Vec<Listening>,
     assignment: Assignment,
     shape: HubShape,
+    /// The number of descriptors that this process may open.
     descriptors_max: u64,
 }
 
@@ -81,14 +90,15 @@ impl ListeningHub {
             let folder = checkpoints.folder.clone();
             checkpoints.try_out().map_err(|cause| HubError::Checkpoints { folder, cause })?;
         }
-        // A connection manager in this process starts later, and divides the descriptors that there are.
+        // The limit is raised now, because a connection manager in this process starts later and sets aside
+        // some of the descriptors that the process may open.
         let descriptors_max = raise_descriptor_limit();
         let sysfs = Sysfs::default();
-        let found = interface::interfaces().unwrap_or_else(|error| {
+        let host_interfaces = interface::interfaces().unwrap_or_else(|error| {
             warn!("this host's interfaces cannot be listed, so that nothing is known of them: {error}");
             Vec::new()
         });
-        let (chosen, left_out) = addresses_of(&config, &found, &sysfs)?;
+        let (chosen, excluded_interfaces) = addresses_of(&config, &host_interfaces, &sysfs)?;
         check_streams(chosen.len(), config.streams)?;
         let listeners: Vec<TcpListener> = chosen
             .iter()
@@ -99,22 +109,22 @@ impl ListeningHub {
             .map(TcpListener::local_addr)
             .collect::<Result<_, _>>()
             .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
-        let (local, local_name) = match config.shared_memory {
+        let (local_listener, local_name) = match config.shared_memory {
             true => listen_locally()
                 .map(|(listener, name)| (Some(listener), Some(name)))
                 .map_err(|cause| HubError::System { what: "listen for processes of its host", cause })?,
             false => (None, None),
         };
-        let listening = Listening::all(&addresses, &config, &found, &sysfs)?;
+        let listening = Listening::all(&addresses, &config, &host_interfaces, &sysfs)?;
         let assignment = plan(&listening, config.cores, &sysfs)?;
         let shape = HubShape { local: local_name, ..shape(&config, &listening, &assignment)? };
         Ok(ListeningHub {
             config,
-            found,
-            left_out,
+            host_interfaces,
+            excluded_interfaces,
             listeners,
             addresses,
-            local,
+            local_listener,
             listening,
             assignment,
             shape,
@@ -126,11 +136,11 @@ impl ListeningHub {
     pub fn join(self, manager: ManagerClient) -> Result<RunningHub, HubError> {
         let ListeningHub {
             config,
-            found,
-            left_out,
+            host_interfaces,
+            excluded_interfaces,
             listeners,
             addresses,
-            local,
+            local_listener,
             listening,
             assignment,
             shape,
@@ -138,7 +148,6 @@ impl ListeningHub {
         } = self;
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
-        // This precedes the start of all threads, so that a manager that refuses leaves none running.
         let place = Place {
             rack: config.rack.clone().unwrap_or_default(),
             host: config.host.clone().unwrap_or_default(),
@@ -146,10 +155,13 @@ impl ListeningHub {
         let machine = config.host.clone().unwrap_or_else(host_identity);
         let keeps_checkpoints = Some(config.checkpoints.is_some());
         let offer = RegisterHub { shape: shape.clone(), place, machine, keeps_checkpoints };
+        // The hub joins before it starts any thread, so that none runs on if the manager refuses the hub.
         let link = ManagerLink::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));
-        for left_out in left_out.iter().filter(|left_out| left_out.is_worth_saying(&found)) {
-            info!("interface {} is left out: {}", left_out.name, left_out.why);
+        for excluded in
+            excluded_interfaces.iter().filter(|excluded| excluded.is_worth_saying(&host_interfaces))
+        {
+            info!("interface {} is left out: {}", excluded.name, excluded.why);
         }
 
         let (controller, controller_events) = sync_channel(CONTROLLER_EVENTS);
@@ -165,10 +177,16 @@ impl ListeningHub {
         }
         let directory = Arc::new(Directory::default());
         let checkpoint_statuses = CheckpointStatuses::default();
-        let copies = config.streams as u16;
-        let (acceptor, acceptor_stop) =
-            Acceptor::new(listeners, copies, local, directory.clone(), cores.clone(), descriptors_max)
-                .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
+        let streams_per_interface = config.streams as u16;
+        let (acceptor, acceptor_stop) = Acceptor::new(
+            listeners,
+            streams_per_interface,
+            local_listener,
+            directory.clone(),
+            cores.clone(),
+            descriptors_max,
+        )
+        .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
         let prober = Prober {
             addresses: addresses.clone(),
             is_rated: listening.iter().all(|listening| listening.rate.is_some()),
@@ -199,19 +217,19 @@ impl ListeningHub {
             writing: Vec::new(),
         };
         let fail = failure.clone();
-        threads.push(spawn("hub-acceptor", move || watch(&fail, "acceptor", || acceptor.run()))?);
+        threads.push(spawn("hub-acceptor", move || record_failure(&fail, "acceptor", || acceptor.run()))?);
         let fail = failure.clone();
         let run_controller = move || {
-            watch(&fail, "job controller", || {
+            record_failure(&fail, "job controller", || {
                 job_controller.run();
                 Ok(())
             });
         };
         threads.push(spawn("hub-controller", run_controller)?);
         let (watching, watch_ends) = sync_channel(1);
-        let (copies, to_controller) = (config.streams as u16, controller.clone());
+        let to_controller = controller.clone();
         threads.push(spawn("hub-interfaces", move || {
-            interfaces::watch(&listening, copies, &to_controller, &watch_ends);
+            interfaces::watch(&listening, streams_per_interface, &to_controller, &watch_ends);
         })?);
         let (reporter, cores_to_report) = (link.clone(), cores.clone());
         let (reported, all_reported) = sync_channel(1);
@@ -243,17 +261,18 @@ impl RunningHub {
         ListeningHub::open(config)?.join(manager)
     }
 
-    /// The addresses listened on, one per interface, with the ports that were free.
+    /// Returns the addresses that the hub listens on, one per interface. Where the configuration has port 0,
+    /// the address has the port that the system chose.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// Returns the way in which each core has used its time since the hub started.
+    /// Returns for each core how it has used its time since the hub started, in nanoseconds.
     pub fn cores(&self) -> Vec<CoreCounters> {
         self.reports().map(|(time, _)| time).collect()
     }
 
-    /// Bytes of the buffers of all jobs.
+    /// Returns the number of bytes of the buffers of all jobs.
     pub fn memory_bytes(&self) -> u64 {
         self.reports().map(|(_, memory_bytes)| memory_bytes).sum()
     }
@@ -264,9 +283,9 @@ impl RunningHub {
         self.failure.lock().expect("no panic while holding it").clone()
     }
 
-    /// Sends the workers of every job the message that the hub shuts down, frees everything and signs off at
-    /// the manager. Returns within a second, or within three if the manager does not answer; if jobs have
-    /// checkpoints, it returns when the last ones are written.
+    /// Sends the workers of every job the message that the hub shuts down, frees everything and tells the
+    /// manager that the hub is gone. Returns within a second, or within three if the manager does not answer;
+    /// if jobs have checkpoints, it returns when the last ones are written.
     pub fn stop(mut self) {
         self.stop_threads();
     }
@@ -284,15 +303,17 @@ impl RunningHub {
         }
         self.acceptor.stop();
         self.watching = None;
-        // If the job controller is gone, it has stopped already.
+        // This fails only if the job controller has stopped already.
         let _ = self.controller.send(ControllerEvent::Stop);
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 error!("a thread of the hub panicked");
             }
         }
-        // A manager that does not listen notices the hub's silence.
-        let _ = self.all_reported.lock().expect("no panic while holding it").recv_timeout(LAST_REPORT);
+        // The hub waits no longer than this, because a manager that misses the message notices the hub's
+        // silence.
+        let _ =
+            self.all_reported.lock().expect("no panic while holding it").recv_timeout(LAST_REPORT_TIMEOUT);
     }
 }
 
@@ -303,48 +324,48 @@ impl Drop for RunningHub {
 }
 
 fn check(config: &HubConfig) -> Result<(), HubError> {
-    let refused = |why: String| Err(HubError::Config(why));
+    let refuse = |why: String| Err(HubError::Config(why));
     if config.cores == 0 || config.cores > CORES_MAX {
-        return refused(format!("a hub has 1 to {CORES_MAX} cores, not {}", config.cores));
+        return refuse(format!("a hub has 1 to {CORES_MAX} cores, not {}", config.cores));
     }
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    let most = processors * CORES_PER_PROCESSOR_MAX;
-    if config.cores > most {
-        return refused(format!(
+    let cores_max = processors * CORES_PER_PROCESSOR_MAX;
+    if config.cores > cores_max {
+        return refuse(format!(
             "{} cores are threads that would take turns on the {processors} processors this process may run on: ask for \
-             {processors}, and for {most} at most",
+             {processors}, and for {cores_max} at most",
             config.cores
         ));
     }
     if config.listen.is_empty() || config.listen.len() > INTERFACES_MAX {
-        return refused(format!(
+        return refuse(format!(
             "a hub listens on 1 to {INTERFACES_MAX} addresses, not {}",
             config.listen.len()
         ));
     }
     if config.checkpoints.as_ref().is_some_and(|checkpoints| checkpoints.keep == 0) {
-        return refused("at least 1 checkpoint of a job is kept".to_string());
+        return refuse("at least 1 checkpoint of a job is kept".to_string());
     }
     let limits = &config.job_limits;
     if limits.memory_bytes == Some(0) || limits.streams == Some(0) {
-        return refused("a job needs some memory and some streams: leave the limit out for none".to_string());
+        return refuse("a job needs some memory and some streams: leave the limit out for none".to_string());
     }
     if let Some(percent) = limits.share_percent
         && !(1..=100).contains(&percent)
     {
-        return refused(format!("a job is promised 1 to 100 percent of a core, not {percent}"));
+        return refuse(format!("a job is promised 1 to 100 percent of a core, not {percent}"));
     }
     if !config.advertise.is_empty() && config.advertise.len() != config.listen.len() {
         let (given, needed) = (config.advertise.len(), config.listen.len());
-        return refused(format!(
+        return refuse(format!(
             "{given} addresses are advertised for {needed} listened on: give one for each"
         ));
     }
     Ok(())
 }
 
-/// Refuses more streams than there is room for, once the addresses are known: each copy of an interface
-/// counts as one.
+/// Refuses more streams per core and interface than a hub's shape has room for. The shape lists an interface
+/// once per stream, and each entry counts towards the limit.
 fn check_streams(interfaces: usize, streams: usize) -> Result<(), HubError> {
     if streams == 0 || interfaces.saturating_mul(streams) > INTERFACES_MAX {
         return Err(HubError::Config(format!(
@@ -355,7 +376,8 @@ fn check_streams(interfaces: usize, streams: usize) -> Result<(), HubError> {
     Ok(())
 }
 
-/// A listener at a random name that only processes of this host, in its network namespace, can reach.
+/// Listens at an abstract Unix socket with a random name, which only processes of this host's network
+/// namespace can reach. Returns the listener and the name.
 fn listen_locally() -> std::io::Result<(UnixListener, String)> {
     let name = format!("paramhub-{:032x}", u128::from_le_bytes(draw()?));
     let listener = UnixListener::bind_addr(&UnixAddr::from_abstract_name(&name)?)?;
@@ -372,7 +394,7 @@ fn start_core(
     let system = |cause| HubError::System { what: "start a core", cause };
     let send_event = Box::new(move |event| match controller.try_send(ControllerEvent::Core(event)) {
         Err(TrySendError::Full(ControllerEvent::Core(event))) => Some(event),
-        // The event was sent, or the receiver is gone.
+        // Either the event was sent, or the job controller is gone and no event matters any more.
         _ => None,
     });
     let (handle, mailbox) = mailbox(send_event).map_err(system)?;
@@ -381,7 +403,7 @@ fn start_core(
         if let Some(processor) = processor {
             pin_to_processor(index, processor);
         }
-        watch(&failure, "core", || core.run());
+        record_failure(&failure, "core", || core.run());
     })?;
     Ok((handle, thread))
 }
@@ -391,9 +413,10 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
     spawned.map_err(|cause| HubError::System { what: "start a thread", cause })
 }
 
-/// Runs a thread's work and stores why it ended, if it should not have.
-fn watch(failure: &Mutex<Option<String>>, what: &str, run: impl FnOnce() -> std::io::Result<()>) {
-    // State that the work shares with others is not used again: the whole hub is reported as failed.
+/// Runs a thread's work. If the work fails or panics, stores the reason as the hub's failure.
+fn record_failure(failure: &Mutex<Option<String>>, what: &str, run: impl FnOnce() -> std::io::Result<()>) {
+    // A panic may leave state that the work shares with other threads inconsistent. That is safe to assert
+    // away, because the whole hub then counts as failed.
     let cause = match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
         Ok(Ok(())) => return,
         Ok(Err(cause)) => cause.to_string(),
@@ -408,18 +431,19 @@ fn watch(failure: &Mutex<Option<String>>, what: &str, run: impl FnOnce() -> std:
 
 fn pin_to_processor(index: usize, processor: usize) {
     use rustix::thread::{CpuSet, sched_setaffinity};
-    let mut one = CpuSet::new();
-    one.set(processor);
-    if let Err(cause) = sched_setaffinity(None, &one) {
+    let mut only_this = CpuSet::new();
+    only_this.set(processor);
+    if let Err(cause) = sched_setaffinity(None, &only_this) {
         warn!("core {index} cannot be pinned to processor {processor}: {cause}");
     }
 }
 
-/// Four fifths of the memory that is free now.
+/// Returns four fifths of the memory that is available now, because sockets need room, too. Returns
+/// `u64::MAX` if the kernel does not say how much is available.
 fn available_memory_bytes() -> u64 {
-    let free = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+    let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
         line.split_whitespace().nth(1)?.parse::<u64>().ok()
     });
-    free.map_or(u64::MAX, |kibibytes| kibibytes * 1024 / 5 * 4)
+    available.map_or(u64::MAX, |kibibytes| kibibytes * 1024 / 5 * 4)
 }

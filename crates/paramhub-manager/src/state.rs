@@ -1,5 +1,5 @@
-//! The [`Membership`] with what surrounds it: the callers that wait, the commands of each hub, and the records
-//! that are yet to be saved. Also the checks of arguments.
+//! This module joins the [`Membership`], which has no I/O, to what surrounds it: the callers that wait, the
+//! commands of each hub, and the records that are yet to be saved. It also checks the arguments of calls.
 
 #[cfg(test)]
 mod tests;
@@ -17,7 +17,8 @@ use crate::error::refusal;
 use crate::hub_queues::HubQueues;
 use crate::log;
 
-/// The manager's state.
+/// The manager's state: the membership, the commands queued for hubs, the callers that wait, and the records
+/// to save.
 pub(crate) struct ManagerState {
     pub(crate) membership: Membership,
     pub(crate) queues: HubQueues,
@@ -47,13 +48,13 @@ impl ManagerState {
         receiver
     }
 
-    /// The connection of a caller that waits is gone.
+    /// Forgets a caller that waited for an answer and whose connection is gone.
     pub(crate) fn hang_up(&mut self, call: CallId) {
         self.callers.remove(&call);
         self.membership.hang_up(call, now());
     }
 
-    /// Carries out the consequences of what has just happened.
+    /// Carries out the outputs of the events that the membership has handled since the last call.
     pub(crate) fn carry_out(&mut self) {
         for output in self.membership.take_outputs(now()) {
             match output {
@@ -81,7 +82,7 @@ impl ManagerState {
         }
     }
 
-    /// Records to write and to remove since the last call.
+    /// Returns the records to write, and the jobs whose record is to be removed, since the last call.
     pub(crate) fn take_unsaved(&mut self) -> (Vec<JobRecord>, Vec<Namespace>) {
         let unsaved = std::mem::take(&mut self.unsaved);
         let jobs = unsaved.iter().filter_map(|&namespace| self.membership.job(namespace).ok());
@@ -93,16 +94,17 @@ impl ManagerState {
         !self.unsaved.is_empty() || !self.removed.is_empty()
     }
 
-    /// Marks what could not be saved, so that it is saved later.
+    /// Marks the records that could not be saved or removed, so that a later call of
+    /// [`take_unsaved`](Self::take_unsaved) returns them again.
     pub(crate) fn keep_unsaved(&mut self, changed: &[JobRecord], removed: Vec<Namespace>) {
-        let still_here = changed.iter().map(|record| record.status.namespace);
+        let namespaces = changed.iter().map(|record| record.status.namespace);
         let membership = &self.membership;
-        self.unsaved.extend(still_here.filter(|&namespace| membership.job(namespace).is_ok()));
+        self.unsaved.extend(namespaces.filter(|&namespace| membership.job(namespace).is_ok()));
         self.removed.extend(removed);
     }
 }
 
-/// A rank that calls, as its proof shows.
+/// The rank that makes a call. Its request has proved all three fields.
 #[derive(Clone, Copy)]
 pub(crate) struct CallingRank {
     pub(crate) namespace: Namespace,
@@ -110,7 +112,7 @@ pub(crate) struct CallingRank {
     pub(crate) incarnation: Incarnation,
 }
 
-/// Checks the arguments of CreateService.
+/// Checks the arguments of `CreateService`.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
     use paramhub_core::limits::{
         HUBS_MAX, JOB_NAME_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S, WEIGHT_MAX, WORKERS_MAX,
@@ -160,9 +162,10 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         ("lease_s", options.lease_s, 0.1, 604_800.0),
         ("dead_after_s", options.dead_after_s, 1.0, 86_400.0),
     ];
-    let progress_timeout = options.progress_timeout_s.map(|s| ("progress_timeout_s", s, 1.0, 604_800.0));
+    let progress_timeout =
+        options.progress_timeout_s.map(|seconds| ("progress_timeout_s", seconds, 1.0, 604_800.0));
     for (option, value, least, most) in bounds.into_iter().chain(progress_timeout) {
-        // A NaN is in no range.
+        // No range contains a NaN, so this refuses it, too.
         if !(least..=most).contains(&value) {
             return refuse(format!(
                 "{option} of job `{name}` is {value}: {least} to {most} seconds are possible"

@@ -1,4 +1,5 @@
-//! The I/O thread's table of requests in flight: the request of each key, with its buffers and its state.
+//! This module has the I/O thread's table of requests in flight: the request of each key, with its buffers
+//! and its state.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -25,24 +26,27 @@ pub(crate) struct RequestsInFlight {
     pub(crate) requests: Requests,
     pub(crate) placement: Placement,
     pub(crate) arena: Option<WorkerArena>,
+    /// The dtype of each key's values in memory.
     dtypes: Vec<Dtype>,
-    /// The codec of each key's gradients.
+    /// The codec in which each key's gradients travel.
     codecs: Vec<Codec>,
     quantised: QuantisationState,
     /// The number of steps after which the residuals of quantised keys start again from zero.
     residuals_begin_every: Option<NonZeroU32>,
-    /// Each key's request under way.
+    /// The request of each key, if one is under way.
     tickets: Vec<Option<Ticket>>,
+    /// The number of keys whose request is under way.
     underway: usize,
     /// Present only in a job with two-phase steps.
     norms: Option<Norms>,
-    /// Requests that wait for the norm of a step.
+    /// The requests that wait for a norm, each with the step that it wants the norm of.
     norm_waits: Vec<(u32, Ticket)>,
-    /// A step to be released on every stream, with the factor.
+    /// The step that is to be released on every stream, with the factor that its gradient is multiplied by.
     release: Option<(u32, f32)>,
     /// Bytes of whole frames that were received and are not in the counters yet.
     pub(crate) uncounted_bytes: usize,
-    /// Scratch for conversions whose source or target is not aligned f32.
+    /// Scratch memory of one chunk for conversions whose source or target is not aligned f32; empty if no
+    /// key's values are converted.
     pub(crate) exact: Vec<f32>,
 }
 
@@ -63,7 +67,7 @@ impl RequestsInFlight {
             codecs[key as usize] = dtypes[key as usize].codec();
         }
         let converts = codecs.iter().zip(&dtypes).any(|(&codec, dtype)| codec != dtype.codec());
-        let exact = if converts { requests.map().chunk_elements() as usize } else { 0 };
+        let exact_elements = if converts { requests.map().chunk_elements() as usize } else { 0 };
         RequestsInFlight {
             quantised: QuantisationState::new(requests.map(), &codecs, settings.has_parameters()),
             residuals_begin_every,
@@ -78,12 +82,12 @@ impl RequestsInFlight {
             norm_waits: Vec::new(),
             release: None,
             uncounted_bytes: 0,
-            exact: vec![0.0; exact],
+            exact: vec![0.0; exact_elements],
             shared,
         }
     }
 
-    /// Starts a request whose key was claimed; returns the chunks to send.
+    /// Starts a request whose key was claimed, and returns the chunks to send.
     pub(crate) fn begin(
         &mut self,
         key: u32,
@@ -101,7 +105,8 @@ impl RequestsInFlight {
         chunks
     }
 
-    /// Starts the request of a block whose keys were claimed; returns the chunk that stands for it.
+    /// Starts the request of a factor block whose keys were claimed, with the tickets of its weight and bias.
+    /// The factors of `samples` samples travel. Returns the chunk that stands for the block.
     pub(crate) fn begin_block(
         &mut self,
         block: usize,
@@ -109,8 +114,8 @@ impl RequestsInFlight {
         step: u32,
         (weight, bias): (Ticket, Option<Ticket>),
     ) -> ChunkId {
-        let begun = self.requests.begin_block(block, samples, step);
-        let chunk = begun.expect("claimed keys have no other request");
+        let started = self.requests.begin_block(block, samples, step);
+        let chunk = started.expect("claimed keys have no other request");
         if self.underway == 0 {
             self.shared.counters.set_in_flight(true);
         }
@@ -122,7 +127,7 @@ impl RequestsInFlight {
         chunk
     }
 
-    /// Encodes a piece of a block for the wire.
+    /// Writes a piece of a block to `wire`: a head, then its output gradients, then its inputs.
     pub(crate) fn put_piece(&self, id: PieceId, piece: &Piece, wire: &mut [u8]) {
         let block = &self.shared.blocks[id.block];
         let ticket = self.tickets[block.weight as usize].as_ref().expect("a block to send has a request");
@@ -138,24 +143,25 @@ impl RequestsInFlight {
         }
     }
 
-    /// Requests under way.
+    /// Returns the number of keys whose request is under way.
     pub(crate) fn underway(&self) -> usize {
         self.underway
     }
 
-    /// The codec of a key's gradients, and that of its values in memory.
+    /// Returns the codec in which a key's gradients travel, and that of its values in memory.
     pub(crate) fn codecs(&self, key: u32) -> (Codec, Codec) {
         let memory = self.dtypes[key as usize].codec();
         (self.codecs[key as usize], memory)
     }
 
-    /// The header of a chunk's request and where the chunk lies in its key.
+    /// Returns the header of a chunk's request, and where the chunk lies in its key.
     pub(crate) fn header(&self, chunk: ChunkId) -> (Header, Extent) {
         self.requests.header(chunk)
     }
 
-    /// Prepares a chunk of a quantised key for sending: encodes its gradient, once a request however often it
-    /// is sent, or adopts the initial parameters as this worker's.
+    /// Prepares a chunk of a quantised key for sending. Encodes its gradient; a gradient that is sent again
+    /// is not encoded again, because each encoding changes the residual. If the request initialises the key,
+    /// takes the initial parameters as this worker's copy.
     pub(crate) fn prepare(&mut self, header: &Header, extent: &Extent) {
         let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
         let source = ticket.value.sent_from().unwrap_or(&[]);
@@ -171,7 +177,8 @@ impl RequestsInFlight {
         }
     }
 
-    /// The bytes of a chunk's tensor to send, unless it is staged.
+    /// Returns the bytes that a chunk's frame carries, for a chunk that is sent without a conversion in
+    /// staging memory.
     pub(crate) fn payload(&self, header: &Header, extent: &Extent) -> &[u8] {
         match header.codec.is_quantised() {
             true => self.quantised.payload(extent),
@@ -187,7 +194,8 @@ impl RequestsInFlight {
         self.quantised.decode(extent, payload, target, &mut self.exact);
     }
 
-    /// Notes that a chunk's new parameters have come whole.
+    /// Handles that a chunk's new parameters have come in full, not as a difference: for a quantised key they
+    /// become this worker's copy.
     pub(crate) fn took_whole(&mut self, extent: &Extent) {
         if self.codecs[extent.key as usize].is_quantised() {
             let ticket =
@@ -197,24 +205,26 @@ impl RequestsInFlight {
         }
     }
 
-    /// The bytes in the user's memory that a chunk is sent or encoded from; none for a pull.
+    /// Returns the bytes in the user's memory that a chunk is sent or encoded from; none for a pull.
     pub(crate) fn source(&self, extent: &Extent) -> &[u8] {
-        let bytes = self.sent_from(extent.key);
+        let bytes = self.user_bytes(extent.key);
         if bytes.is_empty() { bytes } else { &bytes[extent.byte_range(self.codecs(extent.key).1)] }
     }
 
-    /// The chunk's initial optimizer state, and the number of updates it has had.
+    /// Returns the number of updates that a chunk has had, and its initial optimizer state as f32.
     pub(crate) fn state_source(&self, extent: &Extent) -> (u64, &[u8]) {
         let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
-        (ticket.value.updates, &self.sent_from(extent.key)[extent.byte_range(Codec::F32)])
+        (ticket.value.updates, &self.user_bytes(extent.key)[extent.byte_range(Codec::F32)])
     }
 
-    fn sent_from(&self, key: u32) -> &[u8] {
+    /// Returns all bytes in the user's memory that a key's request sends; none for a pull.
+    fn user_bytes(&self, key: u32) -> &[u8] {
         let ticket = self.tickets[key as usize].as_ref().expect("a chunk to send has a request");
         ticket.value.sent_from().unwrap_or(&[])
     }
 
-    /// Takes a chunk of optimizer state that was expected.
+    /// Copies a chunk's optimizer state, which was expected, to the request's buffer. The request's number of
+    /// updates becomes the least of all its chunks.
     pub(crate) fn take_state(&mut self, extent: &Extent, state: &State<'_>) {
         let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
         let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
@@ -222,8 +232,8 @@ impl RequestsInFlight {
         ticket.value.updates = ticket.value.updates.min(state.updates);
     }
 
-    /// The memory of the user for a chunk's new parameters. An answer is expected only for a chunk that was
-    /// sent whole, so a gradient exchanged in place has been read by then.
+    /// Returns the user's memory for a chunk's new parameters. An answer is expected only for a chunk that
+    /// was sent whole, so a gradient exchanged in place has been read by then.
     pub(crate) fn destination(&mut self, extent: &Extent) -> &mut [u8] {
         let range = extent.byte_range(self.codecs(extent.key).1);
         let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
@@ -231,7 +241,7 @@ impl RequestsInFlight {
         &mut region.bytes_mut()[range]
     }
 
-    /// Copies a chunk's new parameters from the arena to the request's buffer, if it lies elsewhere.
+    /// Copies a chunk's new parameters from the arena to the request's buffer, if the buffer lies elsewhere.
     pub(crate) fn collect(&mut self, extent: &Extent) {
         let range = extent.byte_range(self.codecs(extent.key).1);
         let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
@@ -242,6 +252,7 @@ impl RequestsInFlight {
 
     /// Ends the request of a key that was answered in full, with `version`. Fails with a callback's panic.
     pub(crate) fn finish(&mut self, key: u32, request: Request, version: u32) -> Result<(), Arc<str>> {
+        // If hubs may have gone on without this worker, only the answer tells which step is next.
         let may_jump = self.requests.has_steps_of_chunks() && request != Request::Initialise;
         if request == Request::Pull || (may_jump && !request.is_of_state()) {
             self.shared.steps.adopt(key, version);
@@ -259,9 +270,9 @@ impl RequestsInFlight {
         self.end(key, Ok(()))
     }
 
-    /// Takes the part of a step's norm that the stream of this route brings. With the last part every waiting
-    /// request gets the norm, and rank 0 releases the step if the settings say how. Fails with a callback's
-    /// panic.
+    /// Takes the part of a step's norm, a sum of squares, that the stream of this lane brings. With the last
+    /// part every waiting request gets the norm, and rank 0 releases the step if the settings have a norm to
+    /// clip to. The inner result fails with a callback's panic.
     pub(crate) fn norm_part(
         &mut self,
         lane: usize,
@@ -276,15 +287,16 @@ impl RequestsInFlight {
         {
             self.release = Some((step, clip_factor(clip_norm, norm.norm)));
         }
-        let mut panicked = Ok(());
-        while let Some(at) = self.norm_waits.iter().position(|&(wanted, _)| wanted <= step) {
-            let (wanted, ticket) = self.norm_waits.swap_remove(at);
-            panicked = self.await_norm(wanted, ticket).and(panicked);
+        let mut outcome = Ok(());
+        while let Some(position) = self.norm_waits.iter().position(|&(wanted, _)| wanted <= step) {
+            let (wanted, ticket) = self.norm_waits.swap_remove(position);
+            outcome = self.await_norm(wanted, ticket).and(outcome);
         }
-        Ok(panicked)
+        Ok(outcome)
     }
 
-    /// Ends the request for a step's norm once the norm is known. Fails with a callback's panic.
+    /// Ends the request for a step's norm if the norm is known or no longer kept; otherwise lets it wait.
+    /// Fails with a callback's panic.
     pub(crate) fn await_norm(&mut self, step: u32, mut ticket: Ticket) -> Result<(), Arc<str>> {
         let outcome = match self.shared.norms.known(step) {
             NormStatus::Pending => {
@@ -303,7 +315,7 @@ impl RequestsInFlight {
         ticket.finish(outcome)
     }
 
-    /// Takes the step to be released on every stream, once.
+    /// Takes the step that is to be released on every stream, with its factor. The next call returns `None`.
     pub(crate) fn take_release(&mut self) -> Option<(u32, f32)> {
         self.release.take()
     }
@@ -323,6 +335,7 @@ impl RequestsInFlight {
         }
     }
 
+    /// Ends a key's request, if it has one. Fails with a callback's panic.
     fn end(&mut self, key: u32, outcome: Result<(), WorkerError>) -> Result<(), Arc<str>> {
         let Some(mut ticket) = self.tickets[key as usize].take() else { return Ok(()) };
         // The handle of a request that has ended must not keep its places in the arena.

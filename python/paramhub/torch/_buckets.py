@@ -1,4 +1,4 @@
-"""DDP's buckets of gradients, exchanged by parameter.
+"""This module exchanges DDP's buckets of gradients, parameter by parameter.
 
 Keys are parameters by name, so DDP may change the buckets at any time; it does so after the first pass. The buckets determine
 only where a gradient lies, and whether a bucket's parameters are neighbours in the job's key table. If they are, and the hub is
@@ -24,7 +24,7 @@ from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stag
 from paramhub.torch._world import World
 
 LAYOUTS_MAX = 4096
-"""The most layouts of buckets that are kept: far more than a model has."""
+"""The most layouts of buckets that are kept. No model has nearly as many buckets."""
 REORDERINGS_MAX = 2
 """The number of times that the job is opened again for a new order of the buckets. DDP changes them once."""
 
@@ -37,25 +37,31 @@ class _Layout(NamedTuple):
     """The memory of a bucket's gradients, and of their means if that is separate."""
 
     address: int
+    """The address of the bucket's buffer."""
     keys: list[int]
+    """The positions of the bucket's parameters in the job's key table."""
     ranges: list[tuple[int, int]]
+    """The address of each gradient, and its length in bytes."""
     parts: list[torch.Tensor]
+    """A view of each gradient in the buffer, with one dimension."""
     shared: torch.Tensor | None
+    """The means in the memory that the host's ranks share, with one dimension; None if they replace the gradients."""
     name: str
+    """The name of the bucket in traces."""
 
 
 class Buckets:
-    """One DDP instance's job. Making it is collective."""
+    """The job of one DDP instance. All its ranks must construct it together."""
 
     def __init__(
         self,
-        here: World,
+        world: World,
         ddp: DistributedDataParallel,
         ranks: list[int] | None,
         codec: str | None,
         in_place: bool,
     ) -> None:
-        self._here = here
+        self._world = world
         self._ranks = ranks
         self._codec = codec
         exchanged = {id(parameter) for parameter in ddp._module_parameters if parameter.requires_grad}
@@ -65,12 +71,12 @@ class Buckets:
             if id(parameter) in exchanged and parameter.numel() > 0
         }
         self.device = check_same_device(self._parameters.items())
-        # A device's stage writes results into the bucket itself.
+        # The stage of an accelerator always writes the means over the gradients in the bucket.
         self._in_place = in_place or needs_stage(self.device)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._layouts: dict[tuple[int, ...], _Layout] = {}
-        self._pass: list[str] = []
-        self._is_apart = False
+        self._names_in_pass: list[str] = []
+        self._has_scattered_keys = False
         self._next_order: list[str] | None = None
         self._reorderings = 0
         self._job = self._open(list(self._parameters))
@@ -93,14 +99,14 @@ class Buckets:
         if trace.active:
             trace.request(layout.name, handle)
         if self._reorderings < REORDERINGS_MAX and not self._in_place:
-            self._note(bucket, layout)
+            self._note_order(bucket, layout)
         return handle, buffer if layout.shared is None else layout.shared, layout.name
 
     def _open(self, order: list[str]) -> _native.Job:
-        here = self._here
+        world = self._world
         kind = "ddp" if self._ranks is None else f"ddp-{_digest(self._ranks)}"
-        job = here.jobs.open(
-            here.label(kind),
+        job = world.jobs.open(
+            world.label(kind),
             {
                 "keys": [key(name, self._parameters[name]) for name in order],
                 "optimizer": {"name": "mean"},
@@ -116,36 +122,40 @@ class Buckets:
             members = [self._parameters[name] for name in order]
             sizes = [torch.Size([parameter.numel()]) for parameter in members]
             self._stage = Stage(job, self.device, sizes, [parameter.dtype for parameter in members])
-        self._numbers = {name: number for number, name in enumerate(order)}
+        self._key_numbers = {name: number for number, name in enumerate(order)}
         self._layouts.clear()
         return job
 
-    def _note(self, bucket: dist.GradBucket, layout: _Layout) -> None:
-        """Stores the order in which buckets arrive, and requests a key table in this order if a bucket's keys are not neighbours.
+    def _note_order(self, bucket: dist.GradBucket, layout: _Layout) -> None:
+        """Stores the order in which buckets arrive. After the last bucket of a pass, it requests a key table in this order if the
+        keys of some bucket are not neighbours.
 
         It uses nothing that differs between ranks, so either all ranks open the job again, or none.
         """
-        self._pass += [
+        self._names_in_pass += [
             name for name in map(self._names.get, map(id, bucket.parameters())) if name is not None
         ]
-        self._is_apart = self._is_apart or not _are_neighbours(layout.keys)
+        self._has_scattered_keys = self._has_scattered_keys or not _are_neighbours(layout.keys)
         if bucket.is_last():
-            if self._is_apart:
-                left_out = self._parameters.keys() - set(self._pass)
-                self._next_order = self._pass + [name for name in self._parameters if name in left_out]
-            self._pass, self._is_apart = [], False
+            if self._has_scattered_keys:
+                left_out = self._parameters.keys() - set(self._names_in_pass)
+                self._next_order = self._names_in_pass + [
+                    name for name in self._parameters if name in left_out
+                ]
+            self._names_in_pass, self._has_scattered_keys = [], False
 
     def _reopen(self) -> None:
         """Opens the job again, with its key table in the buckets' order. No request is under way between two passes."""
         order, self._next_order = self._next_order, None
         assert order is not None
         self._reorderings += 1
-        # The hub may not have the memory for both jobs.
-        self._here.jobs.close(self._job)
+        # The old job is closed first, because the hub may not have the memory for both.
+        self._world.jobs.close(self._job)
         self._job = self._open(order)
 
     def _layout(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> _Layout:
-        """The layout of a bucket. Its parameters identify the bucket, because DDP renumbers buckets when it changes them."""
+        """Returns the layout of a bucket. Its parameters identify the bucket, because DDP renumbers buckets when it changes
+        them."""
         parameters = bucket.parameters()
         if buffer.is_sparse:
             name = self._names.get(id(parameters[0]))
@@ -155,18 +165,19 @@ class Buckets:
         if layout is None or layout.address != buffer.data_ptr():
             if len(self._layouts) >= LAYOUTS_MAX:
                 self._layouts.clear()
-            layout = self._layouts[identity] = self._look(parameters, bucket.gradients(), buffer)
+            layout = self._layouts[identity] = self._find_layout(parameters, bucket.gradients(), buffer)
         return layout
 
-    def _look(
+    def _find_layout(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> _Layout:
+        """Finds where each gradient of a bucket lies, and checks that they fill the buffer in order, without gaps."""
         keys: list[int] = []
         ranges: list[tuple[int, int]] = []
         names: list[str] = []
         parts: list[torch.Tensor] = []
         begin = buffer.data_ptr()
-        filled = 0
+        filled_bytes = 0
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.numel() == 0:
                 continue
@@ -182,18 +193,18 @@ class Buckets:
                     "mixed_precision out and use HubState(codec=...)"
                 )
             nbytes = gradient.numel() * gradient.element_size()
-            if gradient.data_ptr() != begin + filled or not is_dense(gradient):
+            if gradient.data_ptr() != begin + filled_bytes or not is_dense(gradient):
                 raise MisuseError(
                     f"hub_hook: the gradient of {name!r} does not lie in its bucket behind the one before it. Please "
                     "report this"
                 )
-            first = filled // gradient.element_size()
-            parts.append(buffer[first : first + gradient.numel()])
-            filled += nbytes
+            first_element = filled_bytes // gradient.element_size()
+            parts.append(buffer[first_element : first_element + gradient.numel()])
+            filled_bytes += nbytes
             names.append(name)
-            keys.append(self._numbers[name])
+            keys.append(self._key_numbers[name])
             ranges.append((gradient.data_ptr(), nbytes))
-        if filled != buffer.numel() * buffer.element_size():
+        if filled_bytes != buffer.numel() * buffer.element_size():
             raise MisuseError("hub_hook: a bucket has more than its gradients. Please report this")
         shared = None
         if self._job.shares_parameters and keys and _are_neighbours(keys):
@@ -209,8 +220,10 @@ class Buckets:
 
 
 def _are_neighbours(keys: list[int]) -> bool:
+    """Returns whether the keys follow one another in the job's key table."""
     return all(key == keys[0] + position for position, key in enumerate(keys))
 
 
 def _digest(ranks: list[int]) -> str:
+    """Returns 12 hexadecimal digits that distinguish groups of ranks in the labels of their jobs."""
     return hashlib.blake2s(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()

@@ -1,5 +1,5 @@
-//! Wide aggregation: a group of threads works on one array at a time, each on a piece of it (PHub section
-//! 3.2.2, figure 7).
+//! In wide aggregation, a group of threads works on one array at a time, each thread on a piece of it (PHub
+//! section 3.2.2, figure 7).
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,13 +7,14 @@ use anyhow::Context;
 use paramhub::{Aggregator, Codec, Hyperparameters, Optimizer};
 use paramhub_kernels::{HyperparameterError, Step};
 
-/// Pieces begin on cache lines if their array does.
-const PIECE_ELEMENTS: usize = 16;
+/// The f32 elements in a cache line of 64 bytes. Pieces are multiples of it, so that no two threads write to
+/// one cache line if the array begins on one.
+const CACHE_LINE_ELEMENTS: usize = 16;
 
-/// Threads that do all work in lock-step, on one array at a time.
+/// Threads that together work on one array at a time: none begins the next array before all are done.
 pub(super) struct ThreadGroup {
     pool: rayon::ThreadPool,
-    /// Held while all threads work on one array.
+    /// A caller holds this lock while the threads work on its array.
     turn: Mutex<()>,
 }
 
@@ -27,14 +28,14 @@ impl ThreadGroup {
         Ok(Arc::new(ThreadGroup { pool, turn: Mutex::new(()) }))
     }
 
-    /// Elements of each thread's piece, except the last.
-    fn piece(&self, elements: usize) -> usize {
+    /// Returns the number of elements of each thread's piece. The last piece may be shorter.
+    fn piece_elements(&self, elements: usize) -> usize {
         let share = elements.div_ceil(self.pool.current_num_threads());
-        share.next_multiple_of(PIECE_ELEMENTS).max(PIECE_ELEMENTS)
+        share.next_multiple_of(CACHE_LINE_ELEMENTS).max(CACHE_LINE_ELEMENTS)
     }
 
     /// Calls `work` with each piece of an array, each on a thread of its own. Returns when all are done.
-    fn work<P: Send>(&self, pieces: impl Iterator<Item = P> + Send, work: impl Fn(P) + Sync) {
+    fn run_on_pieces<P: Send>(&self, pieces: impl Iterator<Item = P> + Send, work: impl Fn(P) + Sync) {
         // A panic in a piece is passed on to the caller and leaves no state to repair.
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let work = &work;
@@ -42,7 +43,7 @@ impl ThreadGroup {
     }
 }
 
-/// The work of an aggregator or an optimizer, done by a group of threads.
+/// An aggregator or optimizer that lets a group of threads apply another one, its `rule`.
 pub(super) struct Wide<R> {
     threads: Arc<ThreadGroup>,
     rule: R,
@@ -56,27 +57,27 @@ impl<R> Wide<R> {
 
 impl<R: Aggregator> Aggregator for Wide<R> {
     fn assign_f32(&self, sum: &mut [f32], contribution: &[f32]) {
-        let piece = self.threads.piece(sum.len());
-        let pieces = sum.chunks_mut(piece).zip(contribution.chunks(piece));
-        self.threads.work(pieces, |(sum, contribution)| self.rule.assign_f32(sum, contribution));
+        let piece_elements = self.threads.piece_elements(sum.len());
+        let pieces = sum.chunks_mut(piece_elements).zip(contribution.chunks(piece_elements));
+        self.threads.run_on_pieces(pieces, |(sum, contribution)| self.rule.assign_f32(sum, contribution));
     }
 
     fn add_f32(&self, sum: &mut [f32], contribution: &[f32]) {
-        let piece = self.threads.piece(sum.len());
-        let pieces = sum.chunks_mut(piece).zip(contribution.chunks(piece));
-        self.threads.work(pieces, |(sum, contribution)| self.rule.add_f32(sum, contribution));
+        let piece_elements = self.threads.piece_elements(sum.len());
+        let pieces = sum.chunks_mut(piece_elements).zip(contribution.chunks(piece_elements));
+        self.threads.run_on_pieces(pieces, |(sum, contribution)| self.rule.add_f32(sum, contribution));
     }
 
     fn assign(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
-        let piece = self.threads.piece(sum.len());
-        let pieces = sum.chunks_mut(piece).zip(wire.chunks(piece * codec.bytes()));
-        self.threads.work(pieces, |(sum, wire)| self.rule.assign(sum, wire, codec));
+        let piece_elements = self.threads.piece_elements(sum.len());
+        let pieces = sum.chunks_mut(piece_elements).zip(wire.chunks(piece_elements * codec.bytes()));
+        self.threads.run_on_pieces(pieces, |(sum, wire)| self.rule.assign(sum, wire, codec));
     }
 
     fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
-        let piece = self.threads.piece(sum.len());
-        let pieces = sum.chunks_mut(piece).zip(wire.chunks(piece * codec.bytes()));
-        self.threads.work(pieces, |(sum, wire)| self.rule.add(sum, wire, codec));
+        let piece_elements = self.threads.piece_elements(sum.len());
+        let pieces = sum.chunks_mut(piece_elements).zip(wire.chunks(piece_elements * codec.bytes()));
+        self.threads.run_on_pieces(pieces, |(sum, wire)| self.rule.add(sum, wire, codec));
     }
 }
 
@@ -86,17 +87,20 @@ impl<R: Optimizer> Optimizer for Wide<R> {
     }
 
     fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
-        let (length, piece) = (model.len(), self.threads.piece(model.len()));
+        let (length, piece_elements) = (model.len(), self.threads.piece_elements(model.len()));
         let slots = state.len().checked_div(length).unwrap_or(0);
-        // The state slots of a piece are side by side. No other code reads them, so they may have any order.
+        // Each piece has all its state slots in one range of `state`. The rule alone reads the state, so a
+        // layout by pieces is as good as one by slots.
         let mut rest = state;
-        let pieces = model.chunks_mut(piece).zip(sum.chunks(piece)).map(|(model, sum)| {
+        let pieces = model.chunks_mut(piece_elements).zip(sum.chunks(piece_elements)).map(|(model, sum)| {
             let (state, tail) = std::mem::take(&mut rest).split_at_mut(slots * model.len());
             rest = tail;
             (model, sum, state)
         });
         let pieces: Vec<_> = pieces.collect();
-        self.threads.work(pieces.into_iter(), |(model, sum, state)| self.rule.apply(step, model, sum, state));
+        self.threads.run_on_pieces(pieces.into_iter(), |(model, sum, state)| {
+            self.rule.apply(step, model, sum, state);
+        });
     }
 
     fn defaults(&self) -> Hyperparameters {
@@ -104,6 +108,7 @@ impl<R: Optimizer> Optimizer for Wide<R> {
     }
 
     fn needs_whole_chunks(&self) -> bool {
+        // The layout of the state depends on the length of the array.
         true
     }
 

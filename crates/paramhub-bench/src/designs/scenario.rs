@@ -1,10 +1,10 @@
-//! The scenarios that are compared: a design, what carries its collectives, and the order in which a step
-//! pushes its keys.
+//! This module defines the scenarios that are compared. A scenario is a design and what carries its
+//! collectives. Each runs with several orders in which a step pushes its keys.
 
 use paramhub_collective::kvstore::StoreKind;
 use serde::{Deserialize, Serialize};
 
-/// The way in which a step exchanges.
+/// The way in which a step exchanges its gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Design {
@@ -43,10 +43,11 @@ pub(crate) enum KeyOrder {
     BackThenFront,
 }
 
-/// The share of the bytes that is sent during the backward pass, which takes two thirds of the computation.
+/// The largest share of the bytes that the back keys may have. The backward pass takes two thirds of the
+/// computation, so about this share can be sent while it runs.
 const BACK_SHARE: f64 = 2.0 / 3.0;
 
-/// One way to exchange, with processes of its own.
+/// One way to exchange. Each scenario runs in processes of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Scenario {
     pub(super) design: Design,
@@ -83,32 +84,33 @@ impl KeyOrder {
         }
     }
 
-    /// The name in file names.
+    /// Returns the name that file names contain.
     pub(super) fn slug(self) -> String {
         self.label().replace(", ", "-").replace(' ', "-")
     }
 
-    /// The numbers of keys with these sizes, in this order.
-    pub(super) fn keys(self, bytes: &[usize]) -> Vec<usize> {
-        let front = match self {
-            KeyOrder::FrontFirst => bytes.len(),
+    /// Returns the numbers of all keys in this order. `key_bytes` has the size of each key.
+    pub(super) fn keys(self, key_bytes: &[usize]) -> Vec<usize> {
+        let front_keys = match self {
+            KeyOrder::FrontFirst => key_bytes.len(),
             KeyOrder::LastFirst => 0,
             KeyOrder::BackThenFront => {
-                let all: usize = bytes.iter().sum();
-                let mut back = 0;
-                let count = bytes.iter().rev().take_while(|&&bytes| {
-                    back += bytes;
-                    back as f64 <= BACK_SHARE * all as f64
+                let all_bytes: usize = key_bytes.iter().sum();
+                let mut back_bytes = 0;
+                let back_keys = key_bytes.iter().rev().take_while(|&&bytes| {
+                    back_bytes += bytes;
+                    back_bytes as f64 <= BACK_SHARE * all_bytes as f64
                 });
-                bytes.len() - count.count()
+                key_bytes.len() - back_keys.count()
             }
         };
-        (front..bytes.len()).rev().chain(0..front).collect()
+        (front_keys..key_bytes.len()).rev().chain(0..front_keys).collect()
     }
 }
 
 impl Scenario {
-    /// All scenarios of these designs and carriers: each design over each carrier, and the hub once.
+    /// Returns all scenarios of these designs and carriers: each design with collectives over each carrier,
+    /// and the hub once.
     pub(super) fn all(designs: &[Design], carriers: &[Carrier]) -> Vec<Scenario> {
         let mut all: Vec<Scenario> = Vec::new();
         for &over in carriers {
@@ -121,13 +123,13 @@ impl Scenario {
         all
     }
 
-    /// The name for people.
+    /// Returns the name that tables and figures show.
     pub(super) fn label(self) -> String {
         let design = self.design.store();
         self.over.map_or_else(|| design.to_string(), |over| format!("{design} over {}", over.label()))
     }
 
-    /// The name in file names.
+    /// Returns the name that file names contain.
     pub(super) fn slug(self) -> String {
         self.label().to_lowercase().replace(" over ", "-")
     }

@@ -1,4 +1,4 @@
-//! A store whose sums and parameters a hub computes.
+//! This module has the key-value store whose sums and parameters a hub computes.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,14 +15,14 @@ use super::{Array, Key, KvStore, StoreError, StoreKind};
 use crate::communicator::{Communicator, MeshCommunicator};
 use crate::engine::{Completion, Engine, Kind};
 
-/// The job that a rank joins for its store, and options of the exchange.
+/// The job that a rank joins for its store, and the options with which it exchanges there.
 #[derive(Clone, Debug)]
 pub struct HubStoreConfig {
-    /// The job, which no process has joined as this rank yet.
+    /// The rank's membership in the job. No process may have joined the job as this rank yet.
     pub membership: Membership,
     /// The worker's options.
     pub options: Options,
-    /// The codec of gradients; by default they travel as they lie in memory.
+    /// The codec of gradients; `None` if they travel in the dtype that they have in memory.
     pub codec: Option<Codec>,
     /// `true` if hubs sum in rank order, so that sums have the same bits in every run.
     pub reproducible: bool,
@@ -30,15 +30,16 @@ pub struct HubStoreConfig {
 
 pub(super) struct HubStore {
     engine: Arc<Engine>,
-    /// A communicator of the ranks, for initial values and barriers.
+    /// The communicator of all ranks of the job, which carries the initial values and the barriers.
     ranks: MeshCommunicator,
     config: HubStoreConfig,
     state: Mutex<HubStoreState>,
 }
 
 struct HubStoreState {
-    /// The member, until the first push, at which all keys are known.
+    /// The connected member. The first push turns it into the job, because all keys are known by then.
     member: Option<Member>,
+    /// The job; `None` before the first push.
     job: Option<Arc<Job>>,
     entries: HashMap<Key, Arc<HubEntry>>,
     /// The entries in the order of the job's table.
@@ -46,10 +47,12 @@ struct HubStoreState {
     optimizer: Option<OptimizerChoice>,
 }
 
-/// A key's entry: memory that goes to the hub and comes back with the key's value.
+/// A key's entry. Its memory goes to the hub with a gradient and comes back with the key's value.
 struct HubEntry {
     key: Key,
+    /// The position of the key in the job's key table.
     number: u32,
+    /// The key's value, in one dimension.
     buffer: Array,
     memory: EntryMemory,
 }
@@ -57,8 +60,9 @@ struct HubEntry {
 /// The memory of the buffer, which the worker's I/O thread borrows.
 #[derive(Clone)]
 enum EntryMemory {
+    /// The elements are f32.
     Single(Arc<BufferSlot<Vec<f32>>>),
-    /// f16 or bf16, as it lies in memory.
+    /// The elements are f16 or bf16, and `u16` has their bits.
     Half(Arc<BufferSlot<Vec<u16>>>),
 }
 
@@ -70,13 +74,13 @@ impl HubStoreConfig {
 }
 
 impl HubStore {
-    /// Waits until every rank of the job has connected.
+    /// Joins the job, and waits until every rank of the job has connected.
     pub(super) fn new(engine: Arc<Engine>, config: HubStoreConfig) -> Result<HubStore, StoreError> {
-        let ranks = |error| StoreError::Ranks(Arc::new(error));
-        let peer_listener = PeerListener::listen(&config.membership, PortRange::ANY).map_err(ranks)?;
+        let ranks_error = |error| StoreError::Ranks(Arc::new(error));
+        let peer_listener = PeerListener::listen(&config.membership, PortRange::ANY).map_err(ranks_error)?;
         let options = Options { peer_address: Some(peer_listener.address()), ..config.options.clone() };
         let member = Member::connect_with(config.membership.clone(), options)?;
-        let mesh = peer_listener.join(&PeerAddresses::of(&member), "key-value store").map_err(ranks)?;
+        let mesh = peer_listener.join(&PeerAddresses::of(&member), "key-value store").map_err(ranks_error)?;
         let state = HubStoreState {
             member: Some(member),
             job: None,
@@ -87,16 +91,17 @@ impl HubStore {
         Ok(HubStore { engine, ranks: MeshCommunicator::over(mesh), config, state: Mutex::new(state) })
     }
 
-    /// The entry of a key, if arrays of this type and length fit it.
+    /// Returns the entry of a key. Fails if the key has no value yet, or if an array's dtype or length
+    /// differs from the value's.
     fn entry(&self, key: &Key, arrays: &[Array]) -> Result<Arc<HubEntry>, StoreError> {
         let entry = self.state().entries.get(key).cloned();
-        let entry = entry.ok_or_else(|| wrong(key, super::entry_table::NO_VALUE.into()))?;
+        let entry = entry.ok_or_else(|| key_error(key, super::entry_table::NO_VALUE.into()))?;
         super::entry_table::check(key, &entry.buffer, arrays)?;
         Ok(entry)
     }
 
-    /// The job, which is opened when it is first needed: with all keys that have a value by then, which are
-    /// the same at every rank.
+    /// Returns the job. The first call opens it, with all keys that have a value by then: these are the same
+    /// keys at every rank.
     fn job(&self) -> Result<Arc<Job>, StoreError> {
         let mut state = self.state();
         if let Some(job) = &state.job {
@@ -115,14 +120,15 @@ impl HubStore {
         let job =
             Arc::new(member.init(Settings { optimizer, codec, reproducible, ..Settings::new(table) })?);
         if job.settings().has_parameters() {
-            self.start(&job, &state.order)?;
+            self.initialise_parameters(&job, &state.order)?;
         }
         state.job = Some(Arc::clone(&job));
         Ok(job)
     }
 
-    /// Begins the job with the initial values, which all ranks have already.
-    fn start(&self, job: &Job, entries: &[Arc<HubEntry>]) -> Result<(), StoreError> {
+    /// Sets the hub's parameters to the initial values. All ranks have these values already, so rank 0 sends
+    /// them and the others pull.
+    fn initialise_parameters(&self, job: &Job, entries: &[Arc<HubEntry>]) -> Result<(), StoreError> {
         let mut handles = Vec::with_capacity(entries.len());
         for entry in entries {
             self.engine.wait_to_mutate(entry.buffer.variable())?;
@@ -155,7 +161,7 @@ impl HubEntry {
         HubEntry { key, number, buffer, memory }
     }
 
-    /// Takes the memory from the buffer.
+    /// Takes the memory from the buffer, so that the worker can borrow it.
     fn withdraw(&self) {
         drop(self.buffer.swap(ReceiveRegion::owned(Vec::<u8>::new())));
     }
@@ -165,8 +171,8 @@ impl HubEntry {
         drop(self.buffer.swap(self.memory.lend()));
     }
 
-    /// Sends the buffer's contents, and ends the operation when the answer has replaced them; in an operation
-    /// that mutates the buffer.
+    /// Sends the buffer's contents, and ends the operation when the answer has replaced them. The caller must
+    /// be an operation that mutates the buffer.
     fn exchange(self: Arc<Self>, job: &Job, completion: Completion) {
         self.withdraw();
         match job.submit(self.number, RegionRequest::PushPullInPlace(self.memory.lend())) {
@@ -219,13 +225,13 @@ impl KvStore for HubStore {
         let entry = {
             let mut state = self.state();
             if state.job.is_some() {
-                return Err(wrong(
+                return Err(key_error(
                     key,
                     "a job's keys are known when it begins: init all of them before the first push".into(),
                 ));
             }
             if state.entries.contains_key(key) {
-                return Err(wrong(key, super::entry_table::HAS_VALUE.into()));
+                return Err(key_error(key, super::entry_table::HAS_VALUE.into()));
             }
             let number = state.order.len() as u32;
             let entry = HubEntry::new(&self.engine, key.clone(), number, value.dtype(), value.elements());
@@ -244,12 +250,12 @@ impl KvStore for HubStore {
         let entry = self.entry(key, values)?;
         let job = self.job()?;
         super::entry_table::copy_in(&self.engine, key, &entry.buffer, values, priority)?;
-        let here = Arc::clone(&entry);
+        let pushed = Arc::clone(&entry);
         self.engine
             .operation(format!("push and pull {key}"), Kind::Communicate)
             .mutates([entry.buffer.variable()])
             .priority(priority)
-            .push_deferred(move |completion| here.exchange(&job, completion))?;
+            .push_deferred(move |completion| pushed.exchange(&job, completion))?;
         Ok(())
     }
 
@@ -274,7 +280,7 @@ impl KvStore for HubStore {
             state.optimizer.as_mut().ok_or(StoreError::Sequence(super::entry_table::NO_OPTIMIZER))?;
         optimizer.hyperparameters = Some(hyperparameters);
         if let Some(job) = &state.job {
-            // The next step is known when all operations before have begun.
+            // A step counts from the moment its push begins, so every push must have left the engine's queue.
             self.engine.wait_for_all()?;
             if job.rank() == 0 {
                 job.set_hyperparameters(job.next_step(0)?, &hyperparameters)?;
@@ -294,9 +300,9 @@ impl KvStore for HubStore {
             let mut state = self.state();
             (state.member.take(), state.job.take())
         };
-        // No push was made.
+        // The state still has the member only if no push was made.
         member.map_or(Ok(()), Member::leave)?;
-        // Nothing is under way, so there is no other reference.
+        // No operation is under way any more, so no other reference to the job exists.
         if let Some(job) = job.and_then(Arc::into_inner) {
             job.leave()?;
         }
@@ -308,12 +314,13 @@ impl KvStore for HubStore {
     }
 
     fn failure(&self) -> Option<StoreError> {
-        // A call that opens the job holds the lock until all ranks have come, so do not wait for it.
+        // A call that opens the job holds the lock until all ranks have come, so this does not wait for the
+        // lock.
         let job = self.state.try_lock().ok().and_then(|state| state.job.as_ref()?.failure());
         job.map(StoreError::from).or_else(|| self.ranks.failure().map(StoreError::from))
     }
 }
 
-fn wrong(key: &Key, reason: String) -> StoreError {
+fn key_error(key: &Key, reason: String) -> StoreError {
     StoreError::Key { key: key.clone(), reason }
 }

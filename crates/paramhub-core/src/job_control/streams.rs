@@ -1,4 +1,5 @@
-//! How a job connects and goes on: the streams that are missing, cut or silent, and the deadlines for them.
+//! This module decides what becomes of a job whose streams are missing, cut or silent, and keeps the
+//! deadlines for them.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -11,24 +12,26 @@ use crate::limits::RESUME_S;
 use crate::placement::RouteId;
 use crate::service::CauseKind;
 
-/// How long the workers of a job that continues may take to connect over another interface.
+/// The time that the workers of a job with `continue` as its reaction to a lost interface may take to connect
+/// over another one.
 pub const RESUME: Duration = Duration::from_secs(RESUME_S);
-/// How long the frames that workers have sent may take to arrive, once the workers' processes have ended.
+/// The time that frames of workers may take to arrive after the workers' processes have ended.
 pub const CONCLUDED: Duration = Duration::from_secs(10);
 /// If the manager has been out of reach for this long and a rank is silent, too, the hub assumes that it is
 /// cut off itself.
 pub const CUT_OFF: Duration = Duration::from_secs(2);
 
-/// Names in the message about streams that are missing.
-const NAMED: usize = 8;
+/// The most neighbours that the message about missing streams names.
+const NEIGHBOURS_NAMED_MAX: usize = 8;
 
 /// The streams that the hub has admitted.
 pub trait AdmittedStreams {
-    /// The workers by rank, then the sites, that lack a stream on some route of a job. Sites above are left
-    /// out: this hub dials them.
+    /// Returns the workers by rank, then the sites, that lack a stream on some route of a job. It leaves out
+    /// the sites above, because this hub dials them.
     fn missing(&self, namespace: Namespace) -> Vec<Neighbour>;
 
-    /// The streams of a job that use an interface, by route and port, with the neighbour at the other end.
+    /// Returns the streams of a job that use an interface, each as its route, its port and the neighbour at
+    /// the other end.
     fn through(&self, namespace: Namespace, interface: u16) -> Vec<(RouteId, u32, Neighbour)>;
 }
 
@@ -36,11 +39,13 @@ pub trait AdmittedStreams {
 #[derive(Debug)]
 pub(super) struct Down {
     pub(super) reason: String,
+    /// When it went down, counted from the moment from which events count their time.
     since: Duration,
 }
 
 impl JobControl {
-    /// Orders the streams to the sites above: every hub of the job has allocated.
+    /// Orders the streams to the sites above. The manager calls for them once every hub of the job has
+    /// allocated.
     pub(super) fn link(&mut self, namespace: Namespace, now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         // A command can come twice, since the answer to the first may have been lost.
@@ -50,12 +55,13 @@ impl JobControl {
         }
     }
 
+    /// Ends a job whose sites above cannot be reached.
     pub(super) fn lose_sites(&mut self, namespace: Namespace, reason: String, now: Duration) {
         self.fail(namespace, CauseKind::PeerLost, None, reason, now);
     }
 
-    /// Ends a job at which a neighbour is at fault. If it is silent while the manager is out of reach, the hub
-    /// itself is cut off.
+    /// Ends a job at which a neighbour is at fault. If the neighbour is silent while the manager is out of
+    /// reach, the reason says that the hub itself is cut off.
     pub(super) fn faulted(
         &mut self,
         namespace: Namespace,
@@ -79,7 +85,8 @@ impl JobControl {
         self.fail(namespace, cause, culprit.rank(), message, now);
     }
 
-    /// Lets jobs run whose streams are all here, and ends those that have waited too long for one.
+    /// Lets each connecting job run if all its streams are here, and ends it if it has waited too long for
+    /// one.
     pub(super) fn check_connecting(&mut self, now: Duration, streams: &impl AdmittedStreams) {
         let mut late = Vec::new();
         for (&namespace, job) in &mut self.jobs {
@@ -87,7 +94,9 @@ impl JobControl {
             let missing = streams.missing(namespace);
             match missing.first() {
                 None => job.phase = Phase::Running,
-                Some(&first) if now >= until => late.push((namespace, first, not_opened(job, &missing))),
+                Some(&first) if now >= until => {
+                    late.push((namespace, first, missing_streams_message(job, &missing)));
+                }
                 Some(_) => {}
             }
         }
@@ -96,6 +105,7 @@ impl JobControl {
         }
     }
 
+    /// Notes that interfaces have gone down, for the reason `down`, or that they work again.
     pub(super) fn note_interfaces(&mut self, numbers: Range<u16>, down: Option<String>, now: Duration) {
         for number in numbers {
             match &down {
@@ -107,20 +117,21 @@ impl JobControl {
         }
     }
 
-    /// Ends the jobs that have a stream over an interface that does not work: what is in flight there will
-    /// not arrive. Streams over other interfaces carry the reason to the workers. A job that may continue
-    /// gets some time for it, if there is another interface.
+    /// Ends the jobs that have a stream over an interface that does not work, because frames in flight there
+    /// will not arrive. Streams over other interfaces carry the reason to the workers. If the hub has another
+    /// interface, a job that may continue gets [`RESUME`] to connect over it.
     pub(super) fn check_interfaces(&mut self, now: Duration, streams: &impl AdmittedStreams) {
         let mut cut_off = Vec::new();
         let has_another = self.interfaces_down.len() < self.hub.interfaces;
         for (&number, down) in &self.interfaces_down {
             for (&namespace, job) in &self.jobs {
-                let through = streams.through(namespace, number);
-                // Nothing is in flight any more where a neighbour has left.
-                let counts = |(route, port, _): &&(RouteId, u32, Neighbour)| {
+                let job_streams = streams.through(namespace, number);
+                // In a job that continues, nothing is in flight any more on a stream by which a neighbour has
+                // left.
+                let may_lose_frames = |(route, port, _): &&(RouteId, u32, Neighbour)| {
                     !job.terms.continues || !job.left.contains(&(*route, *port))
                 };
-                if let Some(&(.., neighbour)) = through.iter().filter(counts).min()
+                if let Some(&(.., neighbour)) = job_streams.iter().filter(may_lose_frames).min()
                     && let Some(why) = down.ends(job, neighbour, has_another, now)
                 {
                     cut_off.push((namespace, why));
@@ -134,8 +145,8 @@ impl JobControl {
 }
 
 impl Down {
-    /// Why a job cannot go on that has a stream of `neighbour` here; `None` if the neighbour may still come by another
-    /// interface.
+    /// Returns why a job cannot go on whose stream of `neighbour` uses this interface; `None` if the
+    /// neighbour may still come by another interface.
     fn ends(&self, job: &Job, neighbour: Neighbour, has_another: bool, now: Duration) -> Option<String> {
         let reason = &self.reason;
         match job.terms.continues {
@@ -151,9 +162,10 @@ impl Down {
     }
 }
 
-/// Who has not opened all streams of a job in time.
-fn not_opened(job: &Job, missing: &[Neighbour]) -> String {
-    let names: Vec<String> = missing.iter().take(NAMED).map(|&neighbour| job.name_of(neighbour)).collect();
+/// Returns the message that says which neighbours have not opened all streams of a job in time.
+fn missing_streams_message(job: &Job, missing: &[Neighbour]) -> String {
+    let names: Vec<String> =
+        missing.iter().take(NEIGHBOURS_NAMED_MAX).map(|&neighbour| job.name_of(neighbour)).collect();
     let dots = if missing.len() > names.len() { ", ..." } else { "" };
     format!(
         "{}{dots} did not open all streams to the hub within {:.0} s",

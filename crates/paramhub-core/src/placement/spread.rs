@@ -1,4 +1,6 @@
-//! This decides how the chunks of a key are dealt, depending on what of it is exchanged in a step.
+//! This module decides how the chunks of a key are dealt to hubs, interfaces and cores. That depends on what
+//! a step exchanges of the key: its gradient, factors that a hub makes the gradient of, or nothing through a
+//! hub.
 
 use super::{sizes_of, sorted};
 use crate::chunk::{ChunkId, ChunkMap};
@@ -7,18 +9,20 @@ use crate::key::KeyTable;
 /// The way in which a key's chunks are dealt to hubs, interfaces and cores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spread {
-    /// Each chunk by itself.
+    /// Each chunk is dealt by itself.
     #[default]
     Chunks,
-    /// To one core, with the chunks of all keys that have the same number. A core that makes a gradient of
-    /// factors needs the whole layer, and the factors come to one core only.
+    /// All chunks go to one core, together with those of all keys that have the same layer number here. A
+    /// core that makes a gradient of factors needs the whole layer, and the factors come to one core only.
     Together(u32),
-    /// After all other chunks and without an effect on them. In a step none of the key goes through a hub:
-    /// only its initial parameters from rank 0 and pulls do. So it must not displace what is exchanged.
+    /// The chunks are dealt after all others, and without an effect on them. In a step nothing of the key
+    /// goes through a hub: only its initial parameters from rank 0 and pulls do. So it must not displace what
+    /// is exchanged.
     Aside,
 }
 
-/// The chunks to deal: those that are exchanged and those that are dealt aside, each longest first.
+/// The chunks to deal, in two lists: those that a step exchanges through a hub, and those that are dealt
+/// aside. Each list is longest first.
 pub(super) struct Order {
     pub(super) exchanged: Vec<ChunkId>,
     pub(super) aside: Vec<ChunkId>,
@@ -26,14 +30,15 @@ pub(super) struct Order {
 
 impl Order {
     pub(super) fn new(table: &KeyTable, map: &ChunkMap, sizes: &[u32], spreads: &[Spread]) -> Order {
-        let is_aside = |chunk: &ChunkId| of_chunk(map, spreads, *chunk) == Spread::Aside;
+        let is_aside = |chunk: &ChunkId| spread_of_chunk(map, spreads, *chunk) == Spread::Aside;
         let (aside, exchanged) = sorted(table, map, sizes).into_iter().partition(is_aside);
         Order { exchanged, aside }
     }
 }
 
-/// Deals chunks, which come longest first, to bins of these weights; a layer that stays together counts with
-/// its whole length.
+/// Deals chunks, which come longest first, to bins of these weights, and returns the chunks of each bin in
+/// the same order. `sizes` has the elements of each chunk. A layer that stays together counts with the
+/// elements of all its chunks.
 pub(super) fn deal(
     chunks: &[ChunkId],
     map: &ChunkMap,
@@ -44,16 +49,17 @@ pub(super) fn deal(
     if !spreads.iter().any(|spread| matches!(spread, Spread::Together(_))) {
         return super::longest_first(chunks, sizes, weights);
     }
-    // An item is a chunk or a whole layer. It has the place of its first chunk among the items of its length.
+    // An item is a chunk or a whole layer, with its elements. The sort below is stable, so items of one
+    // length keep the order of their first chunks.
     let mut items: Vec<(u64, Vec<ChunkId>)> = Vec::new();
     let mut item_of_layer = std::collections::HashMap::new();
     for &chunk in chunks {
         let size = u64::from(sizes[chunk as usize]);
-        let known = match of_chunk(map, spreads, chunk) {
+        let item_of_own_layer = match spread_of_chunk(map, spreads, chunk) {
             Spread::Together(layer) => Some(item_of_layer.entry(layer).or_insert(items.len())),
             Spread::Chunks | Spread::Aside => None,
         };
-        match known.and_then(|item| items.get_mut(*item)) {
+        match item_of_own_layer.and_then(|item| items.get_mut(*item)) {
             Some((length, together)) => {
                 *length += size;
                 together.push(chunk);
@@ -72,7 +78,8 @@ pub(super) fn deal(
     dealt
 }
 
-/// The size of each chunk for measuring how even a placement is: chunks that are dealt aside weigh nothing.
+/// Returns the elements of each chunk for measuring how even a placement is. Chunks that are dealt aside
+/// count as empty.
 pub(super) fn exchanged_sizes(map: &ChunkMap, spreads: &[Spread]) -> Vec<u32> {
     let mut sizes = sizes_of(map);
     let aside = (0..).zip(spreads).filter(|(_, spread)| **spread == Spread::Aside);
@@ -82,7 +89,8 @@ pub(super) fn exchanged_sizes(map: &ChunkMap, spreads: &[Spread]) -> Vec<u32> {
     sizes
 }
 
-/// Adds to a digest how keys are dealt that are not dealt chunk by chunk; adds nothing if there are none.
+/// Adds to a digest how those keys are dealt whose chunks are not dealt each by itself. If there are none,
+/// the digest does not change.
 pub(super) fn digest(hasher: &mut blake3::Hasher, spreads: &[Spread]) {
     for (key, spread) in (0u32..).zip(spreads) {
         let (tag, layer) = match *spread {
@@ -94,7 +102,8 @@ pub(super) fn digest(hasher: &mut blake3::Hasher, spreads: &[Spread]) {
     }
 }
 
-fn of_chunk(map: &ChunkMap, spreads: &[Spread], chunk: ChunkId) -> Spread {
+/// Returns how the key of a chunk is dealt. `spreads` is empty if all chunks are dealt by themselves.
+fn spread_of_chunk(map: &ChunkMap, spreads: &[Spread], chunk: ChunkId) -> Spread {
     if spreads.is_empty() {
         return Spread::Chunks;
     }

@@ -1,4 +1,5 @@
-//! Gradients that are made of factors, in turns.
+//! A core makes gradients from factors in turns, so that one large layer does not keep it from serving its
+//! streams.
 
 use std::time::Instant;
 
@@ -6,7 +7,8 @@ use super::scheduler::WorkUnit;
 use super::{Core, CoreEvent, RELEASE_TURN_ELEMENTS};
 
 impl Core {
-    /// Makes a part of a gradient, or updates some chunks that are made, and sends the answers that result.
+    /// Takes one turn: computes a part of a gradient from its factors, or updates some chunks whose gradient
+    /// is complete, and sends the answers that result. If work is left, schedules the next turn.
     pub(super) fn make(&mut self, shard: usize, now: Instant) {
         let hosted = self.shards.index_mut(shard);
         hosted.makes = false;
@@ -19,7 +21,8 @@ impl Core {
             self.scheduler.add(hosted.job, WorkUnit::Make(shard));
         }
         if let Err(fault) = made {
-            // A worker for which others wait has left; no stream of this turn is at fault.
+            // A turn fails only because a worker has left while others wait for its contribution. This turn
+            // belongs to no stream that could carry the fault, so the job controller hears of it here.
             let plan = hosted.shard.plan();
             let culprit = fault.culprit(plan.ports.neighbour(0));
             let (namespace, message) = (plan.namespace, fault.message(&plan.name(culprit)));

@@ -65,8 +65,8 @@ const TICK: Duration = Duration::from_millis(250);
 const EVENTS: usize = 256;
 /// Turns for which a worker may sleep although an answer is there, while the core serves others.
 const UNANNOUNCED_TURNS: u32 = 8;
-/// Elements of a released step that are updated before the streams are served: as many as one stream brings
-/// in its turn.
+/// The elements of a released step, or of a gradient made from factors, that a core works on before it serves
+/// the streams again: as many as one stream brings in its turn.
 const RELEASE_TURN_ELEMENTS: usize = 64 << 10;
 /// The time that jobs that share a core are served before the core polls again: one or two turns of a
 /// stream. For a job that is alone, the core serves everything that the poller has reported.

@@ -1,4 +1,5 @@
-//! The shape of the hub for the placement, and its description for people.
+//! This module plans which cores and processors serve each interface, computes the hub's shape for the
+//! placement, and describes the plan for people.
 
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_transport::interface::Sysfs;
@@ -7,7 +8,8 @@ use super::Listening;
 use super::assign::{Assignment, Demand, assign, processors};
 use crate::config::{HubConfig, HubError};
 
-/// Ties the interfaces to cores, and the cores to processors of the same node.
+/// Assigns cores to each interface, and to each core a processor, of the interface's NUMA node if there is
+/// one.
 pub(crate) fn plan(listening: &[Listening], cores: usize, sysfs: &Sysfs) -> Result<Assignment, HubError> {
     let processors = processors(sysfs)
         .map_err(|cause| HubError::System { what: "learn which processors it may use", cause })?;
@@ -16,15 +18,17 @@ pub(crate) fn plan(listening: &[Listening], cores: usize, sysfs: &Sysfs) -> Resu
     Ok(assign(&demands, cores, &processors))
 }
 
-/// The hub's shape. It lists each interface once per stream, side by side: the placement then spreads the
-/// chunks over the copies as over interfaces.
+/// Builds the hub's shape, which has no local socket yet. It lists each interface once per stream, one copy
+/// after the other, so that the placement spreads chunks over the streams as it does over interfaces.
+///
+/// # Errors
+/// [`HubError::Config`] if workers cannot dial an address and the configuration names no other for it.
 pub(crate) fn shape(
     config: &HubConfig,
     listening: &[Listening],
     assignment: &Assignment,
 ) -> Result<HubShape, HubError> {
-    let address_of = |interface: usize| match (config.advertise.get(interface), listening[interface].address)
-    {
+    let address_of = |number: usize| match (config.advertise.get(number), listening[number].address) {
         (Some(advertised), _) => Ok(advertised.clone()),
         (None, address) if address.ip().is_unspecified() => Err(HubError::Config(format!(
             "{address} is no address that workers can dial: listen on the address of an interface, or say what to dial with \
@@ -32,18 +36,18 @@ pub(crate) fn shape(
         ))),
         (None, address) => Ok(address.to_string()),
     };
-    let interface = |interface: usize| {
-        // Copies share the rate of the interface, so hubs with different numbers of streams have comparable
-        // weights.
-        let weight = (listening[interface].weight / config.streams as u32).max(1);
-        let cores = assignment.cores_of[interface].clone();
-        Ok(InterfaceShape { address: address_of(interface)?, cores, weight })
+    let interface_shape = |number: usize| {
+        // The copies divide the interface's weight, its known or assumed rate in Mbit/s, among them, so that
+        // the weights of hubs with different numbers of streams are comparable.
+        let weight = (listening[number].weight / config.streams as u32).max(1);
+        let cores = assignment.cores_of[number].clone();
+        Ok(InterfaceShape { address: address_of(number)?, cores, weight })
     };
     let copies = (0..listening.len()).flat_map(|number| std::iter::repeat_n(number, config.streams));
-    Ok(HubShape { interfaces: copies.map(interface).collect::<Result<_, HubError>>()?, local: None })
+    Ok(HubShape { interfaces: copies.map(interface_shape).collect::<Result<_, HubError>>()?, local: None })
 }
 
-/// One line for each interface: name, address, rate, node, cores, processors.
+/// Describes each interface on one line: its name, address, rate, weight, NUMA node, cores and processors.
 pub(crate) fn describe(listening: &[Listening], assignment: &Assignment, is_pinned: bool) -> Vec<String> {
     let line = |(listening, cores): (&Listening, &Vec<u16>)| {
         let rate = match listening.rate {
@@ -56,8 +60,8 @@ pub(crate) fn describe(listening: &[Listening], assignment: &Assignment, is_pinn
             .map(|&core| {
                 let processor = assignment.processor_of[usize::from(core)];
                 match (listening.node, processor.node) {
-                    (Some(mine), Some(other)) if mine != other => {
-                        format!("{} of node {other}", processor.number)
+                    (Some(interface_node), Some(core_node)) if interface_node != core_node => {
+                        format!("{} of node {core_node}", processor.number)
                     }
                     _ => processor.number.to_string(),
                 }

@@ -1,4 +1,4 @@
-//! Ranks that leave, this one and others, and the last messages of a mesh.
+//! This module handles ranks that leave, this one and others, and sends the last messages of a mesh.
 
 use std::time::Instant;
 
@@ -12,7 +12,8 @@ use crate::error::MeshError;
 use crate::wire::{Channel, Header, Kind};
 
 impl ProgressEngine {
-    /// Handles a peer that has left in order. Every operation that still needs it fails.
+    /// Handles the leave message of a peer, which had begun this number of collectives. Every operation that
+    /// still needs the peer fails.
     pub(super) fn peer_left(&mut self, rank: u32, collectives: u64) -> Result<(), MeshError> {
         let state = &mut self.ranks[rank as usize];
         let RankState::Connected(peer) = std::mem::replace(state, RankState::Left { collectives }) else {
@@ -20,30 +21,31 @@ impl ProgressEngine {
         };
         // This fails only if the descriptor is not in the set.
         let _ = self.poller.remove(&peer.socket);
-        let mut needed: Vec<SlabKey> =
+        let mut failing: Vec<SlabKey> =
             peer.matching.unmatched().chain(peer.outbound.transfers()).map(|id| id.operation).collect();
         if (self.in_flight.this_rank.rank + 1) % self.in_flight.size == rank {
+            // The next rank acknowledges this rank's collectives, and nothing is to wait for that any more.
             self.in_flight.sequence.next_left();
         }
         let is_last = !self.has_peers();
-        let orphans: Vec<SlabKey> = self
+        let unmatchable: Vec<SlabKey> = self
             .in_flight
             .receives
             .iter()
             .filter(|(_, receive)| receive.from == Some(rank) || (receive.from.is_none() && is_last))
             .map(|(ticket, _)| ticket)
             .collect();
-        for ticket in orphans {
-            needed.extend(self.in_flight.receives.remove(ticket).map(|receive| receive.id.operation));
+        for ticket in unmatchable {
+            failing.extend(self.in_flight.receives.remove(ticket).map(|receive| receive.id.operation));
         }
-        needed.extend(self.in_flight.operations.iter().filter_map(|(key, operation)| {
+        failing.extend(self.in_flight.operations.iter().filter_map(|(key, operation)| {
             (operation.is_collective() && operation.number >= collectives).then_some(key)
         }));
-        needed.into_iter().try_for_each(|operation| self.fail_for_missing_rank(operation, rank))
+        failing.into_iter().try_for_each(|operation| self.fail_for_missing_rank(operation, rank))
     }
 
-    /// Fails an operation that needs a rank that has left. A collective that has begun fails the whole mesh,
-    /// for the other ranks wait for its steps.
+    /// Fails an operation that needs a rank that has left. If the operation is a collective, returns the
+    /// error that ends the whole mesh, because the other ranks wait for this rank's steps of the collective.
     pub(super) fn fail_for_missing_rank(&mut self, operation: SlabKey, rank: u32) -> Result<(), MeshError> {
         let Some(operation_in_need) = self.in_flight.operations.get(operation) else { return Ok(()) };
         let error = MeshError::PeerLeft {
@@ -58,11 +60,12 @@ impl ProgressEngine {
         Ok(())
     }
 
-    /// Returns whether this rank may send its leave message: nothing is under way but receives to which
-    /// nothing has come.
+    /// Returns whether this rank has finished leaving, so that it may send its leave message: the user has
+    /// asked it to leave, and nothing is under way except receives for which no byte has come. Fails at the
+    /// deadline.
     pub(super) fn has_left(&mut self, now: Instant) -> Result<bool, MeshError> {
         let Some((timeout, deadline)) = self.leaving else { return Ok(false) };
-        let idle = self
+        let idle_receives = self
             .in_flight
             .receives
             .iter()
@@ -72,7 +75,7 @@ impl ProgressEngine {
             .ranks
             .iter()
             .any(|state| matches!(state, RankState::Connected(peer) if peer.outbound.has_something()));
-        if outstanding == idle.count() && !has_unsent {
+        if outstanding == idle_receives.count() && !has_unsent {
             return Ok(true);
         }
         if now >= deadline {
@@ -82,14 +85,16 @@ impl ProgressEngine {
         Ok(false)
     }
 
-    /// Prepares the last messages, a leave message or the reason why the mesh ends, and sends them as far as
-    /// it goes without blocking.
+    /// Queues the last message to each peer: the leave message, or an abort message with `error` as the
+    /// reason. Sends as much as is possible without blocking, and returns the connections that have to send
+    /// the rest.
     pub(super) fn last_messages(&mut self, is_leave: bool, error: &MeshError) -> Vec<ClosingConnection> {
         let (header, text) = match is_leave {
             true => {
                 (Header { tag: self.in_flight.sequence.begun(), ..Header::bare(Kind::Leave) }, String::new())
             }
             false => {
+                // The tag names the rank at fault.
                 let tag = error.rank().map_or(u64::MAX, u64::from);
                 (Header { tag, ..Header::bare(Kind::Abort) }, abort_text(error))
             }
@@ -97,6 +102,7 @@ impl ProgressEngine {
         let mut connections = Vec::with_capacity(self.ranks.len());
         for state in self.ranks.drain(..) {
             if let RankState::Connected(mut peer) = state {
+                // This fails only if the descriptor is not in the set.
                 let _ = self.poller.remove(&peer.socket);
                 let last_messages = peer.outbound.last_messages(&self.in_flight, header, text.as_bytes());
                 connections.push(ClosingConnection::begin(peer.socket, last_messages));
@@ -106,7 +112,7 @@ impl ProgressEngine {
     }
 }
 
-/// The reason for the peers, within the bound of a frame.
+/// Returns the text of an abort message, at most `MESSAGE_BYTES_MAX` bytes.
 fn abort_text(error: &MeshError) -> String {
     let mut text = match error {
         // The reason of another rank is passed on unchanged, so that it does not grow from rank to rank.
