@@ -113,8 +113,8 @@ class _Promise:
         self._failure: BaseException | None = None
         ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self._ended = ended
-        # This does not use set_exception: it sets the exception as the result. C++ takes that for tensors and fails, or crashes. An exception
-        # that a callback raises is an error for C++, too.
+        # set_exception would set the exception as the result. C++ takes that for tensors and fails, or
+        # crashes. An exception that a callback raises is an error for C++, too.
         self.future = ended.then(self._outcome)
         work.add_done_callback(self._complete)
 

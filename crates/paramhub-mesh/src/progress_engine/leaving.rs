@@ -60,10 +60,10 @@ impl ProgressEngine {
         Ok(())
     }
 
-    /// Returns whether this rank has finished leaving, so that it may send its leave message: the user has
+    /// Returns whether this rank may send its leave message: the user has
     /// asked it to leave, and nothing is under way except receives for which no byte has come. Fails at the
     /// deadline.
-    pub(super) fn has_left(&mut self, now: Instant) -> Result<bool, MeshError> {
+    pub(super) fn may_leave(&mut self, now: Instant) -> Result<bool, MeshError> {
         let Some((timeout, deadline)) = self.leaving else { return Ok(false) };
         let idle_receives = self
             .in_flight

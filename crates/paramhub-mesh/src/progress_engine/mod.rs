@@ -189,7 +189,7 @@ impl ProgressEngine {
                 next_check = now + self.liveness_rules.check_every();
             }
             self.work()?;
-            if self.has_left(now)? {
+            if self.may_leave(now)? {
                 return Ok(());
             }
             let timeout = match self.has_immediate_work() || !self.prepare_to_sleep() {
