@@ -12,8 +12,8 @@ use paramhub_core::placement::RouteId;
 use paramhub_core::wire::{Caller, Hello, Refusal};
 
 use crate::core::{Ports, Side};
+use crate::expected_probe::ExpectedProbe;
 use crate::local::{JobMemory, LocalMemory};
-use crate::probe::ExpectedProbe;
 
 /// Ended jobs whose reason is kept, for workers that connect too late to receive it on a stream.
 const ENDED_MAX: usize = 256;

@@ -26,8 +26,9 @@ use crate::checkpoint::CheckpointStatuses;
 use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
 use crate::directory::Directory;
+use crate::events::ControllerEvent;
 use crate::interfaces::{self, Assignment, Listening, addresses_of, describe, plan, shape};
-use crate::job_controller::{ControllerEvent, JobController};
+use crate::job_controller::JobController;
 use crate::manager_link::ManagerLink;
 use crate::probe::Prober;
 

@@ -11,7 +11,6 @@ mod job;
 mod outputs;
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
@@ -21,50 +20,17 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::{self, Event, JobControl, JobTerms};
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobEnd, JobPlan, ProbeReport};
+use paramhub_core::service::{HubCommand, JobPlan};
 use paramhub_kernels::Registry;
 
 use crate::checkpoint::{CheckpointCommand, CheckpointConfig, CheckpointStatuses};
-use crate::core::{CoreEvent, CoreHandle, Restored, panic_text};
+use crate::core::{CoreEvent, CoreHandle, panic_text};
 use crate::directory::Directory;
+use crate::events::{ControllerEvent, ReportEvent};
 use crate::manager_link::ManagerOutage;
 use crate::probe::Prober;
 use checkpoints::CheckpointPlan;
 use job::HubJob;
-
-/// An event for the job controller.
-#[derive(Debug)]
-pub(crate) enum ControllerEvent {
-    /// A command of the manager.
-    Command(HubCommand),
-    /// A report of a core.
-    Core(CoreEvent),
-    /// The hubs of the sites above cannot be reached.
-    SitesUnreachable { namespace: Namespace, reason: String },
-    /// Interfaces, numbered as in the hub's shape, have gone down for this reason, or are up again.
-    Interfaces { numbers: Range<u16>, down: Option<String> },
-    /// A probe has ended.
-    Probed(ProbeReport),
-    /// A job's checkpoint has been read for its shards, or cannot be.
-    Loaded { namespace: Namespace, result: Result<(u32, Vec<Arc<Restored>>), String> },
-    /// The last checkpoint of a job is in memory, or will not be taken.
-    LastCheckpointTaken { namespace: Namespace },
-    /// The last checkpoint of a job that goes on, and whose workers are about to be ended, is in memory or
-    /// will not be taken.
-    CheckpointKept { namespace: Namespace },
-    /// The hub shuts down.
-    Stop,
-}
-
-/// A report for the manager.
-#[derive(Debug)]
-pub(crate) enum ReportEvent {
-    Event(HubEvent),
-    /// A job has ended at this time. The counters are included because its core has forgotten them.
-    Ended(JobEnd, Instant, HubJobCounters),
-    /// The hub is about to stop.
-    Leaving,
-}
 
 /// The job controller: the rules of the hub's jobs, and what it takes to carry them out.
 pub(crate) struct JobController {

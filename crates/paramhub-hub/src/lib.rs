@@ -24,6 +24,8 @@ mod checkpoint;
 mod config;
 mod core;
 mod directory;
+mod events;
+mod expected_probe;
 mod hub;
 mod interfaces;
 mod job_controller;

@@ -15,7 +15,7 @@ use tracing::{info, warn};
 
 use crate::checkpoint::CheckpointStatuses;
 use crate::core::CoreHandle;
-use crate::job_controller::{ControllerEvent, ReportEvent};
+use crate::events::{ControllerEvent, ReportEvent};
 
 /// How long one poll for commands may take; it bounds the delay with which a stopping hub's thread notices
 /// the stop.

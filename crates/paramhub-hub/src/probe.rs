@@ -8,20 +8,21 @@ mod transfer;
 
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::mpsc::{Receiver, SyncSender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::auth::Incarnation;
 use paramhub_core::service::{ProbeOrder, ProbeOutcome, ProbeReport};
 use paramhub_core::wire::{CHALLENGE_BYTES, Caller, Hello, Refusal, VerdictError};
 use paramhub_transport::dialling::{dial, dial_first, dial_from};
 use paramhub_transport::greeting::{GreetingError, greet};
 
 use crate::directory::Directory;
-use crate::job_controller::ControllerEvent;
+use crate::events::ControllerEvent;
+use crate::expected_probe::ExpectedProbe;
 
 /// How long all streams together may take to open.
 const CONNECT: Duration = Duration::from_millis(500);
@@ -29,45 +30,6 @@ const CONNECT: Duration = Duration::from_millis(500);
 const REDIAL: Duration = Duration::from_millis(20);
 /// Streams of one probe.
 const STREAMS_MAX: u16 = 64;
-
-/// The probe for whose streams this hub waits, at most one. Job controller and acceptor share it.
-#[derive(Debug, Default)]
-pub(crate) struct ExpectedProbe(Mutex<Option<Expected>>);
-
-#[derive(Debug)]
-struct Expected {
-    probe: Namespace,
-    nonce: Nonce,
-    streams: SyncSender<OwnedFd>,
-}
-
-impl ExpectedProbe {
-    /// The secret of a probe that the hub waits for.
-    pub(crate) fn nonce(&self, probe: Namespace) -> Option<Nonce> {
-        self.expected().as_ref().filter(|expected| expected.probe == probe).map(|expected| expected.nonce)
-    }
-
-    /// Takes a stream that has proven itself, and closes it if there are enough or it is late.
-    pub(crate) fn admit(&self, probe: Namespace, stream: OwnedFd) {
-        if let Some(expected) = self.expected().as_ref().filter(|expected| expected.probe == probe) {
-            let _ = expected.streams.try_send(stream);
-        }
-    }
-
-    fn expect(&self, order: &ProbeOrder) -> Receiver<OwnedFd> {
-        let (sender, receiver) = sync_channel(order.streams.into());
-        *self.expected() = Some(Expected { probe: order.probe, nonce: order.nonce, streams: sender });
-        receiver
-    }
-
-    fn forget(&self) {
-        *self.expected() = None;
-    }
-
-    fn expected(&self) -> MutexGuard<'_, Option<Expected>> {
-        self.0.lock().expect("no panic while holding it")
-    }
-}
 
 /// Runs probes, one at a time.
 pub(crate) struct Prober {

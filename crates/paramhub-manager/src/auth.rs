@@ -22,7 +22,7 @@ impl FromRequestParts<Arc<Registry>> for Admin {
     type Rejection = Refusal;
 
     async fn from_request_parts(parts: &mut Parts, registry: &Arc<Registry>) -> Result<Self, Refusal> {
-        let slot = Caller::of(parts);
+        let slot = CallerSlot::of(parts);
         let Some(expected) = &registry.admin_token else {
             // Without a token every caller is admitted. A call without a body is complete.
             if parts.method != Method::POST {
@@ -59,26 +59,26 @@ impl FromRequestParts<Arc<Registry>> for FromHub {
         let PathSegment(hub) = PathSegment::<u32>::from_request_parts(parts, registry).await?;
         let token = bearer(parts).map(str::to_string);
         registry.with(|state| state.membership.admit_hub(hub, token.as_deref(), now()))?;
-        Caller::of(parts).0.prove_hub(hub)?;
+        CallerSlot::of(parts).0.prove_hub(hub)?;
         Ok(FromHub { hub, token: token.expect("a hub without one is not admitted") })
     }
 }
 
 /// The slot of the caller's connection, which knows what the caller has proved.
-pub(crate) struct Caller(pub(crate) Arc<ConnectionSlot>);
+pub(crate) struct CallerSlot(pub(crate) Arc<ConnectionSlot>);
 
-impl Caller {
+impl CallerSlot {
     pub(crate) fn of(parts: &Parts) -> Self {
         let slot = parts.extensions.get::<Arc<ConnectionSlot>>();
-        Caller(slot.expect("the server gives every request its caller's place").clone())
+        CallerSlot(slot.expect("the server gives every request its caller's place").clone())
     }
 }
 
-impl<S: Send + Sync> FromRequestParts<S> for Caller {
+impl<S: Send + Sync> FromRequestParts<S> for CallerSlot {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
-        Ok(Caller::of(parts))
+        Ok(CallerSlot::of(parts))
     }
 }
 

@@ -15,12 +15,13 @@ use paramhub_core::limits::REQUEST_BYTES_MAX;
 use paramhub_core::service::{ErrorCode, ServiceError};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
-use crate::auth::Caller;
-use crate::connection_slots::{ConnectionSlot, busy};
+use crate::auth::CallerSlot;
+use crate::connection_slots::ConnectionSlot;
 use crate::error::{Refusal, refusal};
+use crate::key_table_budgets::KeyTableBudgets;
 use crate::registry::{Registry, blocking};
 use crate::routes::{PathSegment, namespace};
 use crate::state::CallingRank;
@@ -42,13 +43,6 @@ const PACE_BYTES: usize = 256 << 10;
 /// The bytes in which InitService must name the calling rank and its proof, so that a key table is read from
 /// ranks alone.
 const CLAIM_BYTES: usize = 4 << 10;
-/// The most bytes of a small key table, which waits for no large one.
-const SMALL_TABLE: usize = 4 << 20;
-/// KiB of small key tables that are read and compared at the same time.
-const SMALL_TABLES_KIB: usize = 128 << 10;
-/// KiB of large key tables that are read and compared at the same time: two of the largest. Further ones
-/// wait.
-const LARGE_TABLES_KIB: usize = 2 * REQUEST_BYTES_MAX / 1024;
 /// Bodies above this many bytes are parsed beside the executor's threads.
 const PARSED_AT_ONCE: usize = 64 << 10;
 
@@ -68,44 +62,6 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static, const LIMIT: usize> F
         let parsed =
             if bytes.len() > PARSED_AT_ONCE { blocking(move || parse(&bytes)).await? } else { parse(&bytes) };
         Ok(JsonBody(parsed?))
-    }
-}
-
-/// The budgets of key tables that are being read and compared.
-pub(crate) struct KeyTableBudgets {
-    small: Arc<Semaphore>,
-    large: Arc<Semaphore>,
-}
-
-impl Default for KeyTableBudgets {
-    fn default() -> Self {
-        KeyTableBudgets::new(SMALL_TABLES_KIB, LARGE_TABLES_KIB)
-    }
-}
-
-impl KeyTableBudgets {
-    fn new(small_kib: usize, large_kib: usize) -> Self {
-        KeyTableBudgets {
-            small: Arc::new(Semaphore::new(small_kib)),
-            large: Arc::new(Semaphore::new(large_kib)),
-        }
-    }
-
-    /// Waits for room in the budget for a table of `declared` bytes.
-    async fn admit(&self, declared: usize, deadline: Instant) -> Result<OwnedSemaphorePermit, Refusal> {
-        let (budget, most) = match declared <= SMALL_TABLE {
-            true => (&self.small, SMALL_TABLES_KIB),
-            false => (&self.large, LARGE_TABLES_KIB),
-        };
-        // A table that is too long is refused elsewhere. Here it must only not ask for more than the whole
-        // budget.
-        let share = (declared / 1024 + 1).min(most) as u32;
-        match timeout_at(deadline, budget.clone().acquire_many_owned(share)).await {
-            Ok(Ok(permit)) => Ok(permit),
-            _ => {
-                Err(busy("too many key tables are on their way to the connection manager: try again".into()))
-            }
-        }
     }
 }
 
@@ -163,7 +119,7 @@ impl FromRequest<Arc<Registry>> for TableBody {
         let (mut parts, body) = request.into_parts();
         let PathSegment(text) = PathSegment::<String>::from_request_parts(&mut parts, registry).await?;
         let namespace = namespace(&text)?;
-        let slot = Caller::of(&parts).0;
+        let slot = CallerSlot::of(&parts).0;
         let request = Request::from_parts(parts, body);
         let body = IncomingBody::begin(request, REQUEST_BYTES_MAX, Instant::now(), TABLE_TIMEOUT)?;
         let prove = |claim: &Claim| {
@@ -228,7 +184,7 @@ impl IncomingBody {
         }
         let declared = declared_bytes(&request);
         let (parts, body) = request.into_parts();
-        let slot = Caller::of(&parts).0;
+        let slot = CallerSlot::of(&parts).0;
         let deadline = begun + timeout;
         let incoming =
             IncomingBody { body, bytes: Vec::new(), slot, declared, limit, begun, deadline, pace: None };

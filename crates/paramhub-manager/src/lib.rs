@@ -25,6 +25,7 @@
 #![forbid(unsafe_code)]
 
 mod allocation;
+mod answered_requests;
 mod auth;
 mod body;
 mod caller;
@@ -34,6 +35,7 @@ mod connection_slots;
 mod error;
 mod host;
 mod hub_queues;
+mod key_table_budgets;
 mod log;
 mod manager;
 mod metered_stream;

@@ -17,19 +17,10 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 
+use crate::answered_requests::RequestLabels;
 use crate::clock::now;
 use crate::connection_slots::ConnectionCounts;
 use crate::registry::Registry;
-
-/// Requests answered, by route, method and status.
-pub(crate) type Requests = Family<RequestLabels, Counter>;
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct RequestLabels {
-    method: &'static str,
-    route: String,
-    status: u16,
-}
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StateLabels {

@@ -12,13 +12,13 @@ use paramhub_core::service::{
 use rustix::process::{Resource, getrlimit};
 use tokio::sync::{Notify, Semaphore, watch};
 
-use crate::body::KeyTableBudgets;
+use crate::answered_requests::AnsweredRequests;
 use crate::caller::Caller;
 use crate::clock::now;
 use crate::config::ManagerConfig;
 use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::error::{ManagerError, Refusal, refusal};
-use crate::metrics::Requests;
+use crate::key_table_budgets::KeyTableBudgets;
 use crate::state::{CallingRank, ManagerState, check_reason, check_request};
 use crate::store::Store;
 
@@ -31,7 +31,7 @@ pub(crate) struct Registry {
     store: Arc<Store>,
     pub(crate) admin_token: Option<String>,
     pub(crate) hub_timeout: Duration,
-    pub(crate) requests: Requests,
+    pub(crate) requests: AnsweredRequests,
     pub(crate) slots: Arc<ConnectionSlots>,
     pub(crate) tables: KeyTableBudgets,
     /// Allows one placement at a time: a large one takes gigabytes.
@@ -59,7 +59,7 @@ impl Registry {
             store: Arc::new(store),
             admin_token: config.admin_token.clone(),
             hub_timeout: config.hub_timeout,
-            requests: Requests::default(),
+            requests: AnsweredRequests::default(),
             slots: slots(config),
             tables: KeyTableBudgets::default(),
             placing: Semaphore::new(1),

@@ -5,7 +5,7 @@ use paramhub_transport::interface::{InterfaceMonitor, LOOK, interfaces};
 use tracing::{info, warn};
 
 use super::Listening;
-use crate::job_controller::ControllerEvent;
+use crate::events::ControllerEvent;
 
 /// Watches the interfaces until `stop` closes, and reports to the job controller which go down or come back.
 /// Interfaces are numbered as in the hub's shape, where each is listed `copies` times.

@@ -10,11 +10,12 @@ use paramhub_core::combinations::{Feature, conflict_of};
 use paramhub_core::service::JobPlan;
 use tracing::warn;
 
-use super::{ControllerEvent, Event, JobController};
+use super::{Event, JobController};
 use crate::checkpoint::{
     CheckpointCommand, CheckpointConfig, CheckpointTask, CheckpointWriter, JobFolder, NotifyOnDrop, load,
 };
 use crate::core::{Restored, ShardPlan};
+use crate::events::ControllerEvent;
 
 /// How long a stopping hub waits for the checkpoints that are being written.
 const WRITE: Duration = Duration::from_secs(60);

@@ -7,9 +7,10 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::{Event, Output, Recipient};
 use tracing::{info, warn};
 
-use super::{ControllerEvent, JobController, ReportEvent};
+use super::JobController;
 use crate::core::CoreCommand;
 use crate::directory::JobEntry;
+use crate::events::{ControllerEvent, ReportEvent};
 use crate::local::JobMemory;
 use crate::parent_dialler::{ParentDialler, ParentStream};
 

@@ -72,18 +72,6 @@ async fn the_wait_for_its_turn_counts_against_the_time_of_a_key_table() {
 }
 
 #[tokio::test]
-async fn large_key_tables_leave_room_for_small_ones() {
-    let tables = KeyTableBudgets::default();
-    let deadline = Instant::now() + Duration::from_secs(30);
-    let _large = [
-        tables.admit(REQUEST_BYTES_MAX - 1024, deadline).await.unwrap(),
-        tables.admit(REQUEST_BYTES_MAX - 1024, deadline).await.unwrap(),
-    ];
-    let _small = tables.admit(SMALL_TABLE, deadline).await.unwrap();
-    assert!(tables.admit(SMALL_TABLE + 1, Instant::now()).await.is_err());
-}
-
-#[tokio::test]
 async fn a_key_table_that_does_not_keep_its_pace_is_given_up() {
     let stretch = Duration::from_millis(20);
     let mut body = incoming(claim(), Duration::from_secs(3600));

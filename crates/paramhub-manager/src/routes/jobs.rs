@@ -13,7 +13,7 @@ use paramhub_core::service::{
 };
 
 use super::{PathSegment, QueryParameters, namespace};
-use crate::auth::{Admin, Caller};
+use crate::auth::{Admin, CallerSlot};
 use crate::body::{JsonBody, SMALL, TableBody};
 use crate::clock::now;
 use crate::error::Refusal;
@@ -74,7 +74,7 @@ pub(crate) async fn create(
 )]
 pub(crate) async fn connect(
     State(registry): State<Arc<Registry>>,
-    Caller(slot): Caller,
+    CallerSlot(slot): CallerSlot,
     PathSegment(text): PathSegment<String>,
     JsonBody(call): JsonBody<ConnectService, SMALL>,
 ) -> Result<Response, Refusal> {
@@ -138,7 +138,7 @@ pub(crate) async fn init(
 )]
 pub(crate) async fn leave(
     State(registry): State<Arc<Registry>>,
-    Caller(slot): Caller,
+    CallerSlot(slot): CallerSlot,
     PathSegment(text): PathSegment<String>,
     JsonBody(call): JsonBody<LeaveService, SMALL>,
 ) -> Result<StatusCode, Refusal> {
