@@ -165,9 +165,10 @@ impl ManagerLink {
         let mut pause = registration.end();
         if registration.brief_in_a_row > BRIEF_MAX {
             self.fail(format!(
-                "the connection manager at {} has forgotten this hub {BRIEF_MAX} times within {} s of its joining: does \
+                "the connection manager at {} has forgotten this hub {} times in a row within {} s of its joining: does \
                  another hub join it with the same address? It says: {forgotten}",
                 self.client.url(),
+                registration.brief_in_a_row,
                 BRIEF.as_secs()
             ));
             return false;
