@@ -253,10 +253,7 @@ fn list(jobs: &[JobStatus]) -> String {
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY);
     table.set_content_arrangement(ContentArrangement::Dynamic);
-    // The environment gives a terminal's width as COLUMNS to programs that do not write to the terminal
-    // itself.
-    let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
-    if let Some(columns) = columns.filter(|columns| *columns > 0) {
+    if let Some(columns) = columns() {
         table.set_width(columns);
     }
     // Without a width rows are not broken, so messages are cut: `jobs show` and --json have the whole
@@ -277,6 +274,14 @@ fn list(jobs: &[JobStatus]) -> String {
         ]);
     }
     table.to_string()
+}
+
+/// The width of a table: COLUMNS, which is how a program learns of a terminal that it does not write to itself, or
+/// that of the terminal which is standard output.
+fn columns() -> Option<u16> {
+    let given = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    let terminal = || rustix::termios::tcgetwinsize(std::io::stdout()).ok().map(|size| size.ws_col);
+    given.or_else(terminal).filter(|&columns| columns > 0)
 }
 
 fn shortened(text: &str, chars: usize) -> String {

@@ -40,6 +40,9 @@ use paramhub::{ControlError, HubError, ManagerClient, ManagerConfig, ManagerErro
 use paramhub_harness::Usage;
 use paramhub_harness::exchange::PeerFlags;
 use paramhub_kernels::Isa;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 use config::{Config, Secret};
 
@@ -354,16 +357,19 @@ use overlay;
 
 fn start_log(config: &Config, is_server: bool) -> anyhow::Result<()> {
     let filter = config.log.as_deref().unwrap_or(if is_server { "info" } else { "warn" });
-    let filter = tracing_subscriber::EnvFilter::try_new(filter)
+    let filter: Targets = filter
+        .parse()
         .map_err(|error| Usage(format!("the log filter `{filter}` cannot be read: {error}")))?;
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_target(false)
         // If the log cannot be written, the subscriber would report that with a macro that panics for the
         // same reason.
         .log_internal_errors(false)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
+    tracing_subscriber::registry()
+        .with(filter)
+        .with(lines)
         .try_init()
         .map_err(|error| anyhow::anyhow!("{error}"))
         .context("cannot start the log")
