@@ -41,4 +41,4 @@ pub use stream::{
     FrameSink, Landing, Outgoing, ReceiveError, Received, SCRATCH_BYTES_DEFAULT, Scratch, Sent, Stream,
     StreamError,
 };
-pub use tcp::{ReceiveMode, TcpStream};
+pub use tcp::{ReceiveMode, TcpStream, WRITE_BYTES_MAX};

@@ -19,8 +19,9 @@ const BATCH_FRAMES: usize = 64;
 /// payload, so that the bulk keeps its alignment. One read still brings many small control frames.
 const AHEAD_BYTES: usize = HEADER_BYTES + 256;
 
-/// Bytes of one write: as much as a socket takes at once, and as a cache has room for besides other data.
-const WRITE_BYTES_MAX: usize = 256 << 10;
+/// Bytes of one write: as much as a socket takes at once, and as a cache has room for besides other data. A sender
+/// that chooses the frames of a write needs no more of them.
+pub const WRITE_BYTES_MAX: usize = 256 << 10;
 
 /// How far a stream reads ahead. Either mode serves either [`Landing`](crate::Landing); the mode decides
 /// which of these needs no extra copy.

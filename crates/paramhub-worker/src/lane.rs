@@ -11,13 +11,13 @@ use paramhub_core::placement::RouteId;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::requests::{ExpectedAnswer, PieceId};
 use paramhub_core::wire::{Header, Operation, Release, State};
-use paramhub_transport::{Connection, Outgoing, Stream, StreamError};
+use paramhub_transport::{Connection, Outgoing, Stream, StreamError, WRITE_BYTES_MAX};
 
 use crate::command::RETUNES_MAX;
 use crate::requests_in_flight::RequestsInFlight;
 use crate::staging::{PLACES, Staging};
 
-/// The number of frames gathered into one write; a write of 32 KB chunks fills most socket buffers.
+/// The most frames of one write. Chunks of 32 KB reach WRITE_BYTES_MAX before.
 const BATCH_FRAMES: usize = 32;
 /// The maximum of waiting control frames: every change of hyperparameters that the inbox lets through, a
 /// release, a heartbeat and a Leave message.
@@ -261,7 +261,8 @@ impl Lane {
         Ok(bytes)
     }
 
-    /// Chooses the frames of the next write, and converts those that travel in another encoding.
+    /// Chooses the frames of the next write, as many as one write takes, and converts those that travel in
+    /// another encoding.
     fn gather(&mut self, in_flight: &mut RequestsInFlight) {
         let begun = self.begun.take();
         let mut next_place = begun.and_then(|chunk| chunk.place).map_or(0, |place| (place + 1) % PLACES);
@@ -269,11 +270,13 @@ impl Lane {
         self.batch.extend(begun.map(BatchItem::Chunk));
         let control = self.control.len().min(BATCH_FRAMES - self.batch.len());
         self.batch.extend(std::iter::repeat_with(|| BatchItem::Control).take(control));
-        while self.batch.len() < BATCH_FRAMES && places > 0 {
+        let mut bytes = 0;
+        while self.batch.len() < BATCH_FRAMES && bytes < WRITE_BYTES_MAX && places > 0 {
             let Some(slot) = self.ready.pop_first() else { break };
             let chunk = in_flight.placement.chunks(self.route)[slot as usize];
             if let Some(block) = in_flight.requests.block_at(chunk) {
                 if let Some(piece) = self.gather_piece(in_flight, block, slot, next_place) {
+                    bytes += piece.header.length as usize;
                     self.batch.push(BatchItem::Chunk(piece));
                     next_place = (next_place + 1) % PLACES;
                     places -= 1;
@@ -312,6 +315,8 @@ impl Lane {
                     None => arena.put(&header, &extent, in_flight.source(&extent)),
                 }
             }
+            // Through shared memory a tensor does not pass through the stream.
+            bytes += if self.stream.is_shm() && of_tensor { 0 } else { header.length as usize };
             self.batch.push(BatchItem::Chunk(ChunkFrame { slot, header, extent, place, piece: None }));
         }
     }

@@ -1,4 +1,4 @@
-use paramhub_core::codec::Dtype;
+use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::key::Key;
 use paramhub_core::scheme::{LayerSettings, Scheme, SchemeChoice};

@@ -180,9 +180,9 @@ impl Ports {
         Some(self.above[slot as usize]).filter(|&port| port != NONE)
     }
 
-    /// Returns whether frames about a slot may arrive by a port.
-    pub(crate) fn carries(&self, port: u32, slot: u32) -> bool {
-        match self.side(port) {
+    /// Returns whether frames about a slot may arrive by a port, at whose other end is `side`.
+    pub(crate) fn carries(&self, port: u32, side: Side, slot: u32) -> bool {
+        match side {
             Side::Worker(_) => true,
             Side::Below(member) => {
                 let index = member as usize - self.workers.len();

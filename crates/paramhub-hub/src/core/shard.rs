@@ -19,7 +19,6 @@ mod two_phases;
 use std::sync::Arc;
 use std::time::Instant;
 
-use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Answer, Exchange, LeftWhileAwaited, ProtocolViolation, SumAction, Update};
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
@@ -216,7 +215,7 @@ impl Shard {
         match header.operation {
             Operation::PushPull => self.contribute(port, checked, payload, Answer::Parameters),
             Operation::Push => self.contribute(port, checked, payload, Answer::Applied),
-            Operation::Factors => match self.plan.ports.side(port) {
+            Operation::Factors => match checked.side {
                 Side::Worker(member) => self.gather_factors(member, checked, payload.here()),
                 Side::Below(_) | Side::Above => unreachable!("`check` lets factors in from workers alone"),
             },
@@ -247,7 +246,7 @@ impl Shard {
             Operation::Leave => self.leave(port),
             Operation::Total => self.lower(checked, payload.here()),
             Operation::Parameters => self.lower_parameters(checked, payload.here()),
-            Operation::Failure => Err(Fault::reported(self.plan.ports.side(port), payload.here())),
+            Operation::Failure => Err(Fault::reported(checked.side, payload.here())),
             // A heartbeat has done its work by arriving.
             _ => Ok(()),
         }
@@ -261,9 +260,8 @@ impl Shard {
         answer: Answer,
     ) -> Result<(), Fault> {
         let (header, (index, slot)) = (&checked.header, self.located(checked));
-        let (member, codec) = match self.plan.ports.side(port) {
-            Side::Worker(member) => (member, slot.gradient),
-            Side::Below(member) => (member, Codec::F32),
+        let member = match checked.side {
+            Side::Worker(member) | Side::Below(member) => member,
             Side::Above => unreachable!("`check` lets no contribution in from above"),
         };
         // A repeated contribution is not checked: an answer may have begun to overwrite it at the worker.
@@ -290,7 +288,7 @@ impl Shard {
             return Ok(());
         }
         self.counters.contributions += 1;
-        let contribution = Contribution { member, codec, payload };
+        let contribution = Contribution { member, codec: header.codec, payload };
         self.sums.fold(index, slot, &contribution, &arrival.fold, &self.arenas, &*self.plan.aggregator);
         if let SumAction::Update(update) = arrival.then
             && !self.sums.keeps_totals()

@@ -1,5 +1,5 @@
 use paramhub_core::chunk::ChunkMap;
-use paramhub_core::codec::Dtype;
+use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::composition::{Composed, Composition, Neighbour};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::hyperparameters::Hyperparameters;

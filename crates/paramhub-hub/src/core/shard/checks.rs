@@ -11,10 +11,11 @@ use crate::core::fault::Fault;
 use crate::core::layout::Slot;
 use crate::core::ports::Side;
 
-/// A header that [`Shard::check`] has accepted, with the place of its chunk.
+/// A header that [`Shard::check`] has accepted, with its sender and the place of its chunk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CheckedHeader {
     pub(super) header: Header,
+    pub(super) side: Side,
     /// `None` where the operation is about no chunk.
     index: Option<u32>,
 }
@@ -29,16 +30,16 @@ impl CheckedHeader {
 impl Shard {
     /// Refuses a header before its payload is read, and locates its chunk.
     pub(crate) fn check(&self, port: u32, header: &Header) -> Result<CheckedHeader, Fault> {
-        let index = self.check_sender(port, header)?;
+        let side = self.plan.ports.side(port);
+        let index = self.check_sender(port, side, header)?;
         if let Some(index) = index {
-            self.check_chunk(port, header, index)?;
+            self.check_chunk(side, header, index)?;
         }
-        Ok(CheckedHeader { header: *header, index })
+        Ok(CheckedHeader { header: *header, side, index })
     }
 
     /// Refuses what may not come by this port. Returns the slot of the frame's chunk, if it is about one.
-    fn check_sender(&self, port: u32, header: &Header) -> Result<Option<u32>, Fault> {
-        let side = self.plan.ports.side(port);
+    fn check_sender(&self, port: u32, side: Side, header: &Header) -> Result<Option<u32>, Fault> {
         if self.has_left(port) && self.plan.continues && header.operation == Operation::Leave {
             // The stream was cut after the worker's Leave, and the worker could not know that it had arrived.
             return Ok(None);
@@ -53,15 +54,15 @@ impl Shard {
             return Ok(None);
         }
         let index = self.locate(header.chunk)?;
-        match self.plan.ports.carries(port, index) {
+        match self.plan.ports.carries(port, side, index) {
             true => Ok(Some(index)),
             false => Err(Fault::Chunk(header.chunk)),
         }
     }
 
     /// Refuses what does not fit the chunk in this slot.
-    fn check_chunk(&self, port: u32, header: &Header, index: u32) -> Result<(), Fault> {
-        let (side, slot) = (self.plan.ports.side(port), self.slots[index as usize]);
+    fn check_chunk(&self, side: Side, header: &Header, index: u32) -> Result<(), Fault> {
+        let slot = self.slots[index as usize];
         if header.operation == Operation::PullState
             && !self.plan.optimizes_here()
             && self.plan.ports.above(index).is_some()

@@ -2,7 +2,7 @@
 
 use paramhub_core::exchange::Answer;
 use paramhub_core::wire::{Header, Operation};
-use paramhub_transport::Outgoing;
+use paramhub_transport::{Outgoing, WRITE_BYTES_MAX};
 
 use super::Shard;
 use crate::core::outbox::{BATCH_FRAMES, Begun, NextFrame, Source};
@@ -29,8 +29,10 @@ impl Shard {
         self.outboxes[port as usize].begun.map(|begun| begun.header)
     }
 
-    /// Takes the most urgent frames out of the port's outbox and returns their number.
+    /// Chooses the next frames of a port, most urgent first and as many as one write takes, and returns their
+    /// number. Answers are taken out of the outbox; everything else stays in it until it has been sent.
     pub(crate) fn pick(&mut self, port: u32, picks: &mut [NextFrame; BATCH_FRAMES]) -> usize {
+        let has_arena = self.has_arena(port);
         let outbox = &mut self.outboxes[port as usize];
         let mut count = 0;
         let mut add = |pick| {
@@ -54,22 +56,27 @@ impl Shard {
             outbox.start_at = outbox.start.pop_first().map(|slot| (slot, 0));
         }
         if let Some((slot, part)) = outbox.start_at {
-            // One per write, since there is only one buffer from which it can leave. Sums wait until all of
-            // them have left.
+            // One for each write, because there is one buffer from which it can leave. Answers wait until all
+            // initial values have left.
             if room && outbox.may_spill() {
                 add(NextFrame::Start(slot, part));
                 self.stage_start(port, slot, part);
             }
             return count;
         }
-        for (set, answer) in
-            [(&mut outbox.applied, Answer::Applied), (&mut outbox.parameters, Answer::Parameters)]
-        {
-            while room && let Some(slot) = set.pop_first() {
-                room = add(NextFrame::Answer(slot, answer));
-            }
+        while room && let Some(slot) = outbox.applied.pop_first() {
+            room = add(NextFrame::Answer(slot, Answer::Applied));
         }
-        // One per write, since there is only one buffer from which it can leave.
+        let mut bytes = 0;
+        while room
+            && bytes < WRITE_BYTES_MAX
+            && let Some(slot) = outbox.parameters.pop_first()
+        {
+            let elements = self.slots[slot as usize].elements as usize;
+            bytes += if has_arena { 0 } else { elements * size_of::<f32>() };
+            room = add(NextFrame::Answer(slot, Answer::Parameters));
+        }
+        // One for each write, because there is one buffer from which it can leave.
         if room
             && outbox.may_spill()
             && let Some(slot) = outbox.state.pop_first()
@@ -80,7 +87,7 @@ impl Shard {
         count
     }
 
-    /// The chosen frames with their payloads.
+    /// The chosen frames with their payloads. `picks` is not empty.
     pub(crate) fn frames<'a>(&'a self, port: u32, picks: &[NextFrame], frames: &mut [Outgoing<'a>]) {
         let begun_message = matches!(picks[0], NextFrame::Begun(begun) if begun.source == Source::Message);
         let mut messages = self.outboxes[port as usize].messages.iter().skip(usize::from(begun_message));
@@ -103,8 +110,8 @@ impl Shard {
         }
     }
 
-    /// Notes the frames that have left whole (the first `whole`) and that have begun (the first `begun`), and
-    /// puts the rest back.
+    /// Records that the first `whole` frames have left whole and that the first `begun` have at least begun to
+    /// leave, and returns answers that have not begun to the outbox.
     pub(crate) fn note_sent(
         &mut self,
         port: u32,
@@ -159,15 +166,17 @@ impl Shard {
                     self.outboxes[port as usize].owe(slot, answer);
                 }
                 NextFrame::Answer(slot, answer) => {
-                    let source = match answer {
-                        Answer::Parameters if !has_arena => self.source(port, slot),
-                        Answer::State(_) => Source::Spill,
-                        Answer::Parameters | Answer::Applied => Source::Empty,
-                    };
-                    // This follows the lookup of the source, which may depend on what the rank had before.
+                    if !is_whole {
+                        // The source depends on the version that the member received last, which
+                        // `answer_begun` changes.
+                        let source = match answer {
+                            Answer::Parameters if !has_arena => self.source(port, slot),
+                            Answer::State(_) => Source::Spill,
+                            Answer::Parameters | Answer::Applied => Source::Empty,
+                        };
+                        self.outboxes[port as usize].begun = unfinished(source);
+                    }
                     self.answer_begun(port, slot);
-                    let outbox = &mut self.outboxes[port as usize];
-                    outbox.begun = unfinished(source).or(outbox.begun);
                 }
             }
         }

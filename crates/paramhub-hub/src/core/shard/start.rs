@@ -48,7 +48,9 @@ impl Shard {
         self.settle(index);
         self.deliver(slot, true);
         let ports = self.plan.ports.clone();
-        for (to, _) in ports.to_sites().filter(|&(to, _)| to != port && ports.carries(to, index)) {
+        for (to, _) in
+            ports.to_sites().filter(|&(to, site)| to != port && ports.carries(to, site.side, index))
+        {
             self.outboxes[to as usize].start.insert(index);
             self.dirty.insert(to);
         }
