@@ -168,10 +168,17 @@ impl Simulation {
     fn give_up(&mut self) {
         let takes = self.job.commands_taken() != CommandsTaken::None;
         assert_eq!(takes, self.is_serving(), "a job that is not closing is given up");
-        if takes {
-            let cause = self.cause(Error::GaveUp, None);
-            self.expect_announced(&cause);
-            let announcement = self.job.give_up(cause, self.now).expect("the command was taken");
+        let cause = self.cause(Error::GaveUp, None);
+        self.give_up_for(cause);
+    }
+
+    /// Reports that the worker cannot go on, which counts only while nothing has decided how the job ends.
+    fn give_up_for(&mut self, cause: FailureCause<Error>) {
+        let is_serving = self.is_serving();
+        self.expect_announced(&cause);
+        let announcement = self.job.give_up(cause, self.now);
+        assert_eq!(announcement.is_some(), is_serving, "{announcement:?}");
+        if let Some(announcement) = announcement {
             self.announce(announcement);
         }
     }
@@ -217,12 +224,11 @@ impl Simulation {
     }
 
     fn hub_silent(&mut self, index: usize) {
-        if self.job.watches_hubs() && self.streams[index].state != State::Resuming {
+        assert_eq!(self.job.watches_hubs(), self.is_serving());
+        if self.streams[index].state != State::Resuming {
             let hub = Arc::clone(&self.streams[index].hub);
             let cause = self.cause(Error::Silent, Some(hub));
-            self.expect_announced(&cause);
-            let announcement = self.job.give_up(cause, self.now).expect("hubs are watched");
-            self.announce(announcement);
+            self.give_up_for(cause);
         }
     }
 
@@ -281,12 +287,14 @@ impl Simulation {
     fn send_leave(&mut self) {
         let leaves_by = self.leaves_by.expect("the program has left");
         assert!(self.requests == 0 || self.now >= leaves_by, "requests are under way");
+        self.check_last_message(None);
         self.send_last(Frame::Leave);
     }
 
-    fn announce(&mut self, Announcement { announced, lost_hub }: Announcement) {
-        self.check_announcement(&announced);
-        for stream in self.streams.iter_mut().filter(|stream| Some(&stream.hub) == lost_hub.as_ref()) {
+    fn announce(&mut self, announcement: Announcement) {
+        self.check_last_message(Some(&announcement));
+        let lost = announcement.lost_hub.as_ref();
+        for stream in self.streams.iter_mut().filter(|stream| Some(&stream.hub) == lost) {
             (stream.state, stream.is_lost) = (State::Closed, true);
         }
         self.send_last(Frame::Reason);

@@ -3,8 +3,7 @@
 use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::FINAL_MESSAGE_TIMEOUT;
-use paramhub_core::wire::Failure;
-use paramhub_core::worker_job::{FailureCause, LEAVE_TIMEOUT, LEAVE_TIMEOUT_RESUMING};
+use paramhub_core::worker_job::{Announcement, FailureCause, LEAVE_TIMEOUT, LEAVE_TIMEOUT_RESUMING};
 
 use super::stream::{Frame, State};
 use super::{Error, Simulation};
@@ -15,9 +14,9 @@ pub(super) enum Expected {
     /// Nothing has decided it.
     Nothing,
     /// For the loss of a stream, unless a hub sends a reason by then.
-    Lost { error: Error, until: Instant },
-    /// With this outcome, when all streams are closed, or then.
-    End { outcome: Result<(), Error>, last: Frame, until: Instant },
+    Lost { cause: FailureCause<Error>, until: Instant },
+    /// With this outcome, when all streams are closed, or then. The worker announces this, or leaves.
+    End { outcome: Result<(), Error>, announcement: Option<Announcement>, until: Instant },
     /// With this error, at once.
     Now(Error),
 }
@@ -39,14 +38,14 @@ impl Simulation {
     pub(super) fn expect_loss(&mut self, cause: &FailureCause<Error>) {
         if self.is_serving() {
             let until = self.now + FINAL_MESSAGE_TIMEOUT;
-            self.expected = Expected::Lost { error: cause.error.clone(), until };
+            self.expected = Expected::Lost { cause: cause.clone(), until };
         }
     }
 
     /// The worker cannot go on, and says so.
     pub(super) fn expect_announced(&mut self, cause: &FailureCause<Error>) {
         if self.is_serving() {
-            self.expect_end(Err(cause.error.clone()), Frame::Reason, FINAL_MESSAGE_TIMEOUT);
+            self.expect_announcement(cause.clone());
         }
     }
 
@@ -71,28 +70,38 @@ impl Simulation {
                 let Some(leaves_by) = self.leaves_by else { return };
                 let timeout = if self.resumes { LEAVE_TIMEOUT_RESUMING } else { LEAVE_TIMEOUT };
                 if self.requests == 0 {
-                    self.expect_end(Ok(()), Frame::Leave, timeout);
+                    self.expect_end(Ok(()), None, timeout);
                 } else if self.now >= leaves_by {
-                    self.expect_end(Err(Error::LeftEarly), Frame::Leave, timeout);
+                    self.expect_end(Err(Error::LeftEarly), None, timeout);
                 }
             }
-            Expected::Lost { error, until } if self.now >= until || self.are_streams_closed() => {
-                self.expect_end(Err(error), Frame::Reason, FINAL_MESSAGE_TIMEOUT);
+            Expected::Lost { cause, until } if self.now >= until || self.are_streams_closed() => {
+                self.expect_announcement(cause);
             }
             Expected::Lost { .. } | Expected::End { .. } | Expected::Now(_) => {}
         }
     }
 
-    fn expect_end(&mut self, outcome: Result<(), Error>, last: Frame, timeout: Duration) {
-        self.expected = Expected::End { outcome, last, until: self.now + timeout };
+    fn expect_announcement(&mut self, cause: FailureCause<Error>) {
+        let FailureCause { error, announced, lost_hub } = cause;
+        self.expect_end(Err(error), Some(Announcement { announced, lost_hub }), FINAL_MESSAGE_TIMEOUT);
     }
 
-    /// The worker announces the first cause.
-    pub(super) fn check_announcement(&self, announced: &Failure) {
-        let Expected::End { outcome: Err(error), last: Frame::Reason, .. } = &self.expected else {
+    fn expect_end(
+        &mut self,
+        outcome: Result<(), Error>,
+        announcement: Option<Announcement>,
+        timeout: Duration,
+    ) {
+        self.expected = Expected::End { outcome, announcement, until: self.now + timeout };
+    }
+
+    /// The worker announces the first cause, and nothing if it leaves.
+    pub(super) fn check_last_message(&self, announced: Option<&Announcement>) {
+        let Expected::End { announcement, .. } = &self.expected else {
             panic!("{announced:?} is announced, but expected is {:?}", self.expected)
         };
-        assert_eq!(announced.message, format!("{error:?}"));
+        assert_eq!(announced, announcement.as_ref());
     }
 
     /// The job is over: once, in time, with its first cause, and after every hub that can be reached has the last
@@ -100,12 +109,13 @@ impl Simulation {
     pub(super) fn over(&mut self, outcome: Result<(), Error>) {
         match &self.expected {
             Expected::Now(error) => assert_eq!(outcome, Err(error.clone())),
-            Expected::End { outcome: expected, last, until } => {
+            Expected::End { outcome: expected, announcement, until } => {
+                let last = if announcement.is_some() { Frame::Reason } else { Frame::Leave };
                 assert_eq!(outcome, *expected);
                 assert!(self.are_streams_closed() || self.now == *until, "it is over at the wrong time");
                 for stream in self.streams.iter().filter(|stream| !stream.is_lost) {
                     let is_away = matches!(stream.state, State::Resuming | State::Closed);
-                    assert!(is_away || stream.last_message() == Some(*last), "{stream:?} has no {last:?}");
+                    assert!(is_away || stream.last_message() == Some(last), "{stream:?} has no {last:?}");
                 }
             }
             Expected::Nothing | Expected::Lost { .. } => panic!("{outcome:?} has no cause"),
