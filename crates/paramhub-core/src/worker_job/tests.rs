@@ -189,7 +189,7 @@ fn the_loss_of_a_stream_counts_before_the_job_closes_and_the_first_counts() {
         let was_waiting = !case.job.is_sending();
         case.job.stream_lost(loss("second"), case.since);
         let outputs = end(&mut case, BUSY);
-        assert_eq!(case.job.stream_lost(loss("third"), case.since), ());
+        case.job.stream_lost(loss("third"), case.since);
         assert_eq!(case.job.deadline(), None, "it is over");
         (was_waiting, outputs.into_iter().map(|(_, output)| output).collect::<Vec<_>>())
     });
@@ -221,7 +221,7 @@ fn a_job_is_given_up_while_it_runs_or_leaves() {
     for cause in [cause("second"), loss("second")] {
         let given_up = in_each_phase(true, |mut case| {
             let announced = case.job.give_up(cause.clone(), case.since);
-            (announced, end(&mut case, BUSY).pop().map(|(after, output)| (after, output)))
+            (announced, end(&mut case, BUSY).pop())
         });
         for (name, (announced, end)) in given_up {
             let counts = ["running", "leaving"].contains(&name);
