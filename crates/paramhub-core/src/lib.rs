@@ -9,8 +9,9 @@
 //! The way of a gradient through these modules: [`key`] names the tensor, [`chunk`] cuts it, [`placement`]
 //! gives each chunk a [`Route`](placement::Route), [`wire`] frames it, [`exchange`] decides what the hub does
 //! with it, and [`requests`] decides what the worker does with the answer. [`cost`] predicts what an exchange
-//! costs the network. [`membership`] decides for the manager which processes and hubs are in a job, and
-//! [`job_control`] decides for a hub when a job opens, goes on and ends.
+//! costs the network. [`membership`] decides for the manager which processes and hubs are in a job,
+//! [`job_control`] decides for a hub when a job opens, goes on and ends, and [`worker_job`] for a worker when its
+//! job ends and how.
 #![forbid(unsafe_code)]
 
 pub mod arena;
@@ -43,6 +44,7 @@ pub mod service;
 pub mod settings;
 pub mod stragglers;
 pub mod wire;
+pub mod worker_job;
 
 /// Tensor data is sent as it is in memory, and the wire format is little-endian.
 #[cfg(not(target_endian = "little"))]

@@ -1,8 +1,9 @@
-//! When a worker opens a broken stream again, by which paths and how long it tries, and what becomes of its job
-//! then: the rules of a job that goes on when an interface goes down.
+//! After which silence a worker opens a stream again, by which paths and how long it tries, and when its program
+//! is notified: the rules of a job that goes on when an interface goes down.
 //!
-//! What is sent again on the new stream is decided by [`Requests::resend_route`](crate::requests::Requests) and
-//! [`Retunes`]. Times are passed in.
+//! Whether a stream is opened again, and what becomes of the job then, is decided by
+//! [`WorkerJob`](crate::worker_job::WorkerJob). What is sent again on the new stream is decided by
+//! [`Requests::resend_route`](crate::requests::Requests) and [`Retunes`]. Times are passed in.
 
 mod retunes;
 
@@ -18,75 +19,6 @@ pub const SILENT: Duration = Duration::from_secs(4);
 pub const RESUME: Duration = Duration::from_secs(RESUME_S);
 /// The pause between two rounds over all paths.
 const ROUND_PAUSE: Duration = Duration::from_millis(200);
-
-/// How far the job of a worker has come, as far as its streams are concerned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum JobStage {
-    /// Requests are under way, or may come.
-    Serving,
-    /// A stream ended, and the others may still bring the reason.
-    StreamLost,
-    /// All requests have been answered, and the worker sends its Leave messages.
-    SendingLeave,
-    /// The job has failed, and the worker says so.
-    Failing,
-}
-
-/// How the attempts to open a stream again have ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reopening {
-    /// There is a new stream.
-    Opened,
-    /// The hub said that the job has ended.
-    JobEnded,
-    /// No path led there.
-    Failed,
-}
-
-/// What becomes of a stream that was to be opened again, and of its job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Consequence {
-    /// Nothing.
-    Ignore,
-    /// The stream counts as closed.
-    Close,
-    /// The new stream takes its place.
-    Replace,
-    /// The job has failed, for the reason that the hub gave.
-    Fail,
-    /// The worker gives the job up, and says so on its other streams.
-    GiveUp,
-}
-
-impl JobStage {
-    /// Whether a broken stream may be opened again.
-    pub fn may_resume(self) -> bool {
-        match self {
-            // The Leave message must still arrive.
-            JobStage::Serving | JobStage::SendingLeave => true,
-            JobStage::StreamLost | JobStage::Failing => false,
-        }
-    }
-
-    /// Whether a stream that has been silent for this long is to be opened again.
-    pub fn resumes_after(self, silence: Duration) -> bool {
-        silence > SILENT && self.may_resume()
-    }
-
-    /// What follows when the attempts to open a stream have ended. `may_resume` says whether the stream may
-    /// still be opened again: [`may_resume`](Self::may_resume) does, and it was not closed meanwhile.
-    pub fn after(self, reopening: Reopening, may_resume: bool) -> Consequence {
-        match (self, reopening) {
-            (JobStage::SendingLeave | JobStage::Failing, _) if !may_resume => Consequence::Close,
-            _ if !may_resume => Consequence::Ignore,
-            (_, Reopening::Opened) => Consequence::Replace,
-            // All requests have been answered; this worker no longer reacts to a failure of the job.
-            (JobStage::SendingLeave, _) => Consequence::Close,
-            (_, Reopening::JobEnded) => Consequence::Fail,
-            (_, Reopening::Failed) => Consequence::GiveUp,
-        }
-    }
-}
 
 /// The attempts to open one stream again: rounds over all paths, until a deadline.
 #[derive(Clone, Copy, Debug)]
@@ -157,14 +89,6 @@ mod tests {
     const TICK: Duration = Duration::from_millis(1);
 
     #[test]
-    fn a_stream_is_opened_again_while_its_worker_has_something_to_say() {
-        let stages = [JobStage::Serving, JobStage::SendingLeave, JobStage::StreamLost, JobStage::Failing];
-        assert_eq!(stages.map(JobStage::may_resume), [true, true, false, false]);
-        assert_eq!(stages.map(|stage| stage.resumes_after(SILENT)), [false; 4]);
-        assert_eq!(stages.map(|stage| stage.resumes_after(SILENT + TICK)), [true, true, false, false]);
-    }
-
-    #[test]
     fn attempts_end_in_time_and_with_their_job() {
         let begun = Instant::now();
         let attempts = Attempts::new(begun);
@@ -175,19 +99,6 @@ mod tests {
         assert_eq!(attempts.after_round(last, false), AfterRound::GiveUp, "no time is left after the pause");
         assert_eq!(attempts.after_round(begun, true), AfterRound::GiveUp);
         assert!(!attempts.are_over(begun + RESUME - TICK) && attempts.are_over(begun + RESUME));
-    }
-
-    #[test]
-    fn what_becomes_of_a_stream_depends_on_how_far_the_job_is() {
-        let all = [Reopening::Opened, Reopening::JobEnded, Reopening::Failed];
-        let after = |stage: JobStage, may| all.map(|reopening| stage.after(reopening, may));
-        use Consequence::{Close, Fail, GiveUp, Ignore, Replace};
-        assert_eq!(after(JobStage::Serving, true), [Replace, Fail, GiveUp]);
-        assert_eq!(after(JobStage::SendingLeave, true), [Replace, Close, Close]);
-        assert_eq!(after(JobStage::StreamLost, false), [Ignore; 3], "the reason may still come");
-        assert_eq!(after(JobStage::Serving, false), [Ignore; 3], "the stream was closed meanwhile");
-        assert_eq!(after(JobStage::Failing, false), [Close; 3]);
-        assert_eq!(after(JobStage::SendingLeave, false), [Close; 3]);
     }
 
     #[test]

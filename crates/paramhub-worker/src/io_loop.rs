@@ -1,5 +1,6 @@
 //! The I/O thread: one loop over all streams of a job.
 
+mod ending;
 mod failover;
 
 use std::collections::VecDeque;
@@ -7,9 +8,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::limits::RESUME_S;
-use paramhub_core::liveness::{FINAL_MESSAGE_TIMEOUT, LivenessChange, LivenessRules, OwnPauses};
-use paramhub_core::wire::{Failure, Release};
+use paramhub_core::liveness::{LivenessChange, LivenessRules, OwnPauses};
+use paramhub_core::wire::Release;
+use paramhub_core::worker_job::{CommandsTaken, FailureCause, WorkerJob};
 use paramhub_transport::runtime::{become_io_thread, panic_message};
 use paramhub_transport::{Events, Interest, Poller, ReceiveError, Scratch, Stream, Waker};
 
@@ -22,13 +23,8 @@ pub(crate) use failover::Failover;
 
 /// Bytes that one stream may send or receive before the others have their turn.
 const TURN_BYTES: usize = 1 << 20;
-/// The time that leaving may take: a hub closes its end once it has read the Leave message.
-const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The waker's token; the token of a lane is its position.
 const WAKER: u64 = u64::MAX;
-
-/// The time that leaving may take in a job that may have to open a stream again to send the Leave message.
-const LEAVE_TIMEOUT_RESUMING: Duration = Duration::from_secs(RESUME_S + 5);
 
 /// The state of the I/O thread.
 pub(crate) struct IoLoop {
@@ -41,7 +37,8 @@ pub(crate) struct IoLoop {
     scratch: Scratch,
     /// Commands that were taken from the inbox and have not begun.
     commands: VecDeque<JobCommand>,
-    phase: JobPhase,
+    /// The rules by which the job ends.
+    job: WorkerJob<WorkerError>,
     /// Present only in a job that replaces a failed stream by one over another path.
     failover: Option<Failover>,
     liveness_rules: LivenessRules,
@@ -49,25 +46,6 @@ pub(crate) struct IoLoop {
     spin: Duration,
     /// The rank in whose process the hubs run, for errors.
     hub_rank: Option<u32>,
-}
-
-enum JobPhase {
-    Running,
-    /// A stream ended; the others may still bring the reason, for a hub that fails a job closes its streams
-    /// one by one.
-    StreamLost {
-        error: WorkerError,
-        deadline: Instant,
-    },
-    /// The worker leaves as soon as no request is under way.
-    Leaving {
-        deadline: Instant,
-    },
-    /// No request is under way: this worker sends its Leave messages, then the hubs close their ends.
-    Closing {
-        deadline: Instant,
-        outcome: Result<(), WorkerError>,
-    },
 }
 
 /// Timing of an [`IoLoop`].
@@ -102,7 +80,7 @@ impl IoLoop {
             waker,
             scratch: Scratch::new(config.scratch_bytes),
             commands: VecDeque::with_capacity(64),
-            phase: JobPhase::Running,
+            job: WorkerJob::new(failover.is_some()),
             failover,
             liveness_rules: config.liveness_rules,
             own_pauses: OwnPauses::new(Instant::now(), config.liveness_rules.heartbeat),
@@ -164,9 +142,12 @@ impl IoLoop {
                 return outcome;
             }
             let needs_polling = self.lanes.iter().any(Lane::needs_polling);
-            let timeout = match needs_polling && !matches!(self.phase, JobPhase::StreamLost { .. }) {
+            let timeout = match needs_polling && self.job.is_sending() {
                 true => Duration::ZERO,
-                false => self.wake_at(next_tick).saturating_duration_since(now),
+                false => {
+                    let wake_at = self.job.deadline().map_or(next_tick, |deadline| deadline.min(next_tick));
+                    wake_at.saturating_duration_since(now)
+                }
             };
             self.poller
                 .wait_spinning(&mut events, self.spin, Some(timeout))
@@ -202,21 +183,13 @@ impl IoLoop {
 
     /// Begins the commands of user threads, in order.
     fn take_commands(&mut self, now: Instant) -> Result<(), WorkerError> {
-        if matches!(self.phase, JobPhase::Leaving { .. }) {
-            // The requests under way would wait in vain for an interface that is down.
-            self.in_flight.shared.inbox.take(&mut self.commands);
-            let given_up = self.commands.iter().find_map(|command| match command {
-                JobCommand::GiveUp { error, announced } => Some((error.clone(), announced.clone())),
-                _ => None,
-            });
-            if let Some((error, announced)) = given_up {
-                self.give_up(error, &announced, now);
+        match self.job.commands_taken() {
+            CommandsTaken::All => {}
+            CommandsTaken::GiveUpOnly => {
+                self.look_for_give_up(now);
+                return Ok(());
             }
-            return Ok(());
-        }
-        if !matches!(self.phase, JobPhase::Running) {
-            // Requests made after a Leave message or a broken stream end with the job.
-            return Ok(());
+            CommandsTaken::None => return Ok(()),
         }
         self.in_flight.shared.inbox.take(&mut self.commands);
         while let Some(command) = self.commands.pop_front() {
@@ -263,11 +236,11 @@ impl IoLoop {
                 }
                 JobCommand::Release { step, factor } => self.release(step, factor),
                 JobCommand::GiveUp { error, announced } => {
-                    self.give_up(error, &announced, now);
+                    self.give_up(FailureCause { error, announced, lost_hub: None }, now);
                     break;
                 }
                 JobCommand::Leave { deadline } => {
-                    self.phase = JobPhase::Leaving { deadline };
+                    self.job.leave(deadline);
                     break;
                 }
             }
@@ -296,7 +269,7 @@ impl IoLoop {
 
     fn send(&mut self, index: usize, now: Instant) -> Result<(), WorkerError> {
         let lane = &mut self.lanes[index];
-        if lane.has_work() && !matches!(self.phase, JobPhase::StreamLost { .. }) {
+        if lane.has_work() && self.job.is_sending() {
             match lane.pump(&mut self.in_flight, TURN_BYTES) {
                 Ok(0) => {}
                 Ok(bytes) => {
@@ -309,12 +282,12 @@ impl IoLoop {
                 Err(error) => {
                     // The hub's last frames are still to be read.
                     self.lanes[index].close_sending();
-                    self.note_lost_stream(index, &error.to_string(), now);
+                    self.lose_stream(index, &error.to_string(), now);
                 }
             }
         }
         let lane = &mut self.lanes[index];
-        if matches!(self.phase, JobPhase::Closing { .. }) && lane.may_end() {
+        if self.job.is_closing() && lane.may_end() {
             lane.close_sending();
             // If the stream cannot be shut down, it has ended already.
             let _ = lane.stream.end_sending();
@@ -325,7 +298,7 @@ impl IoLoop {
     /// Polls a lane for room if and only if it has something to send.
     fn poll_lane(&mut self, index: usize) -> Result<(), WorkerError> {
         let lane = &mut self.lanes[index];
-        let wanted = lane.has_work() && !matches!(self.phase, JobPhase::StreamLost { .. });
+        let wanted = lane.has_work() && self.job.is_sending();
         if !lane.may_receive() || wanted == lane.polls_writable {
             return Ok(());
         }
@@ -373,34 +346,8 @@ impl IoLoop {
         let lane = &mut self.lanes[index];
         lane.close();
         let removed = self.poller.remove(&lane.stream);
-        self.note_lost_stream(index, reason, now);
+        self.lose_stream(index, reason, now);
         removed.map_err(|error| self.internal(&error))
-    }
-
-    /// Notes that a stream broke: the job fails unless it is over, but only after the other streams had time
-    /// to bring the reason.
-    fn note_lost_stream(&mut self, index: usize, reason: &str, now: Instant) {
-        if matches!(self.phase, JobPhase::Running | JobPhase::Leaving { .. }) {
-            let (who, hub) = (self.in_flight.shared.who.clone(), Arc::clone(&self.lanes[index].hub));
-            let error = WorkerError::Lost { who, hub, rank: None, reason: reason.into() };
-            self.phase = JobPhase::StreamLost { error, deadline: now + FINAL_MESSAGE_TIMEOUT };
-        }
-    }
-
-    fn end_by_fault(&mut self, index: usize, fault: FrameFault, now: Instant) -> Result<(), WorkerError> {
-        let (who, hub) = (self.in_flight.shared.who.clone(), Arc::clone(&self.lanes[index].hub));
-        Err(match fault {
-            FrameFault::Callback(message) => WorkerError::Callback { who, message },
-            // All requests have been answered; this worker no longer reacts to a failure of the job.
-            _ if matches!(self.phase, JobPhase::Closing { .. }) => {
-                return self.end_lane(index, "the job was left", now);
-            }
-            FrameFault::Failure(failure) => {
-                let message = failure.message.into();
-                WorkerError::Failed { who, hub, culprit: failure.rank, message }
-            }
-            FrameFault::Protocol(reason) => WorkerError::Protocol { who, hub, reason: reason.into() },
-        })
     }
 
     /// Sends heartbeats where nothing else was sent, and fails the job if a hub has been silent for too long.
@@ -408,7 +355,7 @@ impl IoLoop {
         if self.failover.is_some() {
             self.resume_silent(now)?;
         }
-        if matches!(self.phase, JobPhase::StreamLost { .. } | JobPhase::Closing { .. }) {
+        if !self.job.watches_hubs() {
             return Ok(());
         }
         for index in 0..self.lanes.len() {
@@ -417,9 +364,8 @@ impl IoLoop {
                 continue;
             }
             if let Some(LivenessChange::Dead(silence)) = lane.liveness.check(now, &self.liveness_rules) {
-                let (who, hub) = (self.in_flight.shared.who.clone(), Arc::clone(&lane.hub));
-                let error = WorkerError::Silent { who, hub, rank: None, seconds: silence.as_secs_f64() };
-                return self.give_up_hub(error, now);
+                self.lose_silent_hub(index, silence, now);
+                return Ok(());
             }
             if !lane.has_work() && lane.liveness.is_heartbeat_due(now, &self.liveness_rules) {
                 lane.queue_control(ControlFrame::Heartbeat);
@@ -435,111 +381,6 @@ impl IoLoop {
         let pause = self.own_pauses.turn(now);
         if !pause.is_zero() {
             self.lanes.iter_mut().for_each(|lane| lane.liveness.forgive(pause, now));
-        }
-    }
-
-    /// Moves on to the next phase if it is due; `Some` when the job is over.
-    fn progress(&mut self, now: Instant) -> Option<Result<(), WorkerError>> {
-        if let JobPhase::Leaving { deadline } = self.phase {
-            let underway = self.in_flight.underway();
-            if underway == 0 {
-                self.send_leave(now, Ok(()));
-            } else if now >= deadline {
-                let outcome = Err(self.left_early());
-                self.send_leave(now, outcome);
-            }
-        }
-        if let JobPhase::StreamLost { error, deadline } = &self.phase {
-            let (error, is_over) = (error.clone(), now >= *deadline || self.are_all_closed());
-            return is_over.then(|| self.give_up_hub(error, now).err()).flatten().map(Err);
-        }
-        match &self.phase {
-            JobPhase::Closing { deadline, outcome } => {
-                let over = now >= *deadline || self.are_all_closed();
-                over.then(|| outcome.clone())
-            }
-            JobPhase::Running | JobPhase::Leaving { .. } | JobPhase::StreamLost { .. } => None,
-        }
-    }
-
-    /// Queues a Leave message on every stream, behind the frame that has begun there.
-    fn send_leave(&mut self, now: Instant, outcome: Result<(), WorkerError>) {
-        let timeout = if self.failover.is_some() { LEAVE_TIMEOUT_RESUMING } else { LEAVE_TIMEOUT };
-        self.phase = JobPhase::Closing { deadline: now + timeout, outcome };
-        for index in 0..self.lanes.len() {
-            self.lanes[index].forget_chunks();
-            self.lanes[index].queue_control(ControlFrame::Leave);
-            // A stream that breaks now needs no Leave message.
-            let _ = self.send(index, now);
-        }
-    }
-
-    /// Gives up after the loss of a hub that sent no reason. The other hubs, if there are any, receive the
-    /// reason before this worker closes their streams; else they would report to the other ranks that this
-    /// worker is lost.
-    fn give_up_hub(&mut self, error: WorkerError, now: Instant) -> Result<(), WorkerError> {
-        let (hub, message) = match &error {
-            WorkerError::Lost { hub, reason, .. } => (hub, format!("it lost the hub at {hub}: {reason}")),
-            WorkerError::Silent { hub, seconds, .. } => {
-                (hub, format!("it has not heard the hub at {hub} for {seconds:.0} s"))
-            }
-            _ => return Err(error),
-        };
-        for lane in self.lanes.iter_mut().filter(|lane| lane.hub == *hub && !lane.is_closed()) {
-            lane.close();
-            // This fails only if the descriptor is not in the set, and then there is nothing to remove.
-            let _ = self.poller.remove(&lane.stream);
-        }
-        if self.are_all_closed() {
-            return Err(error);
-        }
-        let announced = Failure { rank: Some(self.in_flight.shared.who.rank), message };
-        self.give_up(error, &announced, now);
-        Ok(())
-    }
-
-    fn are_all_closed(&self) -> bool {
-        self.lanes.iter().all(Lane::is_closed)
-    }
-
-    /// Ends the job with `error`, after sending the reason to the hubs that can still be reached, which pass
-    /// it to the other ranks.
-    fn give_up(&mut self, error: WorkerError, announced: &Failure, now: Instant) {
-        self.phase = JobPhase::Closing { deadline: now + FINAL_MESSAGE_TIMEOUT, outcome: Err(error) };
-        let wire: Arc<[u8]> = announced.encode().into();
-        for index in 0..self.lanes.len() {
-            if self.lanes[index].is_closed() {
-                continue;
-            }
-            self.lanes[index].forget_chunks();
-            self.lanes[index].queue_control(ControlFrame::GiveUp(Arc::clone(&wire)));
-            // The other streams carry the reason as well.
-            let _ = self.send(index, now);
-        }
-    }
-
-    fn left_early(&self) -> WorkerError {
-        let shared = &self.in_flight.shared;
-        let keys = shared.settings.keys.keys();
-        let mut names: Vec<String> = self
-            .in_flight
-            .requests
-            .underway()
-            .take(4)
-            .map(|key| format!("`{}`", keys[key as usize].name))
-            .collect();
-        if self.in_flight.underway() > names.len() {
-            names.push(format!("{} more", self.in_flight.underway() - names.len()));
-        }
-        WorkerError::LeftEarly { who: shared.who.clone(), keys: names.join(", ").into() }
-    }
-
-    fn wake_at(&self, next_tick: Instant) -> Instant {
-        match self.phase {
-            JobPhase::Running => next_tick,
-            JobPhase::StreamLost { deadline, .. }
-            | JobPhase::Leaving { deadline }
-            | JobPhase::Closing { deadline, .. } => next_tick.min(deadline),
         }
     }
 

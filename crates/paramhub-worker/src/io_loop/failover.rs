@@ -7,12 +7,13 @@ use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 use paramhub_core::liveness::PeerLiveness;
-use paramhub_core::resuming::{Consequence, JobStage, Reopening, ResumeNotices, Retunes};
-use paramhub_core::wire::{Failure, Refusal};
+use paramhub_core::resuming::{ResumeNotices, Retunes};
+use paramhub_core::wire::Refusal;
+use paramhub_core::worker_job::{Consequence, FailureCause, Reopening};
 use paramhub_transport::runtime::panic_message;
 use paramhub_transport::{Interest, StreamError};
 
-use super::{IoLoop, JobPhase};
+use super::IoLoop;
 use crate::error::WorkerError;
 use crate::lane::{ControlFrame, Lane};
 use crate::notices::HubNotice;
@@ -32,17 +33,7 @@ impl IoLoop {
     /// Whether a lane's stream may be opened again.
     pub(super) fn may_resume(&self, index: usize) -> bool {
         let lane = &self.lanes[index];
-        self.failover.is_some() && self.stage().may_resume() && !lane.stream.is_shm() && !lane.is_closed()
-    }
-
-    /// The phase of the job as the rules for its streams see it.
-    fn stage(&self) -> JobStage {
-        match &self.phase {
-            JobPhase::Running | JobPhase::Leaving { .. } => JobStage::Serving,
-            JobPhase::StreamLost { .. } => JobStage::StreamLost,
-            JobPhase::Closing { outcome: Ok(()), .. } => JobStage::SendingLeave,
-            JobPhase::Closing { outcome: Err(_), .. } => JobStage::Failing,
-        }
+        self.job.may_resume() && !lane.stream.is_shm() && !lane.is_closed()
     }
 
     /// Whether an error on a lane's stream is the path's fault rather than the hub's: a hub that dies closes
@@ -75,7 +66,7 @@ impl IoLoop {
     pub(super) fn resume_silent(&mut self, now: Instant) -> Result<(), WorkerError> {
         for index in 0..self.lanes.len() {
             let silent = self.lanes[index].liveness.silence(now);
-            if self.stage().resumes_after(silent) && self.may_resume(index) {
+            if self.job.resumes_after(silent) && self.may_resume(index) {
                 self.resume_stream(
                     index,
                     None,
@@ -121,38 +112,39 @@ impl IoLoop {
         outcome: Result<Box<ResumedStream>, WorkerError>,
         now: Instant,
     ) -> Result<(), WorkerError> {
-        let reopening = match &outcome {
-            Ok(_) => Reopening::Opened,
-            Err(WorkerError::Refused { refusal: Refusal::JobEnded, .. }) => Reopening::JobEnded,
-            Err(_) => Reopening::Failed,
-        };
-        match (self.stage().after(reopening, self.may_resume(index)), outcome) {
-            (Consequence::Replace, Ok(resumed)) => self.replace_stream(index, *resumed, now)?,
-            (Consequence::Close, _) => self.lanes[index].close(),
-            (Consequence::Fail, Err(WorkerError::Refused { who, hub, message, .. })) => {
-                return Err(WorkerError::Failed { who, hub, culprit: None, message });
+        let reopening = match outcome {
+            Ok(resumed) => Reopening::Opened(resumed),
+            Err(WorkerError::Refused { refusal: Refusal::JobEnded, who, hub, message }) => {
+                Reopening::JobEnded(WorkerError::Failed { who, hub, culprit: None, message })
             }
-            (Consequence::GiveUp, Err(error)) => self.give_up_stream(error, now),
-            (Consequence::Ignore | Consequence::Replace | Consequence::Fail | Consequence::GiveUp, _) => {}
+            Err(error) => Reopening::Failed(self.cut_off(error)),
+        };
+        match self.job.reopened(reopening, self.lanes[index].is_closed(), now) {
+            Consequence::Ignore => {}
+            Consequence::Close => self.lanes[index].close(),
+            Consequence::Replace { stream, leaves } => self.replace_stream(index, *stream, leaves, now)?,
+            Consequence::Fail(error) => return Err(error),
+            Consequence::Announce(announcement) => self.announce(announcement, now),
         }
         Ok(())
     }
 
-    /// Gives the job up for a stream that cannot be opened again.
-    fn give_up_stream(&mut self, error: WorkerError, now: Instant) {
+    /// The cause of a failure for a stream that cannot be opened again.
+    fn cut_off(&self, error: WorkerError) -> FailureCause<WorkerError> {
         let message = match &error {
             WorkerError::InterfaceDown { what, .. } => format!("its {what}"),
             error => format!("it is cut off: {error}"),
         };
-        let announced = Failure { rank: Some(self.in_flight.shared.who.rank), message };
-        self.give_up(error, &announced, now);
+        self.cause(error, message, None)
     }
 
-    /// Replaces a lane's stream, and requests again every chunk that was not answered whole.
+    /// Replaces a lane's stream, and requests again every chunk that was not answered whole. `leaves` says
+    /// whether the Leave message is sent again, too.
     fn replace_stream(
         &mut self,
         index: usize,
         resumed: ResumedStream,
+        leaves: bool,
         now: Instant,
     ) -> Result<(), WorkerError> {
         self.announce_resumption(&resumed, now)?;
@@ -161,7 +153,7 @@ impl IoLoop {
         lane.replace_stream(resumed, retunes, now);
         let slots = self.in_flight.requests.resend_route(&self.in_flight.placement, lane.route);
         slots.into_iter().for_each(|slot| lane.mark_ready(slot));
-        if matches!(self.phase, JobPhase::Closing { .. }) {
+        if leaves {
             lane.requeue(ControlFrame::Leave);
         }
         self.in_flight.shared.counters.moved_one();

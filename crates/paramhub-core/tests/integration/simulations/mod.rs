@@ -3,3 +3,4 @@
 
 mod job_control;
 mod membership;
+mod worker_job;
