@@ -8,6 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_core::chunk::ChunkId;
 use paramhub_core::liveness::{LivenessChange, LivenessRules, OwnPauses};
 use paramhub_core::wire::Release;
 use paramhub_core::worker_job::{CommandsTaken, FailureCause, WorkerJob};
@@ -195,19 +196,12 @@ impl IoLoop {
         while let Some(command) = self.commands.pop_front() {
             match command {
                 JobCommand::Request { key, request, step, ticket } => {
-                    for chunk in self.in_flight.begin(key, request, step, ticket) {
-                        let (route, slot) =
-                            self.in_flight.placement.locate(chunk).expect("every chunk has a place");
-                        let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
-                        self.lanes[usize::from(lane)].mark_ready(slot);
-                    }
+                    let chunks = self.in_flight.begin(key, request, step, ticket);
+                    chunks.for_each(|chunk| self.mark_ready(chunk));
                 }
                 JobCommand::Factors { block, samples, step, tickets } => {
                     let chunk = self.in_flight.begin_block(block, samples, step, *tickets);
-                    let (route, slot) =
-                        self.in_flight.placement.locate(chunk).expect("every chunk has a place");
-                    let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
-                    self.lanes[usize::from(lane)].mark_ready(slot);
+                    self.mark_ready(chunk);
                 }
                 JobCommand::Retune(change) => {
                     if !self.lanes.iter().all(Lane::has_room_for_retune) {
@@ -246,6 +240,13 @@ impl IoLoop {
             }
         }
         self.send_ready(now)
+    }
+
+    /// Lets a chunk leave by the stream of its route.
+    fn mark_ready(&mut self, chunk: ChunkId) {
+        let (route, slot) = self.in_flight.placement.locate(chunk).expect("every chunk has a place");
+        let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
+        self.lanes[usize::from(lane)].mark_ready(slot);
     }
 
     /// Releases a held step: queues a Release for every hub, ahead of all chunks.
