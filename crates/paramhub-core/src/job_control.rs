@@ -103,8 +103,8 @@ impl JobControl {
         }
     }
 
-    /// How long the caller may wait for the next event before it [checks the time](Self::check_time).
-    pub fn patience(&self, now: Duration) -> Duration {
+    /// The time until the caller is to [check the time](Self::check_time), if no event comes before.
+    pub fn until_next_check(&self, now: Duration) -> Duration {
         self.shutdown.deadline().map_or(TICK, |until| until.saturating_sub(now))
     }
 

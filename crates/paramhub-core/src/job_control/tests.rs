@@ -222,6 +222,6 @@ use has;
 #[test]
 fn a_hub_that_serves_looks_at_its_deadlines_a_few_times_a_second() {
     let hub = Hub::new();
-    assert_eq!(hub.control.patience(hub.now), TICK);
+    assert_eq!(hub.control.until_next_check(hub.now), TICK);
     assert!(!hub.control.is_done());
 }

@@ -284,8 +284,8 @@ impl Simulation {
     fn wait(&mut self, time: Duration) {
         let until = self.now + time;
         while self.now < until {
-            let patience = self.control.patience(self.now).max(Duration::from_millis(1));
-            self.now += patience.min(until - self.now);
+            let wait = self.control.until_next_check(self.now).max(Duration::from_millis(1));
+            self.now += wait.min(until - self.now);
             self.check_time();
         }
     }
