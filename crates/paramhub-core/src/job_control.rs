@@ -35,8 +35,10 @@ use std::time::Duration;
 
 use crate::auth::Namespace;
 use crate::service::HubEvent;
+pub use ending::FINISHING;
 pub use event::{CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNeighbours};
 use job::Job;
+pub use opening::READING_SHARE;
 pub use output::{Output, Recipient};
 use shutdown::Shutdown;
 pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
@@ -95,8 +97,10 @@ impl JobControl {
     /// Looks for deadlines that have passed.
     pub fn check_time(&mut self, now: Duration, streams: &impl AdmittedStreams) {
         if self.is_serving() {
+            self.check_loading(now);
             self.check_connecting(now, streams);
             self.check_concluding(now);
+            self.check_finishing(now);
             self.check_interfaces(now, streams);
         } else {
             self.check_shutdown(now);

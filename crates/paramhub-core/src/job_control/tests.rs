@@ -55,6 +55,7 @@ fn terms(number: u8) -> JobTerms {
         memory_bytes: 10 << 20,
         resumes: false,
         writes_checkpoints: false,
+        checkpoint_folder: "/data/job-1".into(),
     }
 }
 

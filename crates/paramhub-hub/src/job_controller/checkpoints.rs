@@ -64,6 +64,11 @@ impl CheckpointPlan {
         self.every.is_some()
     }
 
+    /// The folder where they are, for people.
+    pub(super) fn folder(&self) -> String {
+        self.folder.path().display().to_string()
+    }
+
     /// Whether the job begins with one.
     pub(super) fn is_read(&self) -> bool {
         self.resume.is_some()

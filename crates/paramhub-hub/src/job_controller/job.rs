@@ -254,6 +254,7 @@ impl Placed {
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             resumes: checkpoints.is_some_and(CheckpointPlan::is_read),
             writes_checkpoints: checkpoints.is_some_and(CheckpointPlan::are_written),
+            checkpoint_folder: checkpoints.map(CheckpointPlan::folder).unwrap_or_default(),
         }
     }
 }
