@@ -460,7 +460,7 @@ impl Core {
     fn handle_commands(&mut self, now: Instant) -> bool {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
-                CoreCommand::Open(plan) => self.open(*plan),
+                CoreCommand::Open { plan, restored } => self.open(*plan, restored.map(|restored| *restored)),
                 CoreCommand::Adopt { namespace, route, port, socket, memory, resumed_by } => {
                     if let Some(by) = resumed_by {
                         self.make_way(namespace, route, port, by);
