@@ -109,3 +109,18 @@ def test_programs_report_their_end_and_are_ended(
     program.await_output("^ready$")
     program.signal(signal.SIGTERM)
     assert program.wait() == (-signal.SIGTERM, "ready\n")
+
+
+def test_a_program_keeps_its_id_until_what_it_left_behind_is_killed(start: Callable[..., Program]) -> None:
+    program = start(PYTHON, "-c", "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)")
+    code, output = program.wait()
+    assert code == 0 and is_alive(int(output))
+    # If it were reaped, another group could have the id to which `end` sends its signal.
+    assert Path(f"/proc/{program.pid}/stat").exists()
+    program.end()
+    assert not Path(f"/proc/{program.pid}/stat").exists()
+    deadline = time.monotonic() + 10
+    while is_alive(int(output)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(int(output))
+    program.signal(signal.SIGKILL)

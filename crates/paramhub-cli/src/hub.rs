@@ -164,8 +164,8 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
             break None;
         }
         let failure = match &serving {
-            Serving::Embedded(hub) => hub.has_failed(),
-            Serving::Joined(hub, _) => hub.has_failed(),
+            Serving::Embedded(hub) => hub.failure(),
+            Serving::Joined(hub, _) => hub.failure(),
         };
         if failure.is_some() {
             break failure;

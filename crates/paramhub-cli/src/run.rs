@@ -302,7 +302,7 @@ impl LaunchObserver for OutputPrinter<'_> {
             return Ok(());
         }
         self.checked = Instant::now();
-        if let Some(reason) = self.environment.has_failed() {
+        if let Some(reason) = self.environment.failure() {
             return Err(format!("the hub has failed: {reason}"));
         }
         self.job_watch.as_mut().and_then(JobWatch::failure).map_or(Ok(()), Err)

@@ -35,8 +35,10 @@ use std::time::Duration;
 
 use crate::auth::Namespace;
 use crate::service::HubEvent;
+pub use ending::FINISHING;
 pub use event::{CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNeighbours};
 use job::Job;
+pub use opening::READING_SHARE;
 pub use output::{Output, Recipient};
 use shutdown::Shutdown;
 pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
@@ -95,16 +97,18 @@ impl JobControl {
     /// Looks for deadlines that have passed.
     pub fn check_time(&mut self, now: Duration, streams: &impl AdmittedStreams) {
         if self.is_serving() {
+            self.check_loading(now);
             self.check_connecting(now, streams);
             self.check_concluding(now);
+            self.check_finishing(now);
             self.check_interfaces(now, streams);
         } else {
             self.check_shutdown(now);
         }
     }
 
-    /// How long the caller may wait for the next event before it [checks the time](Self::check_time).
-    pub fn patience(&self, now: Duration) -> Duration {
+    /// The time until the caller is to [check the time](Self::check_time), if no event comes before.
+    pub fn until_next_check(&self, now: Duration) -> Duration {
         self.shutdown.deadline().map_or(TICK, |until| until.saturating_sub(now))
     }
 

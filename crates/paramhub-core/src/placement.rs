@@ -246,10 +246,10 @@ fn assign_routes(
 ) -> Vec<RouteId> {
     let sizes = sizes_of(map);
     let hub_weights: Vec<u64> = hubs.iter().map(HubShape::weight).collect();
-    let order = spread::Order::new(table, map, &sizes, spreads);
+    let to_deal = spread::ChunksToDeal::new(table, map, &sizes, spreads);
     let mut route_of = vec![0; sizes.len()];
     let deal = |chunks: &[ChunkId], weights: &[u64]| spread::deal(chunks, map, &sizes, spreads, weights);
-    for chunks in [order.exchanged, order.aside] {
+    for chunks in [to_deal.exchanged, to_deal.aside] {
         let mut next_route = 0;
         for (hub, chunks) in hubs.iter().zip(deal(&chunks, &hub_weights)) {
             let weights: Vec<u64> =

@@ -1,7 +1,6 @@
 //! The events that the hub's threads send to the job controller, and its reports for the manager.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
@@ -23,7 +22,7 @@ pub(crate) enum ControllerEvent {
     /// A probe has ended.
     Probed(ProbeReport),
     /// A job's checkpoint has been read for its shards, or cannot be.
-    Loaded { namespace: Namespace, result: Result<(u32, Vec<Arc<Restored>>), String> },
+    Loaded { namespace: Namespace, result: Result<(u32, Vec<Restored>), String> },
     /// The last checkpoint of a job is in memory, or will not be taken.
     LastCheckpointTaken { namespace: Namespace },
     /// The last checkpoint of a job that goes on, and whose workers are about to be ended, is in memory or

@@ -280,7 +280,7 @@ impl RunningHub {
 
     /// Returns the reason why the hub cannot go on, if it cannot: a core has died, or a manager that had
     /// forgotten the hub refuses it.
-    pub fn has_failed(&self) -> Option<String> {
+    pub fn failure(&self) -> Option<String> {
         self.failure.lock().expect("no panic while holding it").clone()
     }
 

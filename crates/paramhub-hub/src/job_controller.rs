@@ -60,7 +60,7 @@ impl JobController {
     /// Handles events until the hub stops.
     pub(crate) fn run(mut self) {
         while !self.control.is_done() {
-            match self.events.recv_timeout(self.control.patience(self.now())) {
+            match self.events.recv_timeout(self.control.until_next_check(self.now())) {
                 Ok(event) => self.receive(event),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => self.receive(ControllerEvent::Stop),

@@ -44,10 +44,10 @@ impl HubHandle {
         }
     }
 
-    fn has_failed(&self) -> Option<String> {
+    fn failure(&self) -> Option<String> {
         match self {
-            HubHandle::Embedded(hub) => hub.has_failed(),
-            HubHandle::Joined(hub) => hub.has_failed(),
+            HubHandle::Embedded(hub) => hub.failure(),
+            HubHandle::Joined(hub) => hub.failure(),
         }
     }
 
@@ -141,7 +141,7 @@ impl Hub {
 
     /// Returns the reason why the hub cannot go on, if it cannot.
     fn failure(&self) -> Option<String> {
-        self.hub.lock().unwrap_or_else(std::sync::PoisonError::into_inner).as_ref()?.has_failed()
+        self.hub.lock().unwrap_or_else(std::sync::PoisonError::into_inner).as_ref()?.failure()
     }
 }
 

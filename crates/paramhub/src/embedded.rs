@@ -100,8 +100,8 @@ impl EmbeddedHub {
     }
 
     /// Returns the reason why the hub cannot go on, if it cannot.
-    pub fn has_failed(&self) -> Option<String> {
-        self.hub.has_failed()
+    pub fn failure(&self) -> Option<String> {
+        self.hub.failure()
     }
 
     /// Ends both within a second, unless a checkpoint is being written. The hub notifies its workers.

@@ -10,12 +10,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from paramhub import _native
-from paramhub.errors import MisuseError
+from paramhub.errors import JobFailedError, MisuseError
 from paramhub.torch import _ddp_conflict, _memory, _tensors, trace
 
 if TYPE_CHECKING:
     from paramhub.torch._capture import Capture
     from paramhub.torch._factor_layers import FactorLayer
+    from paramhub.torch._shutdown import FailureState
     from paramhub.torch._staging import Stage, StagedHandle
 
 
@@ -29,6 +30,7 @@ class StepState:
     __slots__ = (
         "backward",
         "begin",
+        "failures",
         "has_begun",
         "is_interrupted",
         "is_paused",
@@ -43,8 +45,9 @@ class StepState:
         "watch",
     )
 
-    def __init__(self, passes: int) -> None:
+    def __init__(self, passes: int, failures: FailureState) -> None:
         self.job: _native.Job
+        self.failures = failures
         self.stage: Stage | None = None
         """The stage of the tensors if they are staged."""
         self.is_staged = False
@@ -246,12 +249,16 @@ class Exchange:
         sent = gradient
         if gradient.stride() != self.strides:
             sent = _memory.in_memory_order_of(self.parameter, gradient)
-        if step.stage is None:
-            self.handle = step.job.push_pull(
-                self.keys, [(sent.data_ptr(), self.nbytes)], self.receives, (sent, self.memory)
-            )
-        else:
-            self.handle = step.stage.push_pull(self.keys, [_memory.flat_view(sent)], [self.flat])
+        try:
+            if step.stage is None:
+                self.handle = step.job.push_pull(
+                    self.keys, [(sent.data_ptr(), self.nbytes)], self.receives, (sent, self.memory)
+                )
+            else:
+                self.handle = step.stage.push_pull(self.keys, [_memory.flat_view(sent)], [self.flat])
+        except JobFailedError as error:
+            step.failures.note_raised(error)
+            raise
         self.count()
         if trace.active:
             trace.request(self.name, self.handle)
@@ -267,11 +274,15 @@ class Exchange:
                 f"{self.name!r} was read between backward and step(), but its new value cannot come before step(): read "
                 "parameters, and gradients through them, after step()"
             )
-        if trace.active and not handle.done():
-            with trace.wait(self.name):
+        try:
+            if trace.active and not handle.done():
+                with trace.wait(self.name):
+                    handle.wait()
+            else:
                 handle.wait()
-        else:
-            handle.wait()
+        except JobFailedError as error:
+            step.failures.note_raised(error)
+            raise
         self.handle = None
 
     @property

@@ -169,8 +169,9 @@ class RunJobs:
                 if not run_with_timeout(timeout, job.leave):
                     self._failures.record()
             except JobFailedError as error:
-                # The job's user got this error when the job failed.
-                log(f"rank {self._rank}: {error}")
+                # Without a request after the failure, the program has not got the error.
+                if not self._failures.was_raised(error):
+                    log(f"rank {self._rank}: {error}")
                 self._failures.record()
 
 

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from paramhub.errors import JobFailedError
+
 EXIT_TIMEOUT_AFTER_FAILURE = 1.0
 """Seconds that each wait at the end may take after a failure. Some rank may have ended, and the others notice the failure."""
 
@@ -18,11 +20,20 @@ class FailureState:
         # A whole program may run within an exception handler. Its exception is no failure of the run.
         self._handled = _current()
         self._failed_at: float | None = None
+        self._raised: set[str] = set()
 
     def record(self) -> None:
         """Records a failure. The time of the first one stays."""
         if self._failed_at is None:
             self._failed_at = time.monotonic()
+
+    def note_raised(self, error: JobFailedError) -> None:
+        """Notes that the program gets a job's error as an exception."""
+        self._raised.add(str(error))
+
+    def was_raised(self, error: JobFailedError) -> bool:
+        """Returns whether the program has got this error before, so that it need not be printed."""
+        return str(error) in self._raised
 
     def is_failing(self) -> bool:
         """Returns whether the run has failed, so that some rank may not arrive any more."""

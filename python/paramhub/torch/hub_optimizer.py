@@ -127,7 +127,7 @@ class HubOptimizer(torch.optim.Optimizer):
             if value is not None:
                 self._settings[name] = value
         self._world = world()
-        self._step = StepState(backward_passes_per_step)
+        self._step = StepState(backward_passes_per_step, self._world.failures)
         self._step.needs_all = self._clips or find_unused_parameters
         self._exchanges = self._make_exchanges(names)
         self._codecs = dict(codecs or {})

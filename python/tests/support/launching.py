@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -34,7 +33,10 @@ class Ended(NamedTuple):
 
 
 class Program:
-    """A running program, in a process group of its own. What it prints, on either stream, goes into one file."""
+    """A running program, in a process group of its own. What it prints, on either stream, goes into one file.
+
+    Until `end` it is not reaped: its id, which is its group's, can be no other process's or group's meanwhile.
+    """
 
     def __init__(self, command: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
         self.command = command
@@ -59,7 +61,7 @@ class Program:
         """Waits until it has printed text that matches."""
         deadline = time.monotonic() + timeout
         while True:
-            code = self._process.poll()
+            code = self._code()
             found = re.search(pattern, self.output(), re.MULTILINE)
             if found is not None:
                 return found
@@ -88,30 +90,44 @@ class Program:
 
     def signal(self, number: int) -> None:
         """Sends it a signal, unless it has ended."""
-        self._process.send_signal(number)
+        if self._code() is None:
+            os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
         """Sends a signal to it and to what it has started, as a terminal does with Ctrl-C."""
-        if self._process.poll() is None:
+        if self._code() is None:
             os.killpg(self.pid, number)
 
     def wait(self, timeout: float = 120.0) -> Ended:
         """Waits for its end. A program that takes longer is killed, after it has printed its stacks if it is Python."""
-        try:
-            return Ended(self._process.wait(timeout), self.output())
-        except subprocess.TimeoutExpired:
+        code = self._await_code(timeout)
+        if code is None:
             self.signal(signal.SIGABRT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(2)
+            self._await_code(2)
             self.end()
-            raise AssertionError(f"{self} had not ended after {timeout:g} s:\n{self.output()}") from None
+            raise AssertionError(f"{self} had not ended after {timeout:g} s:\n{self.output()}")
+        return Ended(code, self.output())
 
     def end(self) -> None:
         """Kills it and all processes that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            # Its id is the group's id until it is reaped, and after that as long as a member of the group lives.
+        if self._process.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+            self._process.wait()
+
+    def _await_code(self, timeout: float) -> int | None:
+        deadline = time.monotonic() + timeout
+        while (code := self._code()) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return code
+
+    def _code(self) -> int | None:
+        """The exit code if it has ended, negative for a signal. Does not reap it."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def __str__(self) -> str:
         return f"`{' '.join(self.command)}`"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,40 @@ def test_rank_0_does_not_wait_for_the_dead_after_its_group_is_destroyed(team: Te
     assert results[1] == Died(-signal.SIGKILL)
     for rank in (0, 2):
         assert results[rank].startswith("JobFailedError: ") and RANK_1.search(results[rank]), results[rank]
+
+
+def catches(rank: Rank, asks: bool) -> tuple[str, str]:
+    """The error of a job that has lost rank 1, and what this rank prints of it at its end. If it ``asks``, it gets the error
+    as an exception, otherwise it ends before it exchanges again."""
+    import paramhub
+    import paramhub.torch
+
+    disable_exit_timeouts()
+    model = make()
+    optimizer = paramhub.torch.HubOptimizer(model, paramhub.SGD(lr=0.05))
+    loss_of(model, 0, rank.rank).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while (failure := optimizer._step.job.failure()) is None:
+        time.sleep(0.01)
+    if asks:
+        with pytest.raises(paramhub.JobFailedError):
+            loss_of(model, 1, rank.rank).backward()
+            optimizer.step()
+            optimizer.synchronize()
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        paramhub.torch.shutdown()
+    return str(failure), printed.getvalue()
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_error_that_the_program_got_is_not_printed_again(team: Team, asks: bool) -> None:
+    failure, printed = team(catches, asks, ranks=2, dies=(1,))[0]
+    assert RANK_1.search(failure), failure
+    assert printed.count(failure) == (0 if asks else 1), printed
 
 
 def interrupted(rank: Rank) -> str:

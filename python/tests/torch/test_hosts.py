@@ -216,3 +216,4 @@ def test_the_end_of_a_hosts_hub_names_the_rank_that_had_it(
     assert codes == [0, -signal.SIGKILL], output
     failures = [line for line in output.splitlines() if line.startswith("failed: ")]
     assert len(failures) == 1 and "/host-of-rank-1 " in failures[0] and "was lost" in failures[0], output
+    assert output.count(failures[0].removeprefix("failed: ")) == 1, output

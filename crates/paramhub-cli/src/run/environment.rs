@@ -199,9 +199,9 @@ impl RunEnvironment {
     }
 
     /// Returns the reason why the hub on this host has failed, if it has.
-    pub(super) fn has_failed(&self) -> Option<String> {
-        let embedded = self.embedded.as_ref().and_then(EmbeddedHub::has_failed);
-        embedded.or_else(|| self.hub.as_ref().and_then(RunningHub::has_failed))
+    pub(super) fn failure(&self) -> Option<String> {
+        let embedded = self.embedded.as_ref().and_then(EmbeddedHub::failure);
+        embedded.or_else(|| self.hub.as_ref().and_then(RunningHub::failure))
     }
 
     /// Returns whether the job's connection manager is not inside this process.

@@ -72,7 +72,7 @@ impl TrainEnvironment {
 
     pub(super) fn failure(&self) -> Option<String> {
         match self {
-            TrainEnvironment::Embedded(hub, _) => hub.has_failed(),
+            TrainEnvironment::Embedded(hub, _) => hub.failure(),
             TrainEnvironment::Local | TrainEnvironment::Running(..) | TrainEnvironment::Rendezvous(..) => {
                 None
             }

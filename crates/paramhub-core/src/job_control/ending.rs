@@ -3,12 +3,16 @@
 
 use std::time::Duration;
 
-use super::job::{Concluding, Phase};
+use super::job::{Concluding, Job, Phase};
 use super::{CONCLUDED, JobControl, Output};
 use crate::auth::Namespace;
 use crate::placement::RouteId;
 use crate::service::{CauseKind, HubEvent, HubJobCounters, JobEnd, StopWhen};
 use crate::wire::Failure;
+
+/// The time that the last checkpoint of a job whose workers have left may take to be in memory. It waits until
+/// an earlier checkpoint is written, which takes minutes if that is large.
+pub const FINISHING: Duration = Duration::from_secs(300);
 
 impl JobControl {
     /// The manager ends a job.
@@ -67,11 +71,23 @@ impl JobControl {
         if !job.have_all_left() || job.is_finishing() || job.is_ending() {
             return;
         }
-        job.phase = Phase::Finishing;
+        job.phase = Phase::Finishing { until: now + FINISHING };
         if job.writes {
             self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: false });
         } else {
             self.finished(namespace, now);
+        }
+    }
+
+    /// Ends the jobs whose last checkpoint has not been taken for too long, so that a disk that does not answer
+    /// does not keep a job for ever.
+    pub(super) fn check_finishing(&mut self, now: Duration) {
+        let late = self.jobs.iter().filter_map(|(&namespace, job)| match job.phase {
+            Phase::Finishing { until } if now >= until => Some((namespace, late_last_checkpoint(job))),
+            _ => None,
+        });
+        for (namespace, reason) in late.collect::<Vec<_>>() {
+            self.fail_known(namespace, reason, now);
         }
     }
 
@@ -154,4 +170,14 @@ impl JobControl {
         self.outputs.push(Output::ReportEnd { end, since, counters });
         self.outputs.push(Output::Forget(namespace));
     }
+}
+
+/// Why a job ends whose workers have left, but which has no last checkpoint.
+fn late_last_checkpoint(job: &Job) -> String {
+    format!(
+        "its workers have left, but its last checkpoint was not taken within {} s: an earlier one is still being \
+         written to {}, whose disk is slow or does not answer",
+        FINISHING.as_secs(),
+        job.terms.checkpoint_folder
+    )
 }

@@ -43,16 +43,18 @@ pub(super) struct Job {
 /// How far a job has come.
 #[derive(Debug)]
 pub(super) enum Phase {
-    /// Its checkpoint is being read.
-    Loading,
+    /// Its checkpoint is being read; after `until` the job is refused.
+    Loading { until: Duration },
+    /// It was refused because its checkpoint is still being read. Its memory counts until that has ended.
+    Refused,
     /// Cores allocate; this many routes are not done.
     Opening { routes: usize },
     /// Streams connect; after `until` the missing ones are reported.
     Connecting { until: Duration },
     /// All streams are here.
     Running,
-    /// Every neighbour has left, and the last checkpoint is being taken.
-    Finishing,
+    /// Every neighbour has left, and the last checkpoint is being taken; after `until` the job fails.
+    Finishing { until: Duration },
     /// Cores free their memory; this many routes are not done.
     Ending { routes: usize, end: JobEnd, since: Duration },
 }
@@ -90,11 +92,12 @@ impl Job {
     }
 
     pub(super) fn is_finishing(&self) -> bool {
-        matches!(self.phase, Phase::Finishing)
+        matches!(self.phase, Phase::Finishing { .. })
     }
 
+    /// Whether it is decided that the job is over.
     pub(super) fn is_ending(&self) -> bool {
-        matches!(self.phase, Phase::Ending { .. })
+        matches!(self.phase, Phase::Refused | Phase::Ending { .. })
     }
 
     /// Whether every neighbour has left by every port, and this hub has left the sites above.

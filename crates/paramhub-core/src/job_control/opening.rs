@@ -7,6 +7,10 @@ use super::{JobControl, JobTerms, Output, mebibytes};
 use crate::auth::Namespace;
 use crate::service::HubEvent;
 
+/// The part of a job's rendezvous timeout within which its checkpoint must be read. After all of it the ranks
+/// give up, for a reason that does not name the folder.
+pub const READING_SHARE: f64 = 0.9;
+
 impl JobControl {
     /// Takes a job that the hub has planned, or refuses it.
     pub(super) fn admit(&mut self, terms: JobTerms, now: Duration) {
@@ -27,7 +31,7 @@ impl JobControl {
             return self.finished(namespace, now);
         }
         if resumes {
-            job.phase = Phase::Loading;
+            job.phase = Phase::Loading { until: now.saturating_add(reading_limit(&job.terms)) };
         }
         self.jobs.insert(namespace, job);
         self.outputs.push(if resumes { Output::Load(namespace) } else { Output::Open(namespace) });
@@ -51,7 +55,11 @@ impl JobControl {
             *routes = 0;
             return self.closed(namespace);
         }
-        let Phase::Loading = job.phase else { return };
+        if let Phase::Refused = job.phase {
+            self.jobs.remove(&namespace);
+            return self.outputs.push(Output::Forget(namespace));
+        }
+        let Phase::Loading { .. } = job.phase else { return };
         match result {
             Ok(step) => {
                 job.resumed_step = Some(step);
@@ -64,6 +72,24 @@ impl JobControl {
                 let reason = format!("job `{}` cannot go on: {why}", job.terms.name);
                 self.withdraw(namespace, reason);
             }
+        }
+    }
+
+    /// Refuses the jobs whose checkpoints have been read for too long.
+    pub(super) fn check_loading(&mut self, now: Duration) {
+        let mut late = Vec::new();
+        for (&namespace, job) in &mut self.jobs {
+            if let Phase::Loading { until } = job.phase
+                && now >= until
+            {
+                // The thread that reads may hang and keeps its memory, so the job stays until the thread answers.
+                job.phase = Phase::Refused;
+                late.push((namespace, late_reading(&job.terms)));
+            }
+        }
+        for (namespace, reason) in late {
+            self.warn(reason.clone());
+            self.report(HubEvent::Refused { namespace, reason });
         }
     }
 
@@ -127,6 +153,22 @@ impl JobControl {
         self.report(HubEvent::Refused { namespace, reason });
         self.outputs.push(Output::Forget(namespace));
     }
+}
+
+/// How long the checkpoint of a job may take to be read.
+fn reading_limit(terms: &JobTerms) -> Duration {
+    terms.rendezvous.mul_f64(READING_SHARE)
+}
+
+/// Why a job cannot begin whose checkpoint is not read in time.
+fn late_reading(terms: &JobTerms) -> String {
+    format!(
+        "job `{}` cannot go on: its checkpoint in {} was not read within {:.0} s, nine tenths of rendezvous_timeout_s. Its disk \
+         is slow, which a longer rendezvous_timeout_s allows for, or does not answer",
+        terms.name,
+        terms.checkpoint_folder,
+        reading_limit(terms).as_secs_f64()
+    )
 }
 
 /// What the log says of a job that is admitted.

@@ -69,6 +69,8 @@ pub struct JobTerms {
     pub resumes: bool,
     /// Whether it writes checkpoints.
     pub writes_checkpoints: bool,
+    /// The folder of its checkpoints for people; empty if it neither begins with one nor writes any.
+    pub checkpoint_folder: String,
 }
 
 /// A route of a job at the hub.

@@ -55,6 +55,7 @@ fn terms(number: u8) -> JobTerms {
         memory_bytes: 10 << 20,
         resumes: false,
         writes_checkpoints: false,
+        checkpoint_folder: "/data/job-1".into(),
     }
 }
 
@@ -222,6 +223,6 @@ use has;
 #[test]
 fn a_hub_that_serves_looks_at_its_deadlines_a_few_times_a_second() {
     let hub = Hub::new();
-    assert_eq!(hub.control.patience(hub.now), TICK);
+    assert_eq!(hub.control.until_next_check(hub.now), TICK);
     assert!(!hub.control.is_done());
 }

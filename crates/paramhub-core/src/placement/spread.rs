@@ -23,16 +23,16 @@ pub enum Spread {
 
 /// The chunks to deal, in two lists: those that a step exchanges through a hub, and those that are dealt
 /// aside. Each list is longest first.
-pub(super) struct Order {
+pub(super) struct ChunksToDeal {
     pub(super) exchanged: Vec<ChunkId>,
     pub(super) aside: Vec<ChunkId>,
 }
 
-impl Order {
-    pub(super) fn new(table: &KeyTable, map: &ChunkMap, sizes: &[u32], spreads: &[Spread]) -> Order {
+impl ChunksToDeal {
+    pub(super) fn new(table: &KeyTable, map: &ChunkMap, sizes: &[u32], spreads: &[Spread]) -> ChunksToDeal {
         let is_aside = |chunk: &ChunkId| spread_of_chunk(map, spreads, *chunk) == Spread::Aside;
         let (aside, exchanged) = sorted(table, map, sizes).into_iter().partition(is_aside);
-        Order { exchanged, aside }
+        ChunksToDeal { exchanged, aside }
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) fn host(
     let serving = Serving::start(spec, settings, extension)?;
     connection.send(&ProcessReport::Ready { url: serving.url().to_owned() })?;
     while let Some(command) = connection.receive()? {
-        if let Some(reason) = serving.has_failed() {
+        if let Some(reason) = serving.failure() {
             bail!("the hub has failed: {reason}");
         }
         match command {
@@ -118,10 +118,10 @@ impl Serving {
         }
     }
 
-    fn has_failed(&self) -> Option<String> {
+    fn failure(&self) -> Option<String> {
         match self {
-            Serving::First(hub) => hub.has_failed(),
-            Serving::Joined { hub, .. } => hub.has_failed(),
+            Serving::First(hub) => hub.failure(),
+            Serving::Joined { hub, .. } => hub.failure(),
             Serving::ByWorker(_) => None,
         }
     }

@@ -1,7 +1,6 @@
 //! Reads the parts of an old checkpoint that a new job gets.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use paramhub_core::checkpoint::Resume;
 use paramhub_core::key::{Key, KeyTable};
@@ -14,7 +13,7 @@ use super::write::{quantised, shape_of, state_shapes};
 use crate::core::{Restored, ShardPlan};
 
 /// The state with which each of a hub's shards begins, in the order of the plans, and the step.
-pub(crate) type Loaded = (u32, Vec<Arc<Restored>>);
+pub(crate) type Loaded = (u32, Vec<Restored>);
 
 /// Reads the requested checkpoint.
 ///
@@ -81,7 +80,7 @@ fn load_one(found: &FoundCheckpoint, plans: &[ShardPlan]) -> Result<Loaded, Stri
             }
         });
     })?;
-    Ok((about.step, shards.into_iter().map(Arc::new).collect()))
+    Ok((about.step, shards))
 }
 
 /// Reads all files of all parts, and returns an error where the contents have changed. `take` gets the

@@ -1,5 +1,3 @@
-use std::sync::Arc;
-
 use paramhub_core::consistency::Consistency;
 use paramhub_core::key::Key;
 use paramhub_core::settings::{OptimizerChoice, Settings};
@@ -200,8 +198,8 @@ fn a_shard_goes_on_from_what_another_has_left() {
         restored.put_state(slot, 0, first as usize, &state);
         restored.put_updates(slot, mark.updates);
     }
-    let plan = ShardPlan { restored: Some(Arc::new(restored)), ..other.plan().clone() };
-    let mut resumed = Shard::new(plan).unwrap();
+    let mut resumed = Shard::reserve(other.plan().clone(), Some(restored)).unwrap();
+    while resumed.open_some(1 << 20) {}
     let payload = wire(&vec![0.0; 777]);
     let refused = take(&mut resumed, 0, &header(Operation::Initialise, 0, 0, &payload), &payload);
     assert!(refused.unwrap_err().message("rank 0").contains("parameters to start from come once"));
@@ -235,9 +233,8 @@ fn a_job_that_goes_on_from_a_checkpoint_needs_no_more_memory_than_another() {
         restored.put_state(slot, 0, 0, &[-(slot as f32); CHUNK as usize]);
         restored.put_updates(slot, 3);
     }
-    let plan = ShardPlan { restored: Some(Arc::new(restored)), ..fresh.plan().clone() };
-    let most = memory_bytes(&plan) + 4 * PART as u64;
-    let mut resumed = Shard::reserve(plan).unwrap();
+    let most = memory_bytes(fresh.plan()) + 4 * PART as u64;
+    let mut resumed = Shard::reserve(fresh.plan().clone(), Some(restored)).unwrap();
     let mut parts = 0;
     while resumed.open_some(PART) {
         parts += 1;
@@ -258,8 +255,7 @@ fn a_job_that_goes_on_from_a_checkpoint_needs_no_more_memory_than_another() {
     // A shard that ends while it restores gives everything back.
     let mut restored = Restored::room(fresh.plan(), 3, vec![hyperparameters]).unwrap();
     (0..CHUNKS).for_each(|slot| restored.put_updates(slot, 3));
-    let plan = ShardPlan { restored: Some(Arc::new(restored)), ..fresh.plan().clone() };
-    let mut ending = Shard::reserve(plan).unwrap();
+    let mut ending = Shard::reserve(fresh.plan().clone(), Some(restored)).unwrap();
     for _ in 0..CHUNKS / 2 {
         assert!(ending.open_some(PART), "it is on its way");
     }

@@ -16,6 +16,7 @@ use paramhub_core::wire::{Failure, Notice};
 use paramhub_transport::Waker;
 
 use super::plan::ShardPlan;
+use super::restored::Restored;
 use super::snapshot::{Snapshot, SnapshotTarget};
 use crate::local::LocalMemory;
 
@@ -25,8 +26,9 @@ const MAILBOX_COMMANDS: usize = 1024;
 /// A command to a core.
 #[derive(Debug)]
 pub(crate) enum CoreCommand {
-    /// Allocate a route's chunks. The core answers with [`CoreEvent::Opened`], unless the job ends before.
-    Open(Box<ShardPlan>),
+    /// Allocate a route's chunks, which begin with what was restored, if it is not with rank 0's parameters.
+    /// The core answers with [`CoreEvent::Opened`], unless the job ends before.
+    Open { plan: Box<ShardPlan>, restored: Option<Box<Restored>> },
     /// Serve a stream whose handshake is done. A stream that was `resumed_by` an interface replaces the
     /// port's stream.
     Adopt {

@@ -16,7 +16,6 @@ use paramhub_core::wire::STATE_HEAD_BYTES;
 use paramhub_kernels::{Aggregator, Optimizer};
 
 use super::ports::Ports;
-use super::restored::Restored;
 
 /// The description of one route of a job for the core that serves it.
 #[derive(Clone)]
@@ -46,8 +45,6 @@ pub(crate) struct ShardPlan {
     pub(crate) groups: Arc<[Hyperparameters]>,
     /// `true` if snapshots will be requested.
     pub(crate) checkpoints: bool,
-    /// The state with which the chunks begin, if it is not rank 0's.
-    pub(crate) restored: Option<Arc<Restored>>,
 }
 
 impl ShardPlan {

@@ -11,6 +11,7 @@ use paramhub_core::stragglers::Quorum;
 use paramhub_core::wire::{Failure, Operation};
 
 use super::plan::ShardPlan;
+use super::restored::Restored;
 use super::scheduler::WorkUnit;
 use super::shard::Shard;
 use super::{Core, CoreEvent, HostedShard, MemoryState};
@@ -21,10 +22,10 @@ const MEMORY_TURN_BYTES: usize = 256 << 10;
 
 impl Core {
     /// Reserves a route's memory, which turns will take.
-    pub(super) fn open(&mut self, plan: ShardPlan) {
+    pub(super) fn open(&mut self, plan: ShardPlan, restored: Option<Restored>) {
         let (namespace, route, ports) = (plan.namespace, plan.route, plan.ports.len() as usize);
         let weight = plan.weight;
-        match Shard::reserve(plan) {
+        match Shard::reserve(plan, restored) {
             Ok(shard) => {
                 let job = self.scheduler.admit(namespace, weight);
                 let index = self.shards.insert_index(HostedShard {

@@ -82,7 +82,7 @@ fn a_small_job_goes_on_while_a_large_one_opens_and_is_freed() {
     let mut hub = SteppedHub::new();
     hub.open(plan(1, 4));
     let mut worker = Stepping::new(connect(&mut hub, SMALL));
-    hub.handle.send(CoreCommand::Open(Box::new(plan(2, ELEMENTS))));
+    hub.handle.send(CoreCommand::Open { plan: Box::new(plan(2, ELEMENTS)), restored: None });
     while !hub.core_events.try_iter().any(|event| is_opened(&event, LARGE)) {
         hub.turn();
         worker.go_on();
@@ -101,7 +101,7 @@ fn a_small_job_goes_on_while_a_large_one_opens_and_is_freed() {
 #[test]
 fn a_job_that_ends_while_it_opens_is_freed_and_closed_once() {
     let mut hub = SteppedHub::new();
-    hub.handle.send(CoreCommand::Open(Box::new(plan(2, ELEMENTS))));
+    hub.handle.send(CoreCommand::Open { plan: Box::new(plan(2, ELEMENTS)), restored: None });
     hub.turn();
     hub.turn();
     assert_eq!(hub.core_events.try_iter().count(), 0, "it takes more turns than two");

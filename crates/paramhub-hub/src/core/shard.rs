@@ -16,7 +16,6 @@ mod sums;
 mod timing;
 mod two_phases;
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use paramhub_core::exchange::{Answer, Exchange, LeftWhileAwaited, ProtocolViolation, SumAction, Update};
@@ -39,7 +38,7 @@ use super::outbox::Outbox;
 use super::plan::ShardPlan;
 use super::ports::Side;
 use super::quantised::Quantised;
-use super::restored::RestoreProgress;
+use super::restored::{RestoreProgress, Restored};
 use super::snapshot::{ArmedSnapshot, Snapshot};
 use crate::local::RankArenas;
 use model::Model;
@@ -86,15 +85,14 @@ pub(crate) struct Shard {
 
 impl Shard {
     /// Reserves all memory that the shard will need; [`open_some`](Self::open_some) takes it. `memory_bytes`
-    /// is its sum.
-    pub(crate) fn reserve(mut plan: ShardPlan) -> Result<Self, OutOfMemory> {
+    /// is its sum. The chunks begin with what was `restored`, if it is not with rank 0's parameters.
+    pub(crate) fn reserve(plan: ShardPlan, restored: Option<Restored>) -> Result<Self, OutOfMemory> {
         let layout = Layout::new(&plan);
         let memory_bytes = memory_bytes(&plan);
         let spare_snapshot = match plan.checkpoints {
             true => Snapshot::new(&plan, &layout, block_elements(&plan))?,
             false => None,
         };
-        let restored = plan.restored.take();
         let groups: &[Hyperparameters] = match &restored {
             Some(restored) => &restored.hyperparameters,
             None => &plan.groups,
@@ -130,17 +128,16 @@ impl Shard {
             plan,
         };
         if let Some(restored) = restored {
-            // The thread that read the checkpoint has passed it on.
-            shard.begin_restoring(Arc::into_inner(restored).expect("the shard alone has it"));
+            shard.begin_restoring(restored);
         }
         shard.counters.memory_bytes = memory_bytes;
         Ok(shard)
     }
 
-    /// A shard that is open.
+    /// A shard that is open and begins with rank 0's parameters.
     #[cfg(test)]
     pub(crate) fn new(plan: ShardPlan) -> Result<Self, OutOfMemory> {
-        let mut shard = Shard::reserve(plan)?;
+        let mut shard = Shard::reserve(plan, None)?;
         while shard.open_some(1 << 20) {}
         Ok(shard)
     }

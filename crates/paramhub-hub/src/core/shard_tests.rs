@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::composition::{Composed, Composition, Neighbour};

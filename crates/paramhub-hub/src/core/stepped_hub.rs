@@ -63,7 +63,6 @@ pub(super) fn plan_with(
         optimizer,
         groups,
         checkpoints: false,
-        restored: None,
     }
 }
 
@@ -107,7 +106,7 @@ impl SteppedHub {
 
     pub(super) fn open(&mut self, plan: ShardPlan) {
         let job = plan.namespace;
-        self.handle.send(CoreCommand::Open(Box::new(plan)));
+        self.handle.send(CoreCommand::Open { plan: Box::new(plan), restored: None });
         self.await_event(|event| is_opened(event, job).then_some(()));
     }
 }

@@ -1,6 +1,5 @@
 //! Checkpoints of jobs: which jobs may have them, and the threads that read and write them.
 
-use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
 
@@ -64,6 +63,11 @@ impl CheckpointPlan {
         self.every.is_some()
     }
 
+    /// The folder where they are, for people.
+    pub(super) fn folder(&self) -> String {
+        self.folder.path().display().to_string()
+    }
+
     /// Whether the job begins with one.
     pub(super) fn is_read(&self) -> bool {
         self.resume.is_some()
@@ -92,17 +96,10 @@ impl JobController {
     }
 
     /// Keeps what was read of a checkpoint for the shards of its job, and returns the checkpoint's step.
-    pub(super) fn keep_restored(
-        &mut self,
-        namespace: Namespace,
-        step: u32,
-        restored: Vec<Arc<Restored>>,
-    ) -> u32 {
+    pub(super) fn keep_restored(&mut self, namespace: Namespace, step: u32, restored: Vec<Restored>) -> u32 {
         if let Some(job) = self.jobs.get_mut(&namespace) {
             job.resumed_step = Some(step);
-            for ((_, shard), restored) in job.shards.iter_mut().zip(restored) {
-                shard.restored = Some(restored);
-            }
+            job.restored = restored;
         }
         step
     }

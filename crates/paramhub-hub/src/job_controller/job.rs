@@ -20,7 +20,7 @@ use paramhub_kernels::{Aggregator, Optimizer, Registry};
 
 use super::checkpoints::CheckpointPlan;
 use crate::checkpoint::CheckpointWriter;
-use crate::core::{Ports, ShardPlan, Snapshot, memory_bytes};
+use crate::core::{Ports, Restored, ShardPlan, Snapshot, memory_bytes};
 
 /// What the hub keeps of one job, besides the state in which it is.
 pub(crate) struct HubJob {
@@ -42,6 +42,8 @@ pub(crate) struct HubJob {
     pub(super) routes: Vec<(RouteId, Route)>,
     /// What each core must open, until it has the order.
     pub(super) shards: Vec<(u16, ShardPlan)>,
+    /// What was read of a checkpoint for each of them, if the job begins with one.
+    pub(super) restored: Vec<Restored>,
     pub(super) checkpoints: Option<CheckpointPlan>,
     /// The memory for snapshots, until their writer has it.
     pub(super) snapshots: Vec<Snapshot>,
@@ -79,6 +81,7 @@ impl HubJob {
             state_slots: updates.state_slots,
             routes: placed.routes,
             shards,
+            restored: Vec::new(),
             checkpoints,
             snapshots: Vec::new(),
             checkpoint_writer: None,
@@ -218,7 +221,6 @@ impl Placed {
                 optimizer: updates.optimizer.clone(),
                 groups: updates.groups.clone(),
                 checkpoints: checkpoints.is_some_and(CheckpointPlan::are_written),
-                restored: None,
             };
             (route.core, shard)
         };
@@ -254,6 +256,7 @@ impl Placed {
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             resumes: checkpoints.is_some_and(CheckpointPlan::is_read),
             writes_checkpoints: checkpoints.is_some_and(CheckpointPlan::are_written),
+            checkpoint_folder: checkpoints.map(CheckpointPlan::folder).unwrap_or_default(),
         }
     }
 }

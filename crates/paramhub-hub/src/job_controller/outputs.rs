@@ -65,8 +65,10 @@ impl JobController {
 
     fn open(&mut self, namespace: Namespace) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        for (core, shard) in std::mem::take(&mut job.shards) {
-            self.cores[usize::from(core)].send(CoreCommand::Open(Box::new(shard)));
+        let mut restored = std::mem::take(&mut job.restored).into_iter();
+        for (core, plan) in std::mem::take(&mut job.shards) {
+            let (plan, restored) = (Box::new(plan), restored.next().map(Box::new));
+            self.cores[usize::from(core)].send(CoreCommand::Open { plan, restored });
         }
     }
 

@@ -1,6 +1,7 @@
 //! The mesh's thread: one loop that moves every transfer, computes, and ends operations.
 
 mod closing;
+mod collectives;
 mod fifo;
 mod inbound;
 mod leaving;
@@ -12,6 +13,7 @@ mod peer;
 mod sequence;
 mod shared_memory;
 mod slab;
+mod steps;
 #[cfg(test)]
 mod tests;
 
@@ -29,21 +31,14 @@ use crate::command::{MeshCommand, MeshInbox};
 use crate::error::{MeshError, MeshRank};
 use crate::memory::{Pipeline, SharedSegment};
 use crate::operation::{OperationKind, OperationRequest};
-use crate::schedule::Work;
-use crate::wire::{Header, Kind, PIECE_BYTES};
+use crate::wire::PIECE_BYTES;
 use closing::close_all;
 use inbound::PeerEnd;
-use matching::WaitingSend;
 pub(crate) use operations_in_flight::OperationsInFlight;
-use operations_in_flight::{PendingReceive, StepId};
+use operations_in_flight::StepId;
 use peer::{Peer, RankState};
 pub(crate) use slab::SlabKey;
 
-/// The maximum of collectives under way: announcements of the next one travel while the last pieces of this
-/// one do.
-const COLLECTIVES_MAX: usize = 4;
-/// The same maximum in shared memory, where the chunks of many collectives may be under way.
-const COLLECTIVES_IN_MEMORY_MAX: usize = 64;
 /// Bytes that one peer may send or receive before the others have their turn.
 const TURN_BYTES: usize = 1 << 20;
 /// Bytes that are copied or reduced before the peers have their turn.
@@ -293,166 +288,8 @@ impl ProgressEngine {
         Ok(())
     }
 
-    fn may_begin(&self) -> bool {
-        let Some(next) = self.queue.front() else { return false };
-        let most = if next.plan.is_some() { COLLECTIVES_IN_MEMORY_MAX } else { COLLECTIVES_MAX };
-        self.in_flight.collectives < most && (self.ranks.len() == 1 || self.in_flight.sequence.may_begin())
-    }
-
-    fn begin_collectives(&mut self) -> Result<(), MeshError> {
-        while self.may_begin() {
-            let mut request = self.queue.pop_front().expect("there is one");
-            let OperationKind::Collective(descriptor) = request.kind else {
-                unreachable!("only collectives are queued");
-            };
-            if let Some(rank) = self.gone_before(self.in_flight.sequence.begun()) {
-                let (this_rank, what) = (self.in_flight.this_rank.clone(), request.kind.to_string().into());
-                self.in_flight.refuse(request, MeshError::PeerLeft { this_rank, what, rank });
-                continue;
-            }
-            if self.ranks.len() == 1 {
-                self.in_flight.begin(request, 0, false);
-                continue;
-            }
-            let number = self.in_flight.sequence.begin(descriptor);
-            let next = (self.in_flight.this_rank.rank + 1) % self.in_flight.size;
-            if let RankState::Connected(peer) = &mut self.ranks[next as usize] {
-                let begin = Header { tag: number, ..Header::bare(Kind::Begin) };
-                peer.outbound.control(begin, &descriptor.encode());
-            }
-            let plan = request.plan.take();
-            let key = self.in_flight.begin(request, number, plan.is_some());
-            if let (Some(plan), Some(pipeline)) = (plan, &mut self.pipeline) {
-                pipeline.push(key, number, descriptor, plan);
-            }
-        }
-        Ok(())
-    }
-
-    /// A rank that left before it began the collective of this number.
-    fn gone_before(&self, number: u64) -> Option<u32> {
-        let is_gone =
-            |state: &RankState| matches!(state, RankState::Left { collectives } if *collectives <= number);
-        self.ranks.iter().position(is_gone).map(|rank| rank as u32)
-    }
-
-    /// Begins a step.
-    fn issue(&mut self, id: StepId) -> Result<(), MeshError> {
-        let Some(operation) = self.in_flight.operations.get(id.operation) else { return Ok(()) };
-        match operation.work(id.step) {
-            Work::Send { peer: rank, index, from } => {
-                let address = self.in_flight.address(id.operation, index);
-                match &mut self.ranks[rank as usize] {
-                    RankState::Connected(peer) => {
-                        let outcome = peer.matching.send(address, WaitingSend { id, from });
-                        peer.act(&self.in_flight, address, outcome)
-                    }
-                    _ => self.fail_for_missing_rank(id.operation, rank),
-                }
-            }
-            Work::Receive { peer: rank, index, into } | Work::ReceiveReduce { peer: rank, index, into } => {
-                let is_reduced = matches!(operation.work(id.step), Work::ReceiveReduce { .. });
-                let address = self.in_flight.address(id.operation, index);
-                match &mut self.ranks[rank as usize] {
-                    RankState::Connected(peer) => {
-                        let receive = PendingReceive::new(id, into, Some(rank), address, is_reduced);
-                        let ticket = self.in_flight.receives.insert(receive);
-                        announce(peer, Kind::Ready, ticket, address, into.bytes);
-                        Ok(())
-                    }
-                    _ => self.fail_for_missing_rank(id.operation, rank),
-                }
-            }
-            Work::ReceiveAny { into } => {
-                let address = self.in_flight.address(id.operation, 0);
-                let receive = PendingReceive::new(id, into, None, address, false);
-                let ticket = self.in_flight.receives.insert(receive);
-                let mut left = None;
-                for (rank, state) in self.ranks.iter_mut().enumerate() {
-                    match state {
-                        RankState::Connected(peer) => {
-                            announce(peer, Kind::ReadyAny, ticket, address, into.bytes)
-                        }
-                        RankState::Left { .. } => left = Some(rank as u32),
-                        RankState::Own => {}
-                    }
-                }
-                match left {
-                    Some(rank) if !self.has_peers() => {
-                        self.in_flight.receives.remove(ticket);
-                        self.fail_for_missing_rank(id.operation, rank)
-                    }
-                    _ => Ok(()),
-                }
-            }
-            Work::Copy { .. } | Work::Reduce { .. } | Work::Divide { .. } => {
-                self.computing.push_back(id);
-                Ok(())
-            }
-        }
-    }
-
     fn has_peers(&self) -> bool {
         self.ranks.iter().any(|state| matches!(state, RankState::Connected(_)))
-    }
-
-    fn compute(&mut self) {
-        let mut budget = COMPUTE_BYTES;
-        while budget > 0
-            && let Some(&id) = self.computing.front()
-        {
-            let Some(operation) = self.in_flight.operations.get_mut(id.operation) else {
-                (_, self.computed) = (self.computing.pop_front(), 0);
-                continue;
-            };
-            let work = operation.work(id.step);
-            let now = operation.compute(work, self.computed, budget, self.in_flight.size);
-            budget = budget.saturating_sub((now - self.computed).max(64));
-            self.computed = now;
-            let (Work::Copy { into: span, .. } | Work::Reduce { into: span, .. } | Work::Divide { span }) =
-                work
-            else {
-                unreachable!("{work:?} computes nothing");
-            };
-            if now == span.bytes {
-                (_, self.computed) = (self.computing.pop_front(), 0);
-                self.in_flight.ended(id);
-            }
-        }
-    }
-
-    /// Compares the collectives that the previous rank has begun, and acknowledges them.
-    fn compare_with_previous_rank(&mut self) -> Result<(), MeshError> {
-        let previous = (self.in_flight.this_rank.rank + self.in_flight.size - 1) % self.in_flight.size;
-        match self.in_flight.sequence.compare() {
-            Ok(None) => Ok(()),
-            Ok(Some(compared)) => {
-                if let RankState::Connected(peer) = &mut self.ranks[previous as usize] {
-                    peer.outbound.control(Header { tag: compared, ..Header::bare(Kind::Begun) }, &[]);
-                }
-                Ok(())
-            }
-            Err(mismatch) => Err(MeshError::OperationMismatch {
-                this_rank: self.in_flight.this_rank.clone(),
-                number: mismatch.number,
-                here: mismatch.ours.to_string().into(),
-                rank: previous,
-                there: mismatch.theirs.to_string().into(),
-            }),
-        }
-    }
-
-    fn withdraw(&mut self) {
-        for (ticket, tag, winner) in self.in_flight.withdrawn.drain(..) {
-            for state in &mut self.ranks {
-                if let RankState::Connected(peer) = state
-                    && peer.rank != winner
-                {
-                    let withdraw = Header { ticket, tag, ..Header::bare(Kind::Withdraw) };
-                    peer.outbound.control(withdraw, &[]);
-                }
-            }
-        }
     }
 
     fn flush(&mut self) -> Result<(), MeshError> {
@@ -504,21 +341,4 @@ impl ProgressEngine {
             reason: error.to_string().into(),
         }
     }
-}
-
-fn announce(
-    peer: &mut Peer,
-    kind: Kind,
-    ticket: SlabKey,
-    address: operations_in_flight::Address,
-    bytes: usize,
-) {
-    let header = Header {
-        channel: address.0,
-        ticket: ticket.to_wire(),
-        tag: address.1,
-        bytes: bytes as u64,
-        ..Header::bare(kind)
-    };
-    peer.outbound.control(header, &[]);
 }

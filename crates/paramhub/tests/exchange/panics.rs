@@ -118,7 +118,7 @@ fn a_core_that_panics_costs_its_own_jobs_and_no_others(transports: Transports) {
     }
     // The other core's job was not affected.
     assert_eq!(exchange(&going_on, 0, 3.0).unwrap(), [3.0, 1.0, 1.0, 1.0]);
-    assert_eq!(cluster.hub().has_failed(), None);
+    assert_eq!(cluster.hub().failure(), None);
     // No job is left on either core, and both serve the next one.
     let both = cluster.job("after", 2).run(&settings(), |job| {
         begin(job);
@@ -142,7 +142,7 @@ fn a_core_may_panic_again_and_again(transports: Transports) {
         assert!(message.contains("panicked (an unforeseen sum)"), "{message}");
         assert_eq!(cluster.await_end(&name).state, JobState::Failed);
     }
-    assert_eq!(cluster.hub().has_failed(), None);
+    assert_eq!(cluster.hub().failure(), None);
 }
 
 fn an_optimizer_that_panics_before_a_job_begins_is_refused(transports: Transports) {
@@ -151,6 +151,6 @@ fn an_optimizer_that_panics_before_a_job_begins_is_refused(transports: Transport
     let absurd = Settings { optimizer: OptimizerChoice::named("absurd"), ..Settings::new(keys(&[4])) };
     let message = ticket.join(0, absurd).map(drop).unwrap_err().to_string();
     assert!(message.contains("made its hub panic (how should I know)"), "{message}");
-    assert_eq!(cluster.hub().has_failed(), None);
+    assert_eq!(cluster.hub().failure(), None);
     cluster.job("after", 1).run(&settings(), begin);
 }

@@ -51,6 +51,22 @@ fn the_last_checkpoint_is_taken_before_a_finished_job_is_freed() {
 }
 
 #[test]
+fn a_disk_that_does_not_answer_keeps_a_finished_job_for_a_bounded_time() {
+    let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
+    hub.leave();
+    let outputs = hub.reach(FINISHING);
+    assert!(
+        matches!(outputs[1], Output::StopCheckpoints(_)),
+        "before the cores free what it copies: {outputs:?}"
+    );
+    let reason = failure(&outputs);
+    assert!(reason.contains("within 300 s") && reason.contains("written to /data/job-1"), "{reason}");
+    assert!(hub.handle(Event::LastCheckpointTaken { namespace: job(1) }).is_empty());
+    let outputs = hub.close(1);
+    assert_eq!((end(&outputs).finished, end(&outputs).cause), (false, CauseKind::Known));
+}
+
+#[test]
 fn a_core_that_panics_ends_a_job_although_its_last_checkpoint_is_being_taken() {
     let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
     hub.leave();

@@ -123,3 +123,24 @@ fn checkpoints_are_written_where_a_route_has_memory_for_them() {
     };
     assert_eq!([start(true, true), start(true, false), start(false, true)], [true, false, false]);
 }
+
+#[test]
+fn a_job_whose_checkpoint_is_not_read_in_time_is_refused_with_the_folder_and_the_limit() {
+    for result in [Ok(7), Err("no such file".to_string())] {
+        let mut hub = Hub::new();
+        plan(&mut hub, |terms| (terms.resumes, terms.memory_bytes) = (true, 60 << 20));
+        let outputs = hub.reach(RENDEZVOUS.mul_f64(READING_SHARE));
+        let [HubEvent::Refused { reason, .. }] = reports(&outputs)[..] else { panic!("{outputs:?}") };
+        assert!(reason.contains("in /data/job-1 was not read within 27 s"), "{reason}");
+        assert!(hub.check().is_empty(), "it is refused once");
+        // What was decided stays, and the thread that reads still holds the memory.
+        assert!(hub.stop(StopWhen::Now).is_empty() && !hub.control.wants(job(1)));
+        let mut other = terms(2);
+        other.memory_bytes = 60 << 20;
+        let outputs = hub.handle(Event::Planned(Box::new(other.clone())));
+        assert!(matches!(reports(&outputs)[..], [HubEvent::Refused { .. }]), "{outputs:?}");
+        let outputs = hub.handle(Event::Loaded { namespace: job(1), result });
+        assert!(matches!(outputs[..], [Output::Forget(_)]) && !hub.is_here(1), "{outputs:?}");
+        assert!(has!(hub.handle(Event::Planned(Box::new(other))), Output::Open(_)));
+    }
+}

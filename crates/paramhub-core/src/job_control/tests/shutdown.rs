@@ -30,7 +30,7 @@ fn a_hub_that_stops_ends_its_jobs_and_waits_until_they_are_freed() {
 fn a_hub_that_stops_does_not_wait_long_for_its_cores() {
     let mut hub = Hub::running(|_| {});
     hub.handle(Event::ShutDown);
-    assert_eq!(hub.control.patience(hub.now), SHUTDOWN);
+    assert_eq!(hub.control.until_next_check(hub.now), SHUTDOWN);
     assert!(closed(&hub.reach(SHUTDOWN)));
     assert!(hub.close(1).is_empty(), "nothing comes after the end");
 }
@@ -60,9 +60,9 @@ fn last_checkpoints_are_taken_while_jobs_go_on() {
 fn a_last_checkpoint_that_does_not_come_holds_up_the_stop_for_a_bounded_time() {
     let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
     hub.handle(Event::ShutDown);
-    let patience = hub.control.patience(hub.now);
-    assert!(patience > LAST_CHECKPOINT && patience < LAST_CHECKPOINT * 2);
-    assert!(failure(&hub.reach(patience)).ends_with("the hub is shutting down"));
+    let wait = hub.control.until_next_check(hub.now);
+    assert!(wait > LAST_CHECKPOINT && wait < LAST_CHECKPOINT * 2);
+    assert!(failure(&hub.reach(wait)).ends_with("the hub is shutting down"));
 }
 
 #[test]

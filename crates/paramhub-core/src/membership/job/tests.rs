@@ -513,8 +513,8 @@ fn a_job_whose_hubs_do_not_answer_ends_with_the_reason_of_its_launcher() {
     let mut job = running(2, 1);
     let reason = "stopped: its workers ended without leaving";
     let _ = job.conclude(reason.into(), now());
-    assert_eq!(job.check_time(later(59.0)), Transition::None);
-    assert_eq!(job.check_time(later(61.0)), Transition::Ended { stop: vec![0] });
+    assert_eq!(job.check_time(later(359.0)), Transition::None);
+    assert_eq!(job.check_time(later(361.0)), Transition::Ended { stop: vec![0] });
     assert_eq!(job.status(now()).message, reason);
 }
 

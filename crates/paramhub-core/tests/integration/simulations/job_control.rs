@@ -13,8 +13,8 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::composition::Neighbour;
 use paramhub_core::exchange::Awaited;
 use paramhub_core::job_control::{
-    AdmittedStreams, CUT_OFF, CoreEvent, Event, FaultCause, HubTerms, JobControl, JobLimits, LAST_CHECKPOINT,
-    LateRank, OverdueEvent, OverdueNeighbours, SHUTDOWN,
+    AdmittedStreams, CUT_OFF, CoreEvent, Event, FINISHING, FaultCause, HubTerms, JobControl, JobLimits,
+    LAST_CHECKPOINT, LateRank, OverdueEvent, OverdueNeighbours, SHUTDOWN,
 };
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{CauseKind, JobCounters, StopWhen};
@@ -26,7 +26,7 @@ use job::{Route, SimulatedJob, Writer};
 const INTERFACES: u16 = 2;
 const RENDEZVOUS: Duration = Duration::from_secs(20);
 /// Longer than any wait of a job that has a bound.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(60).saturating_add(FINISHING);
 /// Longer than a hub takes to shut down, whatever its parts do.
 const STOPPED: Duration = Duration::from_secs(1).saturating_add(LAST_CHECKPOINT).saturating_add(SHUTDOWN);
 
@@ -284,8 +284,8 @@ impl Simulation {
     fn wait(&mut self, time: Duration) {
         let until = self.now + time;
         while self.now < until {
-            let patience = self.control.patience(self.now).max(Duration::from_millis(1));
-            self.now += patience.min(until - self.now);
+            let wait = self.control.until_next_check(self.now).max(Duration::from_millis(1));
+            self.now += wait.min(until - self.now);
             self.check_time();
         }
     }
@@ -342,7 +342,9 @@ proptest! {
         for action in &actions {
             simulation.act(action);
         }
-        simulation.answer_all();
+        if answers {
+            simulation.answer_all();
+        }
         simulation.wait(LONG);
         simulation.answer_all();
         simulation.act(&Action::ShutDown);

@@ -78,7 +78,7 @@ fn a_stream_over_shared_memory_is_not_resumed_over_tcp() {
         local.send(&push(0));
         assert_eq!(local.await_frame(Operation::Parameters).0.step, 1, "the first stream goes on");
     });
-    assert_eq!(cluster.hub().has_failed(), None);
+    assert_eq!(cluster.hub().failure(), None);
 }
 
 #[test]

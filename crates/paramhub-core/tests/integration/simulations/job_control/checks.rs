@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::job_control::{CONCLUDED, Output, RESUME};
+use paramhub_core::job_control::{CONCLUDED, FINISHING, Output, READING_SHARE, RESUME};
 use paramhub_core::service::{CauseKind, HubEvent, JobEnd};
 
 use super::{INTERFACES, RENDEZVOUS, Route, Simulation, Writer};
@@ -30,8 +30,10 @@ impl Simulation {
     fn check(&mut self, output: Output) {
         match output {
             Output::Load(namespace) => {
+                let now = self.now;
                 let job = self.here(namespace);
                 assert!(job.terms.resumes && !std::mem::replace(&mut job.is_loading, true));
+                job.loading_since = Some(now);
             }
             Output::Open(namespace) => {
                 let job = self.here(namespace);
@@ -56,9 +58,13 @@ impl Simulation {
                 assert!(job.admitted.is_some() && job.terms.writes_checkpoints);
             }
             Output::TakeLastCheckpoint { namespace, goes_on } => {
+                let now = self.now;
                 let job = self.here(namespace);
                 assert_eq!(job.writer, Writer::Running);
                 job.last_asked.push_back(goes_on);
+                if job.have_all_left() {
+                    job.finishing_since.get_or_insert(now);
+                }
             }
             Output::StopCheckpoints(namespace) => {
                 let job = self.here(namespace);
@@ -98,9 +104,14 @@ impl Simulation {
         match event {
             HubEvent::Allocated { namespace, .. } => assert!(self.here(*namespace).admitted.is_some()),
             HubEvent::Refused { namespace, .. } => {
+                let now = self.now;
                 let job = self.here(*namespace);
                 assert!(job.admitted.is_none() && !job.is_refusing, "it was admitted, or has ended");
                 job.ends += 1;
+                if job.is_loading {
+                    assert!(now >= job.loading_since.unwrap() + reading_limit(), "too early");
+                    job.is_refused = true;
+                }
             }
             HubEvent::Noticed { namespace, .. } | HubEvent::Awaited { namespace, .. } => {
                 self.here(*namespace);
@@ -149,6 +160,12 @@ impl Simulation {
         {
             due.push(announced(reason));
         }
+        if job.is_loading && job.loading_since.is_some_and(|since| now >= since + reading_limit()) {
+            due.push("a checkpoint that is still being read".into());
+        }
+        if job.finishing_since.is_some_and(|since| now >= since + FINISHING) && !job.last_taken {
+            due.push("its last checkpoint was not taken".into());
+        }
         let is_cut = |since: Duration| {
             let is_alone = self.interfaces_down.len() == usize::from(INTERFACES);
             !job.terms.continues || is_alone || now >= since + RESUME
@@ -179,4 +196,9 @@ impl Simulation {
         assert_eq!(end.finished, first.is_empty());
         assert!(end.reason.contains(first), "{} instead of {first}", end.reason);
     }
+}
+
+/// How long the checkpoint of a job may take to be read.
+fn reading_limit() -> Duration {
+    RENDEZVOUS.mul_f64(READING_SHARE)
 }

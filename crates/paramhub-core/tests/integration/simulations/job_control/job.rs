@@ -37,6 +37,10 @@ pub(super) enum Writer {
 pub(super) struct SimulatedJob {
     pub(super) terms: JobTerms,
     pub(super) is_loading: bool,
+    /// When its checkpoint began to be read.
+    pub(super) loading_since: Option<Duration>,
+    /// Whether it was refused because that took too long.
+    pub(super) is_refused: bool,
     pub(super) routes: Vec<Route>,
     /// When streams were first admitted.
     pub(super) admitted: Option<Duration>,
@@ -48,6 +52,8 @@ pub(super) struct SimulatedJob {
     pub(super) writer: Writer,
     /// The requests for a last checkpoint that are not answered, and whether the job goes on after each.
     pub(super) last_asked: VecDeque<bool>,
+    /// When the last checkpoint after which the job ends was asked for.
+    pub(super) finishing_since: Option<Duration>,
     /// Whether a last checkpoint after which the job ends was taken.
     pub(super) last_taken: bool,
     /// The reason of the launcher that ends the workers.
@@ -92,10 +98,13 @@ impl SimulatedJob {
             memory_bytes: 1,
             resumes,
             writes_checkpoints: writes,
+            checkpoint_folder: "/data".into(),
         };
         SimulatedJob {
             terms,
             is_loading: false,
+            loading_since: None,
+            is_refused: false,
             routes: vec![Route::Planned; usize::from(routes)],
             admitted: None,
             is_refusing: false,
@@ -103,6 +112,7 @@ impl SimulatedJob {
             left: BTreeSet::new(),
             writer: Writer::None,
             last_asked: VecDeque::new(),
+            finishing_since: None,
             last_taken: false,
             announced: None,
             concluding: None,
@@ -131,7 +141,7 @@ impl SimulatedJob {
 
     /// Whether the job is here and its end is not decided.
     pub(super) fn is_living(&self) -> bool {
-        !self.is_over && !self.is_refusing
+        !self.is_over && !self.is_refusing && !self.is_refused
     }
 
     /// Whether the cores hold nothing of it.
