@@ -200,7 +200,7 @@ pub enum Fold {
     },
     /// Park the payload at the member's place until the contributions of all lower members are in the sum.
     Park,
-    /// One run of the optimizer.
+    /// Discard the payload: it is in the sum already, or its step is over.
     Drop,
 }
 
@@ -380,8 +380,8 @@ impl Exchange {
         }
     }
 
-    /// Takes a contribution that has arrived whole. The caller does what the [`Arrival`] states and, if it
-    /// ran the optimizer, calls [`Exchange::settle`].
+    /// Takes a contribution that has arrived whole. The caller does what the [`Arrival`] states and, unless
+    /// the chunk's step goes on, calls [`Exchange::settle`].
     pub fn push(
         &mut self,
         slot: u32,
@@ -511,8 +511,8 @@ impl Exchange {
         Ok(())
     }
 
-    /// The next chunk of the release under way, most urgent first, and its update. The caller runs the
-    /// optimizer and calls [`Exchange::settle`].
+    /// The next chunk of the release under way, most urgent first, and its update. The caller calls
+    /// [`Exchange::settle`] and runs the optimizer, in either order.
     pub fn release_next(&mut self) -> Option<(u32, Update)> {
         let slot = self.release_at;
         let chunk = self.chunks.get_mut(slot as usize)?;
@@ -546,8 +546,8 @@ impl Exchange {
 
     /// Calls `owed` for each member whose request for this chunk may now be answered and could not be before.
     /// In a job that leaves out late members, it also calls `owed` for members whose parameters have not
-    /// begun to leave. The caller calls it after every initialise, update, pull, pull_state and late push of
-    /// the chunk.
+    /// begun to leave. The caller calls it after every initialise, [`Update`], pull, pull_state, late push and
+    /// repeated push of the chunk. After an update, the answers may leave once the optimizer has run.
     pub fn settle(&mut self, slot: u32, mut owed: impl FnMut(u32, Answer)) {
         let slowest = self.slowest(slot);
         for member in 0..self.rules.members {

@@ -46,7 +46,8 @@ impl Exchange {
     }
 
     /// Ends the chunk's step under way if all contributions that it waits for are here. The caller calls it
-    /// for every slot after a member has left, runs the optimizer and calls [`Exchange::settle`].
+    /// for every slot after a member has left. It then calls [`Exchange::settle`] and runs the optimizer, in
+    /// either order.
     pub fn end_if_complete(&mut self, slot: u32) -> Option<Update> {
         let (chunk, quorum) = (self.chunks[slot as usize], self.rules.quorum?);
         let is_complete = chunk.awaited == 0
@@ -58,7 +59,7 @@ impl Exchange {
     }
 
     /// Ends the chunk's step under way with the contributions that are here, if there are any. The caller
-    /// runs the optimizer and calls [`Exchange::settle`].
+    /// then calls [`Exchange::settle`] and runs the optimizer, in either order.
     pub fn end_step(&mut self, slot: u32) -> Option<Update> {
         let chunk = self.chunks[slot as usize];
         if chunk.arrived == 0 {
