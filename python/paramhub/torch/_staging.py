@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -59,7 +60,8 @@ class StagedHandle:
         return self._failure
 
     def add_done_callback(self, callback: Callable[[StagedHandle], object]) -> None:
-        """Calls ``callback(handle)`` at the end. The current device stream is then the one on which the results arrive."""
+        """Calls ``callback(handle)`` at the end. If there are results, the current device stream is then the one on which they
+        arrive."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -81,7 +83,11 @@ class StagedHandle:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except BaseException:
+                # The thread and the other callbacks go on, as with `paramhub.Handle`.
+                threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), threading.current_thread()]))
 
 
 class Stage:
@@ -104,7 +110,7 @@ class Stage:
             for key, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         ]
         self._pin()
-        self._copied: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._copied: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_hand_in, args=(self._copied,), name="paramhub-stage", daemon=True)
         thread.start()
         self._close = weakref.finalize(self, self._copied.put, None)
@@ -152,20 +158,25 @@ class Stage:
                 handle._end(failure, None)
                 return
             with self.arriving():
-                for to, tensor in copies_back:
-                    to.copy_(tensor, non_blocking=True)
-                landed = self._streams.Event()
-                landed.record(self._back)
-                handle._end(None, landed)
+                try:
+                    for to, tensor in copies_back:
+                        to.copy_(tensor, non_blocking=True)
+                    landed = self._streams.Event()
+                    landed.record(self._back)
+                except BaseException as error:
+                    handle._end(error, None)
+                else:
+                    handle._end(None, landed)
 
         def submit() -> None:
             try:
+                copied.synchronize()
                 handle._request = request()
                 handle._request.add_done_callback(land)
             except BaseException as error:
                 handle._end(error, None)
 
-        self._copied.put((copied, submit))
+        self._copied.put(submit)
         return handle
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -210,8 +221,8 @@ class Stage:
         return contextlib.nullcontext() if self._device.type == "cpu" else self._streams.device(self._device)
 
 
-def _hand_in(copied: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None]) -> None:
-    while (entry := copied.get()) is not None:
-        event, submit = entry
-        event.synchronize()
+def _hand_in(copied: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (submit := copied.get()) is not None:
         submit()
+        # It refers to the stage, which ends this thread when nothing refers to it.
+        del submit
