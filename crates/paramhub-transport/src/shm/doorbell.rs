@@ -21,7 +21,9 @@ impl Doorbell {
         Ok(Doorbell { eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)? })
     }
 
-    /// A doorbell from another process. Whatever kind of descriptor it is, it cannot make this process wait.
+    /// A doorbell from another process. This makes the descriptor non-blocking for both processes, because they
+    /// share its flags. The other process is trusted to leave them so: otherwise a read of an empty counter or
+    /// a write to a full one would make this process wait.
     pub fn adopt(descriptor: OwnedFd) -> io::Result<Self> {
         let flags = rustix::fs::fcntl_getfl(&descriptor)?;
         rustix::fs::fcntl_setfl(&descriptor, flags | OFlags::NONBLOCK)?;
