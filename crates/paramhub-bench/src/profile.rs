@@ -21,16 +21,16 @@ impl Passes {
     }
 }
 
-/// The contents of a profile's file, which has either the throughput or the layers.
+/// The contents of a profile's file, which must have either the throughput or the layers.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
     /// The throughput of one machine with the batch of `--batch`. The time of a step that follows from it is
     /// spread over the layers in proportion to their operations.
     images_per_second: Option<f64>,
-    /// The times of layers by name, for the batch of `--batch`. Layers that are not listed take no time.
-    #[serde(default)]
-    layers: Vec<LayerLine>,
+    /// The times of layers by name, for the batch of `--batch`, at most once for each layer. Layers that are
+    /// not listed take no time.
+    layers: Option<Vec<LayerLine>>,
 }
 
 /// The times of one layer in a profile's file.
@@ -90,28 +90,35 @@ impl Profile {
             .context(expected_form)
             .map_err(|error| refuse(format!("{error:#}")))?;
         let source = path.display().to_string();
-        let is_duration = |ms: f64| ms.is_finite() && ms >= 0.0;
-        match file.images_per_second {
-            Some(images_per_second)
-                if file.layers.is_empty() && images_per_second.is_finite() && images_per_second > 0.0 =>
-            {
+        let lines = match (file.images_per_second, file.layers) {
+            (Some(images_per_second), None) if images_per_second.is_finite() && images_per_second > 0.0 => {
+                if layers.iter().all(|layer| layer.operations == 0) {
+                    let problem = "the model does not say what its layers compute: list their times";
+                    return Err(refuse(problem.to_owned()).into());
+                }
                 return Ok(Profile { source, passes: spread(layers, samples as f64 / images_per_second) });
             }
-            Some(_) => return Err(refuse(expected_form.to_owned()).into()),
-            None => {}
-        }
-        let mut passes = vec![Passes::default(); layers.len()];
-        for line in file.layers {
+            (None, Some(lines)) if !lines.is_empty() => lines,
+            _ => return Err(refuse(expected_form.to_owned()).into()),
+        };
+        let is_duration = |ms: f64| ms.is_finite() && ms >= 0.0;
+        let mut passes = vec![None; layers.len()];
+        for line in lines {
             let LayerLine { name, forward_ms, backward_ms } = line;
             let Some(at) = layers.iter().position(|layer| layer.name == name) else {
                 return Err(refuse(format!("the model has no layer `{name}`")).into());
             };
             if !is_duration(forward_ms) || !is_duration(backward_ms) {
-                return Err(refuse(format!("layer `{name}` takes no such time")).into());
+                let problem =
+                    format!("layer `{name}`: forward_ms and backward_ms must be finite and not negative");
+                return Err(refuse(problem).into());
             }
-            passes[at] = Passes { forward: forward_ms / 1e3, backward: backward_ms / 1e3 };
+            let times = Passes { forward: forward_ms / 1e3, backward: backward_ms / 1e3 };
+            if passes[at].replace(times).is_some() {
+                return Err(refuse(format!("layer `{name}` is listed twice")).into());
+            }
         }
-        Ok(Profile { source, passes })
+        Ok(Profile { source, passes: passes.into_iter().map(Option::unwrap_or_default).collect() })
     }
 
     /// The seconds that all layers together compute in a step.
@@ -171,17 +178,25 @@ mod tests {
         };
         assert!((read(r#"{"images_per_second": 5}"#).unwrap().seconds() - 2.0).abs() < 1e-9);
         let name = &layers[2].name;
-        let text = format!(r#"{{"layers": [{{"name": "{name}", "forward_ms": 1, "backward_ms": 2}}]}}"#);
+        let line = format!(r#"{{"name": "{name}", "forward_ms": 1, "backward_ms": 2}}"#);
+        let text = format!(r#"{{"layers": [{line}]}}"#);
         let passes = read(&text).unwrap().passes;
         assert_eq!(passes[2], Passes { forward: 0.001, backward: 0.002 });
         assert_eq!(passes[0], Passes::default());
         for wrong in [
             "{",
+            "{}",
+            r#"{"layers": []}"#,
             r#"{"images_per_second": 0}"#,
+            r#"{"images_per_second": 5, "layers": []}"#,
             r#"{"layers": [{"name": "none", "forward_ms": 1, "backward_ms": 2}]}"#,
             &text.replace("1,", "-1,"),
+            &format!(r#"{{"layers": [{line}, {line}]}}"#),
         ] {
             assert!(read(wrong).map(drop).unwrap_err().is::<Usage>(), "{wrong}");
         }
+        let silent = Model::named("transformer-1.1b").unwrap().layers();
+        std::fs::write(&path, r#"{"images_per_second": 5}"#).unwrap();
+        assert!(Profile::read(&path, &silent, 1).map(drop).unwrap_err().is::<Usage>());
     }
 }
