@@ -21,7 +21,7 @@ pub enum DataError {
         expected: String,
     },
     /// The operating system or the decompressor cannot read the file.
-    #[error("{file}: {source}")]
+    #[error("{file}: cannot be read")]
     Read {
         /// Path of the file.
         file: String,
