@@ -30,7 +30,8 @@ pub(super) struct Slot {
     pub(super) elements: u32,
     /// First element in the key.
     pub(super) first: u64,
-    /// First element in `model` and `merge`; a multiple of a cache line.
+    /// First element in `model` and `merge`. It is at the start of a cache line, except for the chunks of a
+    /// key that takes factors, which lie without gaps.
     pub(super) offset: usize,
     /// The codec in which gradients arrive.
     pub(super) gradient: Codec,
