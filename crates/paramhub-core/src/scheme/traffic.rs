@@ -80,7 +80,7 @@ impl Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Traffic {
-    /// A machine with only a worker; `None` if every worker has a hub beside it.
+    /// A machine with a worker and without a hub to which the layer goes; `None` if there is none.
     pub worker: Option<Direction>,
     /// A machine with only a hub.
     pub hub: Option<Direction>,
