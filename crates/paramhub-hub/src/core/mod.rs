@@ -269,9 +269,9 @@ impl Core {
             let Some((job, unit)) = self.scheduler.next() else { break };
             match unit {
                 WorkUnit::Lane(token) => self.serve_lane(token, now),
-                WorkUnit::Release(shard) => self.release(shard, now),
-                WorkUnit::Copy(shard) => self.copy(shard),
-                WorkUnit::Make(shard) => self.make(shard, now),
+                WorkUnit::UpdateReleased(shard) => self.release(shard, now),
+                WorkUnit::CopySnapshot(shard) => self.copy(shard),
+                WorkUnit::SumFactors(shard) => self.make(shard, now),
                 WorkUnit::Memory(shard) => self.take_or_give_memory(shard),
             }
             served = Some(job);
@@ -317,10 +317,10 @@ impl Core {
         let taken = lane.receive(&mut hosted.shard, &mut self.scratch, now);
         let (shard, port) = (lane.shard, lane.port);
         if hosted.shard.is_releasing() && !std::mem::replace(&mut hosted.releases, true) {
-            self.scheduler.add(hosted.job, WorkUnit::Release(shard));
+            self.scheduler.add(hosted.job, WorkUnit::UpdateReleased(shard));
         }
         if hosted.shard.is_making() && !std::mem::replace(&mut hosted.makes, true) {
-            self.scheduler.add(hosted.job, WorkUnit::Make(shard));
+            self.scheduler.add(hosted.job, WorkUnit::SumFactors(shard));
         }
         if hosted.shard.has_left(port) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
@@ -348,7 +348,7 @@ impl Core {
         hosted.shard.update_released(RELEASE_TURN_ELEMENTS);
         if hosted.shard.is_releasing() {
             hosted.releases = true;
-            self.scheduler.add(hosted.job, WorkUnit::Release(shard));
+            self.scheduler.add(hosted.job, WorkUnit::UpdateReleased(shard));
         }
         self.answer(shard, now);
         self.end_snapshot(shard);
@@ -415,7 +415,7 @@ impl Core {
                 self.unannounced.swap_remove(position);
                 continue;
             };
-            if all || self.scheduler.rests(self.shards.index(lane.shard).job) {
+            if all || self.scheduler.has_no_work(self.shards.index(lane.shard).job) {
                 self.unannounced.swap_remove(position);
                 if let Err(error) = lane.announce() {
                     self.fault(token, &Fault::Lost(error.to_string()), now);
