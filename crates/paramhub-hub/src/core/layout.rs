@@ -187,7 +187,7 @@ impl Layout {
             rules: Rules {
                 workers: plan.workers(),
                 members: plan.ports.members(),
-                sites_from: plan.ports.workers(),
+                first_site: plan.ports.workers(),
                 rank_0: plan.ports.rank_0(),
                 consistency: settings.consistency,
                 reproducible: settings.reproducible,

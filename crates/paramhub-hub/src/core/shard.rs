@@ -389,7 +389,7 @@ impl Shard {
     fn settle(&mut self, index: u32) {
         let (outboxes, dirty, arenas) = (&mut self.outboxes, &mut self.dirty, &mut self.arenas);
         let ports = &self.plan.ports;
-        self.exchange.settle(index, |member, answer| {
+        self.exchange.mark_due_answers(index, |member, answer| {
             let port = ports.of_member(index, member);
             outboxes[port as usize].owe(index, answer);
             dirty.insert(port);
@@ -416,7 +416,7 @@ impl Shard {
     }
 
     fn stranded_at(&self, index: u32) -> Result<(), Fault> {
-        self.exchange.stranded_at(index).map_err(|stranded| self.stranded(stranded))
+        self.exchange.check_waits(index).map_err(|stranded| self.stranded(stranded))
     }
 
     fn stranded(&self, LeftWhileAwaited { member, awaited }: LeftWhileAwaited) -> Fault {

@@ -90,11 +90,11 @@ impl Sums {
                 }
             }
             (Fold::Park, _) => unreachable!("only sums in the order of members park contributions"),
-            (Fold::Sum { first, parked: due }, Accumulation::InMemberOrder { parked }) => {
+            (Fold::Sum { starts_sum, parked: due }, Accumulation::InMemberOrder { parked }) => {
                 match payload {
-                    Payload::Here(wire) if *first => aggregator.assign(sum, wire, codec),
+                    Payload::Here(wire) if *starts_sum => aggregator.assign(sum, wire, codec),
                     Payload::Here(wire) => aggregator.add(sum, wire, codec),
-                    Payload::InArena => add_from_arena(arenas, member, aggregator, slot, sum, *first),
+                    Payload::InArena => add_from_arena(arenas, member, aggregator, slot, sum, *starts_sum),
                 }
                 for member in due.clone() {
                     match arenas.has(member) {
