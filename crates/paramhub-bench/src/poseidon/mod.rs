@@ -135,7 +135,7 @@ impl PoseidonCommand {
             Some(path) => Profile::read(path, &layers, self.batch)?,
             None => Profile::built_in(&self.model, &layers, self.batch)?,
         };
-        let profile = profile.stretched(self.stretch / self.scale as f64);
+        let profile = profile.scaled(self.stretch / self.scale as f64);
         let (keys, layers) = model.scaled(side)?;
         let samples = self.batch.div_ceil(side);
         let played = layers.into_iter().zip(&profile.passes).map(|(layer, &passes)| WorkerLayer {
