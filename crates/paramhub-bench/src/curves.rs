@@ -93,10 +93,10 @@ pub(super) fn curves(trainings: &[Training], curve: Curve) -> Result<Lines, Usag
             .collect();
         let point = |at: usize| {
             let values = sorted(runs.iter().map(|run| run[at]));
-            Point { middle: quantile(&values, 0.5), low: values[0], high: values[values.len() - 1] }
+            Point { median: quantile(&values, 0.5), low: values[0], high: values[values.len() - 1] }
         };
         let name = if runs.len() > 1 { format!("{name}, {} seeds", runs.len()) } else { name };
-        Series { name, is_bound: false, points: (0..shared.len()).map(point).collect() }
+        Series { name, is_reference: false, points: (0..shared.len()).map(point).collect() }
     });
     let Settings { workers, batch, optimizer, .. } = &trainings[0].settings;
     let (title, y_label) = match curve {
@@ -144,7 +144,7 @@ mod tests {
         let lines = curves(&all, Curve::Error).unwrap();
         let names: Vec<&str> = lines.series.iter().map(|series| series.name.as_str()).collect();
         assert_eq!(names, ["lenet, f32, 3 seeds", "lenet, one-bit"]);
-        assert!(lines.series.iter().all(|series| series.points.iter().all(|point| point.middle == 25.0)));
+        assert!(lines.series.iter().all(|series| series.points.iter().all(|point| point.median == 25.0)));
         let highest: Vec<f64> = lines.series[0].points.iter().map(|point| point.high).collect();
         assert_eq!(highest, [25.0, 75.0, 25.0]);
         assert_eq!(lines.values.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [10.0, 20.0, 30.0]);

@@ -78,7 +78,7 @@ impl Extension for Benchmarks {
 
     fn serve(&self, spec: &Spec) -> anyhow::Result<Option<CoreServer>> {
         match Variant::of_exchange(spec)? {
-            Variant::WorkerByInterface => ablate::serve_by_worker(spec).map(Some),
+            Variant::WorkerByInterface => ablate::serve_stream_per_worker(spec).map(Some),
             _ => Ok(None),
         }
     }
@@ -91,7 +91,9 @@ impl Extension for Benchmarks {
         addresses: &[SocketAddr],
     ) -> anyhow::Result<Option<Job>> {
         match Variant::of_exchange(spec)? {
-            Variant::WorkerByInterface => ablate::join_by_worker(spec, rank, job, addresses).map(Some),
+            Variant::WorkerByInterface => {
+                ablate::join_stream_per_worker(spec, rank, job, addresses).map(Some)
+            }
             _ => Ok(None),
         }
     }

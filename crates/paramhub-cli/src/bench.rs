@@ -5,7 +5,7 @@ use paramhub_harness::exchange::{self, ExchangeCommand, PeerFlags, exchange};
 
 use crate::ExitCode;
 #[cfg(not(feature = "demonstrations"))]
-use crate::left_out as further;
+use crate::without_demonstrations as further;
 #[cfg(feature = "demonstrations")]
 use paramhub_bench as further;
 

@@ -88,7 +88,7 @@ fn age(found: &FoundCheckpoint) -> String {
     indicatif::HumanDuration(Duration::from_secs(age.as_secs())).to_string()
 }
 
-/// The folder in which a hub that a verb starts keeps its checkpoints.
+/// The folder in which a hub that a command starts keeps its checkpoints.
 pub(super) fn kept(folder: PathBuf) -> CheckpointConfig {
     CheckpointConfig { folder, keep: CHECKPOINTS_KEPT }
 }

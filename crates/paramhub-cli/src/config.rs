@@ -16,7 +16,7 @@ use paramhub_harness::values::{optional_text, text};
 use serde::{Deserialize, Serialize};
 
 #[cfg(not(feature = "demonstrations"))]
-pub(crate) use crate::left_out::TrainSection;
+pub(crate) use crate::without_demonstrations::TrainSection;
 pub(crate) use file::{distance, load};
 #[cfg(feature = "demonstrations")]
 pub(crate) use paramhub_bench::training::{ExchangeKind, TrainOptimizer, TrainSection};
@@ -33,7 +33,7 @@ pub(crate) struct Config {
     /// The connection manager that `jobs`, `run`, `train` and `doctor` connect to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) url: Option<String>,
-    /// The admin token that the connection manager asks of operators and hubs.
+    /// The token that operators and hubs must give the connection manager.
     #[serde(skip_serializing)]
     pub(crate) admin_token: Option<Secret>,
     /// Log filter, as in `info` or `paramhub_hub=debug`.

@@ -110,7 +110,7 @@ pub(super) struct HubFlags {
     core_rate: Option<Rate>,
     /// How long a hub may be silent towards the connection manager that this one starts before the jobs at it are failed; workers
     /// have --dead-after of their job [default: 10]
-    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_HUB_DEAD_AFTER", value_parser = super::seconds)]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_HUB_DEAD_AFTER", value_parser = super::parse_seconds)]
     hub_dead_after: Option<f64>,
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_STATE")]

@@ -39,7 +39,7 @@ pub(super) struct HubsTask {
 
 impl HubsFlags {
     pub(super) fn apply(self, config: &mut Config) -> HubsTask {
-        ManagerUrl { hub: self.hub }.apply(config);
+        ManagerUrl { manager_url: self.hub }.apply(config);
         HubsTask { what: self.what.unwrap_or(HubsCommand::List), json: self.json }
     }
 }

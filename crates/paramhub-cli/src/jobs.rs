@@ -188,7 +188,7 @@ pub(super) struct JobsTask {
 
 impl JobsFlags {
     pub(super) fn apply(self, config: &mut Config) -> JobsTask {
-        ManagerUrl { hub: self.output.hub }.apply(config);
+        ManagerUrl { manager_url: self.output.hub }.apply(config);
         JobsTask {
             what: self.what.unwrap_or(JobsCommand::List(ListFlags::default())),
             json: self.output.json,

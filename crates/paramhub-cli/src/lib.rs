@@ -1,7 +1,8 @@
-//! The command line: one file per verb. The `paramhub` program is [`main`] alone, and so is the one in the Python package.
+//! The command line: one file for each command, and what they share. The programs, `paramhub` and the one in the Python
+//! package, only call [`main`].
 #![forbid(unsafe_code)]
 
-// Its `println!` and the like replace those of std.
+// Its `println!` and the like replace those of std, which panic if the output cannot be written.
 #[macro_use]
 extern crate paramhub_harness;
 
@@ -16,8 +17,6 @@ mod environment;
 mod hub;
 mod hubs;
 mod jobs;
-#[cfg(not(feature = "demonstrations"))]
-mod left_out;
 mod manager;
 mod plan;
 mod probe;
@@ -26,7 +25,9 @@ mod schemes;
 #[cfg(feature = "demonstrations")]
 mod train;
 #[cfg(not(feature = "demonstrations"))]
-use left_out as train;
+mod without_demonstrations;
+#[cfg(not(feature = "demonstrations"))]
+use without_demonstrations as train;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -59,7 +60,7 @@ struct Cli {
     #[command(flatten)]
     common: Common,
     #[command(subcommand)]
-    verb: CliCommand,
+    command: CliCommand,
 }
 
 fn after_help() -> String {
@@ -77,13 +78,13 @@ First steps:
   paramhub run -n 4 -- python x.py    start 4 workers of a job of yours
 
 Every option but those of `bench`, `plan` and `probe` can also stand in a file (paramhub.toml, or --config FILE)
-or in the environment (PARAMHUB_*). A flag wins over the environment, and the environment over the file; --print-config shows what holds.
+or in the environment (PARAMHUB_*). A flag wins over the environment, and the environment over the file; --print-config shows the values in effect.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; `run` passes on its workers' code."
     )
 }
 
-/// For every command.
+/// Options of every command.
 #[derive(Args)]
 struct Common {
     /// Configuration file [default: paramhub.toml, if it exists]
@@ -95,7 +96,7 @@ struct Common {
     /// Log filter, as in `debug` or `paramhub_hub=debug` [default: info for hub and manager, else warn]
     #[arg(long, global = true, value_name = "FILTER", env = "PARAMHUB_LOG")]
     log: Option<String>,
-    /// What the connection manager asks of operators and hubs; needed unless it listens on loopback only
+    /// The token that operators and hubs must give the connection manager; needed unless it listens on loopback only
     #[arg(
         long,
         global = true,
@@ -117,9 +118,9 @@ enum CliCommand {
     Manager(manager::ManagerFlags),
     /// List, create, show or stop jobs
     Jobs(jobs::JobsFlags),
-    /// List hubs and what the network between their racks carries, or let them probe it
+    /// List hubs and the bandwidth between their racks, or measure it
     Hubs(hubs::HubsFlags),
-    /// List or verify what hubs have written
+    /// List or verify checkpoints
     Checkpoints(checkpoints::CheckpointsFlags),
     /// Start the workers of a job on this machine
     Run(run::RunFlags),
@@ -145,7 +146,7 @@ enum CliCommand {
 /// Runs the command that `arguments` name; the first argument is the program's own name. Until it ends, the
 /// command owns the process's signals, log and standard streams.
 ///
-/// `started_as` is how to start this command line once more, for the processes it starts; `None` means this program's file.
+/// `started_as` is the command with which this program starts its own child processes; `None` means this program's file.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Vec<OsString>>) -> ExitCode {
     if let Some(command) = started_as {
         paramhub_harness::launch::started_as(command);
@@ -167,7 +168,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Ve
         Ok(code) => code,
         Err(error) => {
             eprintln!("paramhub: {error:#}");
-            ExitCode::from(if is_usage(&error) { 2 } else { 1 })
+            ExitCode::from(if is_usage_error(&error) { 2 } else { 1 })
         }
     };
     match paramhub_harness::output::finish() {
@@ -181,16 +182,16 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Ve
 
 /// Returns whether flags, environment or file must change before the same command can succeed. The wrong
 /// value was found here, by the hub or the connection manager that was to start, or by a running manager.
-fn is_usage(error: &anyhow::Error) -> bool {
-    error.chain().any(is_of_usage)
+fn is_usage_error(error: &anyhow::Error) -> bool {
+    error.chain().any(is_usage_cause)
 }
 
-fn is_of_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
+fn is_usage_cause(cause: &(dyn std::error::Error + 'static)) -> bool {
     // `source` of these skips the error that they wrap, so the chain does not contain it.
     match cause.downcast_ref::<EmbeddedError>() {
-        Some(EmbeddedError::Manager(error)) => return is_of_usage(error),
-        Some(EmbeddedError::Hub(error)) => return is_of_usage(error),
-        Some(EmbeddedError::Control(error)) => return is_of_usage(error),
+        Some(EmbeddedError::Manager(error)) => return is_usage_cause(error),
+        Some(EmbeddedError::Hub(error)) => return is_usage_cause(error),
+        Some(EmbeddedError::Control(error)) => return is_usage_cause(error),
         None => {}
     }
     if let Some(error) = cause.downcast_ref::<ManagerError>() {
@@ -217,7 +218,7 @@ fn in_plain_words(refused: &str) -> String {
 fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     Isa::check_environment().map_err(|error| Usage(error.to_string()))?;
     let common = cli.common;
-    let mut config = match &cli.verb {
+    let mut config = match &cli.command {
         // `paramhub` itself starts these and passes all that they need.
         CliCommand::WorkerSupervisor | CliCommand::TrainWorker(_) | CliCommand::BenchPeer(_) => {
             Config::default()
@@ -226,24 +227,24 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     };
     config.log = common.log.or(config.log);
     config.admin_token = common.admin_token.or(config.admin_token).filter(|token| !token.0.is_empty());
-    let verb = cli.verb.apply(&mut config);
-    if !verb.is_started_by_us() {
+    let task = cli.command.apply(&mut config);
+    if !task.is_started_by_us() {
         unread_variables().iter().for_each(|unread| eprintln!("paramhub: {unread}"));
     }
     if common.print_config {
         print!("{}", config.to_toml());
         return Ok(ExitCode::SUCCESS);
     }
-    start_log(&config, matches!(verb, CliTask::Hub | CliTask::Manager))?;
-    match verb {
+    start_log(&config, matches!(task, CliTask::Hub | CliTask::Manager))?;
+    match task {
         CliTask::Train => train::train(&config),
         CliTask::Hub => hub::serve(&config),
         CliTask::Manager => manager::serve(&config),
-        CliTask::Jobs(todo) => jobs::jobs(&config, todo),
-        CliTask::Hubs(todo) => hubs::hubs(&config, todo),
+        CliTask::Jobs(task) => jobs::jobs(&config, task),
+        CliTask::Hubs(task) => hubs::hubs(&config, task),
         CliTask::Checkpoints(flags) => checkpoints::checkpoints(&flags),
         CliTask::Run(command) => run::run(&config, command),
-        CliTask::Doctor(todo) => doctor::doctor(&config, todo),
+        CliTask::Doctor(task) => doctor::doctor(&config, task),
         CliTask::Bench(flags) => bench::bench(flags),
         CliTask::Plan(flags) => plan::plan(&flags),
         CliTask::Probe(flags) => probe::probe(&flags),
@@ -256,7 +257,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// A verb to run. Its options are in the configuration; the variants hold only the arguments that the
+/// A command to run. Its options are in the configuration; the variants hold only the arguments that the
 /// configuration lacks.
 enum CliTask {
     Train,
@@ -313,40 +314,41 @@ impl CliCommand {
     }
 }
 
-/// Which connection manager to turn to.
+/// The option that names the connection manager.
 #[derive(Args)]
 struct ManagerUrl {
     /// The connection manager's URL
-    #[arg(long, value_name = "URL", env = "PARAMHUB_URL")]
-    hub: Option<String>,
+    #[arg(long = "hub", value_name = "URL", env = "PARAMHUB_URL")]
+    manager_url: Option<String>,
 }
 
 impl ManagerUrl {
     fn apply(self, config: &mut Config) {
         // An empty variable counts as unset: some shells unset variables so.
-        config.url = self.hub.or(config.url.take()).filter(|url| !url.trim().is_empty());
+        config.url = self.manager_url.or(config.url.take()).filter(|url| !url.trim().is_empty());
     }
 }
 
-/// A client of the configured connection manager, or of one on this machine's usual port.
+/// A client of the configured connection manager, or of one on this machine's default port.
 fn client(config: &Config) -> anyhow::Result<ManagerClient> {
     let url = config.url.as_deref().unwrap_or(paramhub::DEFAULT_URL);
     ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()).into())
 }
 
-/// A time on the command line.
-fn seconds(text: &str) -> Result<f64, String> {
+/// Parses a positive number of seconds.
+fn parse_seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse().ok().filter(|seconds: &f64| seconds.is_finite() && *seconds > 0.0);
     seconds.ok_or_else(|| "expected a number of seconds above zero".to_owned())
 }
 
 /// Returns the time that a hub may be silent towards a connection manager. The manager checks the bounds.
 fn hub_timeout(dead_after_s: Option<f64>) -> Duration {
-    let usual = ManagerConfig::default().hub_timeout;
-    dead_after_s.map_or(usual, |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+    let default = ManagerConfig::default().hub_timeout;
+    dead_after_s.map_or(default, |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
 }
 
-/// Overrides the configuration with the flags that were given.
+/// Overrides the configuration with the flags that were given. Before the semicolon are fields that the section
+/// always has, after it those that are optional there, too.
 macro_rules! overlay {
     ($flags:expr => $section:expr; $($value:ident),* ; $($option:ident),*) => {{
         $(if let Some(value) = $flags.$value { $section.$value = value; })*

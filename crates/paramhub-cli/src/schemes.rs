@@ -1,7 +1,7 @@
 //! A plan of schemes as a table: the scheme of each layer, beside the alternatives.
 
 use comfy_table::{CellAlignment, Table, presets};
-use paramhub::scheme::{Direction, HubPlace, LayerType, Plan, PlannedLayer, Scheme, Traffic};
+use paramhub::scheme::{HubPlace, LayerType, LinkBytes, Plan, PlannedLayer, Scheme, Traffic};
 
 /// The table for people: numbers that the busiest machine of each kind moves in a step, sent and received
 /// together.
@@ -82,7 +82,7 @@ fn words(traffic: Option<Traffic>) -> String {
     [worker, hub, both].map(millions).join(" / ")
 }
 
-fn millions(moved: Option<Direction>) -> String {
+fn millions(moved: Option<LinkBytes>) -> String {
     moved.map_or_else(|| "-".to_owned(), |moved| format!("{:.2}M", (moved.sent + moved.received) / 1e6))
 }
 

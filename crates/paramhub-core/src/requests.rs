@@ -1,7 +1,7 @@
 //! The worker's side of the rules: which requests are in flight, and which answers a hub may give.
 //!
 //! One [`Requests`] keeps the requests for all keys of a job. Like the hub's [`crate::exchange`] it sees
-//! neither data nor sockets: the worker's I/O thread reports each request, each frame that has begun to leave
+//! neither data nor sockets: the worker's I/O thread reports each request, each frame that has left whole
 //! and each answer that has arrived whole.
 
 mod blocks;
@@ -259,7 +259,7 @@ impl Requests {
         }
     }
 
-    /// Notes that a chunk's request has begun to leave: from now on its answer may come.
+    /// Notes that a chunk's request has left whole: from now on its answer may come.
     pub fn sent(&mut self, chunk: ChunkId) {
         self.chunks[chunk as usize] = ChunkProgress::Sent;
     }

@@ -56,7 +56,7 @@ pub(crate) struct JobEntry {
     /// port keeps one of the two kinds for the life of the job: the shard keeps a port's tensors in an arena
     /// or sends them, never both.
     pub(crate) taken: HashMap<(RouteId, u32), Option<u16>>,
-    /// Whether streams may be resumed.
+    /// Whether a stream that breaks is replaced over another interface.
     pub(crate) continues: bool,
     pub(crate) memory: JobMemory,
 }

@@ -1,12 +1,12 @@
-//! The message that one worker sends all others for one layer and step.
+//! The message that one worker sends to all others for one layer and step.
 //!
 //! | bytes | what |
 //! |---|---|
 //! | 4 | the step, from 0 |
 //! | 4 | the number of samples |
 //! | 2 x [`Hyperparameters::WIRE_BYTES`] | the sender's hyperparameters of weight and bias for this step; all ranks use rank 0's |
-//! | K x M elements | output gradients; rows beyond the samples have no meaning |
-//! | K x N elements | inputs, likewise |
+//! | the layer's samples x outputs elements | output gradients; rows after the header's samples are unused |
+//! | the layer's samples x inputs elements | inputs, likewise |
 //!
 //! Numbers are little-endian. All messages of a layer are equally long, so that every rank knows how long the
 //! others' are.
@@ -19,8 +19,8 @@ use crate::layer::{FactorLayer, LayerFactors};
 
 const STEP: Range<usize> = 0..4;
 const SAMPLES: Range<usize> = 4..8;
-const HYPERPARAMETERS: usize = 8;
-const FACTORS: usize = HYPERPARAMETERS + 2 * Hyperparameters::WIRE_BYTES;
+const HYPERPARAMETERS_AT: usize = 8;
+const FACTORS_AT: usize = HYPERPARAMETERS_AT + 2 * Hyperparameters::WIRE_BYTES;
 
 /// The header ahead of the factors.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -34,10 +34,11 @@ pub(crate) struct FactorMessageHeader {
 /// Bytes of a layer's message; `None` if the number overflows.
 pub(crate) fn bytes(layer: &FactorLayer) -> Option<usize> {
     let elements = layer.shape.0.checked_add(layer.shape.1)?.checked_mul(layer.samples)?;
-    elements.checked_mul(layer.codec.bytes())?.checked_add(FACTORS)
+    elements.checked_mul(layer.codec.bytes())?.checked_add(FACTORS_AT)
 }
 
-/// Writes a message of [`bytes`] bytes. The factors have at most the layer's samples.
+/// Writes a message of [`bytes`] bytes. The caller makes sure that the factors have at most the layer's samples, and
+/// that the header has the same number.
 pub(crate) fn write(
     layer: &FactorLayer,
     header: &FactorMessageHeader,
@@ -46,20 +47,20 @@ pub(crate) fn write(
 ) {
     message[STEP].copy_from_slice(&header.step.to_le_bytes());
     message[SAMPLES].copy_from_slice(&header.samples.to_le_bytes());
-    let places = message[HYPERPARAMETERS..FACTORS].chunks_exact_mut(Hyperparameters::WIRE_BYTES);
+    let places = message[HYPERPARAMETERS_AT..FACTORS_AT].chunks_exact_mut(Hyperparameters::WIRE_BYTES);
     for (place, hyperparameters) in places.zip(&header.hyperparameters) {
         place.copy_from_slice(&hyperparameters.to_wire());
     }
     let inputs = inputs_at(layer);
-    message[FACTORS..][..factors.output_gradients.len()].copy_from_slice(factors.output_gradients);
+    message[FACTORS_AT..][..factors.output_gradients.len()].copy_from_slice(factors.output_gradients);
     message[inputs..][..factors.inputs.len()].copy_from_slice(factors.inputs);
 }
 
-/// Reads a message's header. `None` if its hyperparameters are no numbers.
+/// Reads a message's header. `None` if its hyperparameters are not valid.
 pub(crate) fn read_header(message: &[u8]) -> Option<FactorMessageHeader> {
     let number = |range: Range<usize>| u32::from_le_bytes(message[range].try_into().expect("a fixed range"));
     let mut hyperparameters = [Hyperparameters::default(); 2];
-    let (places, _) = message[HYPERPARAMETERS..FACTORS].as_chunks::<{ Hyperparameters::WIRE_BYTES }>();
+    let (places, _) = message[HYPERPARAMETERS_AT..FACTORS_AT].as_chunks::<{ Hyperparameters::WIRE_BYTES }>();
     for (read, place) in hyperparameters.iter_mut().zip(places) {
         *read = Hyperparameters::from_wire(place)?;
     }
@@ -68,15 +69,15 @@ pub(crate) fn read_header(message: &[u8]) -> Option<FactorMessageHeader> {
 
 /// The factors of a message with this number of samples.
 pub(crate) fn factors<'a>(layer: &FactorLayer, samples: usize, message: &'a [u8]) -> LayerFactors<'a> {
-    let width = samples * layer.codec.bytes();
+    let bytes_per_column = samples * layer.codec.bytes();
     LayerFactors {
-        output_gradients: &message[FACTORS..][..width * layer.shape.0],
-        inputs: &message[inputs_at(layer)..][..width * layer.shape.1],
+        output_gradients: &message[FACTORS_AT..][..bytes_per_column * layer.shape.0],
+        inputs: &message[inputs_at(layer)..][..bytes_per_column * layer.shape.1],
     }
 }
 
 fn inputs_at(layer: &FactorLayer) -> usize {
-    FACTORS + layer.samples * layer.shape.0 * layer.codec.bytes()
+    FACTORS_AT + layer.samples * layer.shape.0 * layer.codec.bytes()
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! Memory that an I/O thread reads or writes while the user's code continues.
 //!
-//! A region owns its memory, exclusively if it receives. Only the holder of the region may touch the bytes,
-//! so a move passes a region to an I/O thread and back. There are three ways to make one: give a buffer away
-//! ([`SendRegion::owned`]), which may return to its [`BufferSlot`] by itself; lend a slice inside a scope
-//! that ends after the region ([`lend`]); or promise by hand ([`SendRegion::from_raw`]).
+//! While a region lives, nobody writes the bytes of a [`SendRegion`], and only the region reads or writes those of
+//! a [`ReceiveRegion`]. So a move passes a region to an I/O thread and back. There are three ways to make one:
+//! give a buffer away ([`SendRegion::owned`]), which may return to its [`BufferSlot`] by itself; lend a slice
+//! inside a scope that ends after the region ([`lend`]); or pass a pointer and keep the safety rules yourself
+//! ([`SendRegion::from_raw`]).
 
 use std::any::Any;
 use std::fmt;
@@ -62,7 +63,7 @@ impl<B: StableBytes> BufferSlot<B> {
         BufferSlot(Arc::new(Mutex::new(Some(buffer))))
     }
 
-    /// The buffer, unless it is on loan.
+    /// Takes the buffer; `None` if it is lent or was taken.
     pub fn take(&self) -> Option<B> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -72,7 +73,7 @@ impl<B: StableBytes> BufferSlot<B> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
     }
 
-    /// The buffer in a form that a region may own; `None` if it is on loan.
+    /// Takes the buffer in a form that a region may own; `None` if it is lent or was taken.
     pub fn lend(&self) -> Option<LoanedBuffer<B>> {
         Some(LoanedBuffer { buffer: Some(self.take()?), slot: BufferSlot(Arc::clone(&self.0)) })
     }
@@ -113,13 +114,13 @@ unsafe impl<B: StableBytes> StableBytes for LoanedBuffer<B> {
 
 /// Bytes that a worker sends (a gradient). They do not change while the region lives.
 pub struct SendRegion {
-    source: Source,
+    memory: RegionMemory,
 }
 
 impl SendRegion {
     /// Takes `buffer`; [`into_owned`](Self::into_owned) returns it.
     pub fn owned(buffer: impl StableBytes) -> Self {
-        SendRegion { source: Source::Owned(Box::new(buffer)) }
+        SendRegion { memory: RegionMemory::Owned(Box::new(buffer)) }
     }
 
     /// A region over memory that the caller manages. `pointer` may be null if `length` is 0.
@@ -128,18 +129,20 @@ impl SendRegion {
     /// Until the region is dropped, `pointer` is valid for reads of `length` initialised bytes (at most
     /// `isize::MAX`) from any thread, and nothing writes them.
     pub unsafe fn from_raw(pointer: *const u8, length: usize) -> Self {
-        SendRegion { source: Source::Raw { bytes: RawBytes::new(pointer.cast_mut(), length), _lease: None } }
+        SendRegion {
+            memory: RegionMemory::Raw { bytes: RawBytes::new(pointer.cast_mut(), length), _lease: None },
+        }
     }
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        self.source.bytes()
+        self.memory.bytes()
     }
 
     /// The buffer given to [`owned`](Self::owned). `None` if the buffer is of another type than `B`, which
-    /// drops it, or if the memory was never given away.
+    /// drops it, or if the region was made of a slice or a pointer.
     pub fn into_owned<B: StableBytes>(self) -> Option<B> {
-        self.source.into_owned()
+        self.memory.into_owned()
     }
 }
 
@@ -149,16 +152,16 @@ impl fmt::Debug for SendRegion {
     }
 }
 
-/// Bytes into which a worker receives (parameters), and which it may send before. They belong to the region
-/// alone while it lives.
+/// Bytes into which a worker receives (parameters). In an in-place exchange it first sends their old content. They
+/// belong to the region alone while it lives.
 pub struct ReceiveRegion {
-    source: Source,
+    memory: RegionMemory,
 }
 
 impl ReceiveRegion {
     /// Takes `buffer`; [`into_owned`](Self::into_owned) returns it.
     pub fn owned(buffer: impl StableBytes) -> Self {
-        ReceiveRegion { source: Source::Owned(Box::new(buffer)) }
+        ReceiveRegion { memory: RegionMemory::Owned(Box::new(buffer)) }
     }
 
     /// A region over memory that the caller manages. `pointer` may be null if `length` is 0.
@@ -168,29 +171,29 @@ impl ReceiveRegion {
     /// most `isize::MAX`) from any thread, every bit pattern may be written, and nothing else reads or writes
     /// them.
     pub unsafe fn from_raw(pointer: *mut u8, length: usize) -> Self {
-        ReceiveRegion { source: Source::Raw { bytes: RawBytes::new(pointer, length), _lease: None } }
+        ReceiveRegion { memory: RegionMemory::Raw { bytes: RawBytes::new(pointer, length), _lease: None } }
     }
 
     /// The bytes, to read.
     pub fn bytes(&self) -> &[u8] {
-        self.source.bytes()
+        self.memory.bytes()
     }
 
     /// The bytes, to write.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        match &mut self.source {
-            Source::Owned(owner) => owner.as_bytes_mut(),
+        match &mut self.memory {
+            RegionMemory::Owned(owner) => owner.as_bytes_mut(),
             // SAFETY: valid for writes and the region's alone while it lives: `from_raw`'s caller promised
             // it, or the region was lent an `&'env mut` slice and `lend` waits until it is dropped. `&mut
             // self` makes this the only slice.
-            Source::Raw { bytes, .. } => unsafe { bytes.as_slice_mut() },
+            RegionMemory::Raw { bytes, .. } => unsafe { bytes.as_slice_mut() },
         }
     }
 
     /// The buffer given to [`owned`](Self::owned). `None` if the buffer is of another type than `B`, which
-    /// drops it, or if the memory was never given away.
+    /// drops it, or if the region was made of a slice or a pointer.
     pub fn into_owned<B: StableBytes>(self) -> Option<B> {
-        self.source.into_owned()
+        self.memory.into_owned()
     }
 }
 
@@ -203,7 +206,7 @@ impl fmt::Debug for ReceiveRegion {
 /// Calls `f` with a [`LendScope`] that lends borrowed slices to I/O threads, like [`std::thread::scope`].
 ///
 /// A region has no lifetime, so `lend` waits: it neither returns nor unwinds before every region lent inside
-/// has been dropped, wherever it went. So no borrow can outlive its slice. But if a region is never dropped,
+/// has been dropped, wherever it went. So no region outlives the slice that it points to. But if a region is never dropped,
 /// because it was leaked, returned from `f` or kept somewhere for ever, `lend` waits for ever.
 ///
 /// ```
@@ -257,42 +260,42 @@ impl<'scope, 'env> LendScope<'scope, 'env> {
     pub fn send<T: Pod>(&'scope self, slice: &'env [T]) -> SendRegion {
         let bytes: &'env [u8] = bytemuck::cast_slice(slice);
         let bytes = RawBytes::new(bytes.as_ptr().cast_mut(), bytes.len());
-        SendRegion { source: Source::Raw { bytes, _lease: Some(Lease::new(&self.outstanding)) } }
+        SendRegion { memory: RegionMemory::Raw { bytes, _lease: Some(Lease::new(&self.outstanding)) } }
     }
 
     /// Lends `slice` as the target of a receive.
     pub fn receive<T: Pod>(&'scope self, slice: &'env mut [T]) -> ReceiveRegion {
         let bytes: &'env mut [u8] = bytemuck::cast_slice_mut(slice);
         let bytes = RawBytes::new(bytes.as_mut_ptr(), bytes.len());
-        ReceiveRegion { source: Source::Raw { bytes, _lease: Some(Lease::new(&self.outstanding)) } }
+        ReceiveRegion { memory: RegionMemory::Raw { bytes, _lease: Some(Lease::new(&self.outstanding)) } }
     }
 }
 
-/// The memory of a region. Each access asks the owner for its bytes instead of keeping a pointer, so that the
-/// borrow checker covers owned memory, not an argument about aliasing.
-enum Source {
+/// The memory of a region. It asks an owned buffer for its bytes at each access and keeps no pointer, so the
+/// compiler checks aliasing.
+enum RegionMemory {
     Owned(Box<dyn Owner>),
     Raw { bytes: RawBytes, _lease: Option<Lease> },
 }
 
-impl Source {
+impl RegionMemory {
     fn bytes(&self) -> &[u8] {
         match self {
-            Source::Owned(owner) => owner.as_bytes(),
+            RegionMemory::Owned(owner) => owner.as_bytes(),
             // SAFETY: valid for reads while the region lives: `from_raw`'s caller promised it, or `lend`
             // waits until the region is dropped. Nothing writes meanwhile: the region returns `&mut` only for
             // `&mut self`.
-            Source::Raw { bytes, .. } => unsafe { bytes.as_slice() },
+            RegionMemory::Raw { bytes, .. } => unsafe { bytes.as_slice() },
         }
     }
 
     fn into_owned<B: StableBytes>(self) -> Option<B> {
         match self {
-            Source::Owned(owner) => {
+            RegionMemory::Owned(owner) => {
                 let owner: Box<dyn Any> = owner;
                 owner.downcast().ok().map(|owner| *owner)
             }
-            Source::Raw { .. } => None,
+            RegionMemory::Raw { .. } => None,
         }
     }
 }

@@ -1,9 +1,8 @@
 """This module exchanges DDP's buckets of gradients, parameter by parameter.
 
-Keys are parameters by name, so DDP may change the buckets at any time; it does so after the first pass. The buckets determine
-only where a gradient lies, and whether a bucket's parameters are neighbours in the job's key table. If they are, and the hub is
-on this host, the bucket's mean is read in place from the one copy that all ranks of the host share. For this reason the job is
-opened again, with its key table in the order of the buckets, when DDP has changed these.
+Each parameter is one key, so DDP may regroup buckets, as it does after the first pass. If a bucket's keys are consecutive in the
+key table and the hub is on this host, all ranks of the host read the mean from one shared copy. So when DDP has regrouped, the
+job is opened again with its key table in the order of the buckets.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _Layout(NamedTuple):
 
 
 class Buckets:
-    """The job of one DDP instance. All its ranks must construct it together."""
+    """Exchanges the buckets of one DDP instance through a job of its own. All its ranks must construct it together."""
 
     def __init__(
         self,
@@ -79,7 +78,9 @@ class Buckets:
         self._has_scattered_keys = False
         self._next_order: list[str] | None = None
         self._reorderings = 0
+        self._stage: Stage | None = None
         self._job = self._open(list(self._parameters))
+        # Traces the passes of this module.
         self.watch = trace.watch(ddp)
 
     def exchange(self, bucket: dist.GradBucket) -> tuple[_native.Handle | StagedHandle, torch.Tensor, str]:
@@ -99,7 +100,7 @@ class Buckets:
         if trace.active:
             trace.request(layout.name, handle)
         if self._reorderings < REORDERINGS_MAX and not self._in_place:
-            self._note_order(bucket, layout)
+            self._collect_order(bucket, layout)
         return handle, buffer if layout.shared is None else layout.shared, layout.name
 
     def _open(self, order: list[str]) -> _native.Job:
@@ -117,7 +118,7 @@ class Buckets:
             shared_parameters="never" if self._in_place else "where possible",
             inherits=True,
         )
-        self._stage: Stage | None = None
+        self._stage = None
         if needs_stage(self.device):
             members = [self._parameters[name] for name in order]
             sizes = [torch.Size([parameter.numel()]) for parameter in members]
@@ -126,16 +127,17 @@ class Buckets:
         self._layouts.clear()
         return job
 
-    def _note_order(self, bucket: dist.GradBucket, layout: _Layout) -> None:
+    def _collect_order(self, bucket: dist.GradBucket, layout: _Layout) -> None:
         """Stores the order in which buckets arrive. After the last bucket of a pass, it requests a key table in this order if the
-        keys of some bucket are not neighbours.
+        keys of some bucket are not consecutive.
 
         It uses nothing that differs between ranks, so either all ranks open the job again, or none.
         """
-        self._names_in_pass += [
-            name for name in map(self._names.get, map(id, bucket.parameters())) if name is not None
-        ]
-        self._has_scattered_keys = self._has_scattered_keys or not _are_neighbours(layout.keys)
+        for parameter in bucket.parameters():
+            name = self._names.get(id(parameter))
+            if name is not None:
+                self._names_in_pass.append(name)
+        self._has_scattered_keys = self._has_scattered_keys or not _are_consecutive(layout.keys)
         if bucket.is_last():
             if self._has_scattered_keys:
                 left_out = self._parameters.keys() - set(self._names_in_pass)
@@ -154,8 +156,8 @@ class Buckets:
         self._job = self._open(order)
 
     def _layout(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> _Layout:
-        """Returns the layout of a bucket. Its parameters identify the bucket, because DDP renumbers buckets when it changes
-        them."""
+        """Returns the layout of a bucket. A bucket is identified by its parameters, because DDP renumbers buckets when it
+        regroups."""
         parameters = bucket.parameters()
         if buffer.is_sparse:
             name = self._names.get(id(parameters[0]))
@@ -207,7 +209,7 @@ class Buckets:
         if filled_bytes != buffer.numel() * buffer.element_size():
             raise MisuseError("hub_hook: a bucket has more than its gradients. Please report this")
         shared = None
-        if self._job.shares_parameters and keys and _are_neighbours(keys):
+        if self._job.shares_parameters and keys and _are_consecutive(keys):
             shared = torch.from_dlpack(self._job.shared_parameters(keys[0], keys[-1] + 1))
         name = (
             names[0]
@@ -219,7 +221,7 @@ class Buckets:
         return _Layout(begin, keys, ranges, parts, shared, name)
 
 
-def _are_neighbours(keys: list[int]) -> bool:
+def _are_consecutive(keys: list[int]) -> bool:
     """Returns whether the keys follow one another in the job's key table."""
     return all(key == keys[0] + position for position, key in enumerate(keys))
 

@@ -10,14 +10,16 @@ device stream wait for that copy.
     stage's thread                               '--- request              |
     back stream                                               '--- copy ---'
 
-The code gets a device's streams and events from torch by the device's name, so it is the same for every accelerator. The CPU
-is such a device too; its streams do nothing, and the tests run this code on it. On a GPU the code is untested so far.
+Except for pinned memory, which only CUDA has, the code is the same for every accelerator: it gets the streams and events of a
+device from torch by the device's name. The CPU is such a device too; its streams do nothing, and the tests run this code on it.
+On a GPU the code is untested so far.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,8 +40,8 @@ class StagedHandle:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._ended = threading.Event()
-        self._request: Handle | None = None
-        self._landed: Any = None
+        self._request_handle: Handle | None = None
+        self._copied_back: Any = None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[StagedHandle], object]] = []
@@ -50,42 +52,48 @@ class StagedHandle:
             raise TimeoutError(f"the exchange has not ended within {timeout} s")
         if self._failure is not None:
             raise self._failure
-        self._landed.wait(self._stage.current_stream())
+        self._copied_back.wait(self._stage.current_stream())
 
     def done(self) -> bool:
         return self._ended.is_set()
 
     def exception(self) -> BaseException | None:
+        """The reason why the exchange failed, or None. None before the end."""
         return self._failure
 
     def add_done_callback(self, callback: Callable[[StagedHandle], object]) -> None:
-        """Calls ``callback(handle)`` at the end. The current device stream is then the one on which the results arrive."""
+        """Calls ``callback(handle)`` at the end. If there are results, the current device stream is then the one on which they
+        arrive."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
                 return
-        with self._stage.arriving():
+        with self._stage.on_results_stream():
             callback(self)
 
     @property
     def submitted_ns(self) -> int:
-        return self._request.submitted_ns if self._request is not None else 0
+        return self._request_handle.submitted_ns if self._request_handle is not None else 0
 
     @property
     def finished_ns(self) -> int:
-        return self._request.finished_ns if self._request is not None else 0
+        return self._request_handle.finished_ns if self._request_handle is not None else 0
 
-    def _end(self, failure: BaseException | None, landed: Any) -> None:
-        self._failure, self._landed = failure, landed
+    def _end(self, failure: BaseException | None, copied_back: Any) -> None:
+        self._failure, self._copied_back = failure, copied_back
         with self._lock:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except BaseException:
+                # The thread and the other callbacks go on, as with `paramhub.Handle`.
+                threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), threading.current_thread()]))
 
 
 class Stage:
-    """Exchanges one job's tensors on one device through host memory. Keys have their numbers in the job's key table."""
+    """Exchanges one job's tensors on one device through host memory. Keys are given by their positions in the job's key table."""
 
     def __init__(
         self, job: Job, device: torch.device, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]
@@ -96,18 +104,20 @@ class Stage:
         with self._on_device():
             self._out, self._back = self._streams.Stream(), self._streams.Stream()
         self._gradients = [
-            self._host(job.gradient_tensor, key, shape, dtype)
+            self._host_tensor(job.gradient_tensor, key, shape, dtype)
             for key, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         ]
         self._parameters = [
-            self._host(job.parameter_tensor, key, shape, dtype)
+            self._host_tensor(job.parameter_tensor, key, shape, dtype)
             for key, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         ]
         self._pin()
-        self._copied: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_hand_in, args=(self._copied,), name="paramhub-stage", daemon=True)
+        self._requests_to_submit: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_submit_when_copied, args=(self._requests_to_submit,), name="paramhub-stage", daemon=True
+        )
         thread.start()
-        self._close = weakref.finalize(self, self._copied.put, None)
+        self._close = weakref.finalize(self, self._requests_to_submit.put, None)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -119,10 +129,10 @@ class Stage:
     ) -> StagedHandle:
         """Exchanges ``gradients`` with their values at this point of the current device stream, and receives into ``outs``."""
         sends, receives = [self._gradients[key] for key in keys], [self._parameters[key] for key in keys]
-        places = [memory_range(tensor) for tensor in sends], [memory_range(tensor) for tensor in receives]
+        ranges = [memory_range(tensor) for tensor in sends], [memory_range(tensor) for tensor in receives]
         copies, copies_back = zip(sends, gradients, strict=True), zip(outs, receives, strict=True)
         return self.exchange(
-            list(copies), lambda: self._job.push_pull(keys, *places, self), list(copies_back)
+            list(copies), lambda: self._job.push_pull(keys, *ranges, self), list(copies_back)
         )
 
     def exchange(
@@ -146,26 +156,31 @@ class Stage:
             copied = self._streams.Event()
             copied.record(self._out)
 
-        def land(request: Handle) -> None:
+        def copy_back(request: Handle) -> None:
             failure = request.exception()
             if failure is not None:
                 handle._end(failure, None)
                 return
-            with self.arriving():
-                for to, tensor in copies_back:
-                    to.copy_(tensor, non_blocking=True)
-                landed = self._streams.Event()
-                landed.record(self._back)
-                handle._end(None, landed)
+            with self.on_results_stream():
+                try:
+                    for to, tensor in copies_back:
+                        to.copy_(tensor, non_blocking=True)
+                    copied_back = self._streams.Event()
+                    copied_back.record(self._back)
+                except BaseException as error:
+                    handle._end(error, None)
+                else:
+                    handle._end(None, copied_back)
 
         def submit() -> None:
             try:
-                handle._request = request()
-                handle._request.add_done_callback(land)
+                copied.synchronize()
+                handle._request_handle = request()
+                handle._request_handle.add_done_callback(copy_back)
             except BaseException as error:
                 handle._end(error, None)
 
-        self._copied.put((copied, submit))
+        self._requests_to_submit.put(submit)
         return handle
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -180,7 +195,7 @@ class Stage:
             else self._streams.current_stream(self._device)
         )
 
-    def arriving(self) -> contextlib.AbstractContextManager[Any]:
+    def on_results_stream(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which the results' device stream is the current one."""
         return self._streams.stream(self._back)
 
@@ -188,11 +203,11 @@ class Stage:
         """Ends the stage's thread. Requests that were submitted before still end."""
         self._close()
 
-    def _host(
-        self, take: Callable[[int], Any], key: int, shape: torch.Size, dtype: torch.dtype
+    def _host_tensor(
+        self, job_memory: Callable[[int], Any], key: int, shape: torch.Size, dtype: torch.dtype
     ) -> torch.Tensor:
         if self._job.shares_memory or self._device.type != "cuda":
-            return torch.from_dlpack(take(key)).view(shape)
+            return torch.from_dlpack(job_memory(key)).view(shape)
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def _pin(self) -> None:
@@ -210,8 +225,8 @@ class Stage:
         return contextlib.nullcontext() if self._device.type == "cpu" else self._streams.device(self._device)
 
 
-def _hand_in(copied: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None]) -> None:
-    while (entry := copied.get()) is not None:
-        event, submit = entry
-        event.synchronize()
+def _submit_when_copied(requests: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (submit := requests.get()) is not None:
         submit()
+        # It refers to the stage, which ends this thread when nothing refers to it.
+        del submit

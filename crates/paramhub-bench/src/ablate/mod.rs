@@ -1,8 +1,8 @@
 //! `paramhub bench ablate`: the worth of each choice of the design, measured against its alternative.
 
-mod by_worker;
-mod idle;
+mod no_op;
 mod report;
+mod stream_per_worker;
 mod variant;
 mod wide;
 
@@ -22,23 +22,24 @@ use paramhub_harness::exchange::{ExchangeFlags, check_memory};
 use paramhub_harness::launch::Signals;
 
 use super::rounds::order;
-use report::{Ablation, Tried};
+use report::{Ablation, VariantRounds};
 
-pub(super) use by_worker::{join as join_by_worker, serve as serve_by_worker};
-pub(super) use idle::{NoSum, NoUpdate};
+pub(super) use no_op::{NoSum, NoUpdate};
+pub(super) use stream_per_worker::{join as join_stream_per_worker, serve as serve_stream_per_worker};
 pub(super) use variant::Variant;
 
-/// Do one thing otherwise than the hub does, and see what it costs or saves
+/// Measure the hub with one design choice replaced, against the hub as it is
 ///
-/// Each variant is measured against the normal path in rounds: every round runs every one of them, each with fresh
-/// processes, every other round backwards. A factor is a variant's time by that of the same round's normal path; shown is
-/// the median of the rounds. The numbers of every variant that makes any are checked as in `bench exchange`.
+/// The baseline is the hub as it is. It and the variants are measured in rounds: every round runs every one of them, each
+/// with fresh processes, every other round backwards. A factor is the variant's time divided by the baseline's of the same
+/// round; the median of the rounds is shown. Results are checked as in `bench exchange`, except of variants that leave out
+/// the sum or the update.
 #[derive(Args)]
 #[command(mut_arg("iters", |iters| iters.default_value("5").help("Iterations of a variant and round that count")))]
 #[command(mut_arg("warmup", |warmup| warmup.default_value("1")))]
-#[command(mut_arg("raw", |raw| raw.help("Also move as many bytes over bare TCP streams, in turn with the normal path")))]
+#[command(mut_arg("raw", |raw| raw.help("Also move as many bytes over bare TCP streams, in turn with the baseline")))]
 pub struct AblateFlags {
-    /// What to do otherwise [default: all of them]
+    /// The variants to measure [default: all of them]
     #[arg(value_enum, value_name = "VARIANT")]
     variants: Vec<Variant>,
     /// How often every variant is measured
@@ -57,30 +58,31 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
     check_destination("--svg", flags.svg.as_deref())?;
     let variants = flags.variants()?;
     if flags.exchange.transport != Transport::Tcp {
-        let why = "bench ablate is over TCP: the alternatives are ways to receive, sum and answer what comes in streams";
+        let why = "bench ablate is over TCP: the variants replace parts of the TCP path";
         return Err(Usage(why.into()).into());
     }
     if flags.exchange.codec.is_some() {
-        let why = "bench ablate takes no --codec: its variants take gradients as they lie in memory, so choose a --dtype";
+        let why = "bench ablate takes no --codec: its variants take gradients without conversion, so choose a --dtype";
         return Err(Usage(why.into()).into());
     }
     let (model, spec) = flags.exchange.spec()?;
     check_memory(&spec, 1)?;
-    let tried = variants.into_iter().map(|variant| Tried::new(variant, variant.of(&spec))).collect();
-    let mut ablation = Ablation::new(model, flags.rounds, &flags.exchange, &spec, tried);
+    let variants =
+        variants.into_iter().map(|variant| VariantRounds::new(variant, variant.of(&spec))).collect();
+    let mut ablation = Ablation::new(model, flags.rounds, &flags.exchange, &spec, variants);
     println!("{}", ablation.headline());
     for round in 0..flags.rounds {
-        for number in order(round, ablation.tried.len()) {
-            let tried = &mut ablation.tried[number];
+        for number in order(round, ablation.variants.len()) {
+            let rounds = &mut ablation.variants[number];
             let program = Program {
-                spec: tried.spec.clone(),
+                spec: rounds.spec.clone(),
                 hosts: Hosts::here(),
                 warmup: flags.exchange.warmup,
                 iterations: flags.exchange.iters,
-                label: format!("round {} of {}, {}", round + 1, flags.rounds, tried.variant.name()),
+                label: format!("round {} of {}, {}", round + 1, flags.rounds, rounds.variant.name()),
             };
-            match run(&program, &signals).with_context(|| tried.variant.name())? {
-                Run::Measured(measured) => tried.add(&measured),
+            match run(&program, &signals).with_context(|| rounds.variant.name())? {
+                Run::Measured(measured) => rounds.add(&measured),
                 Run::Interrupted(signal) => return Ok(interrupted(signal)),
             }
         }
@@ -92,14 +94,14 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
     if let Some(path) = &flags.svg {
         ablation.plot().write(path)?;
     }
-    for tried in &ablation.tried {
-        tried.verdict.require_right().with_context(|| tried.variant.name())?;
+    for rounds in &ablation.variants {
+        rounds.verdict.require_right().with_context(|| rounds.variant.name())?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
 impl AblateFlags {
-    /// The variants to measure, each once: the normal path first, then those that were asked for.
+    /// The variants to measure, each once: the baseline first, then those that were asked for.
     fn variants(&self) -> Result<Vec<Variant>, Usage> {
         let mut variants = vec![Variant::Normal];
         if self.variants.is_empty() {

@@ -14,27 +14,28 @@ use super::variant::Variant;
 use crate::plot::{Bar, Bars, Heading, Part};
 use crate::rounds::{Round, median};
 
-/// The results of the normal path and its variants.
+/// The results of the baseline and its variants.
 pub(super) struct Ablation {
     model: String,
     rounds: u32,
     transport: Transport,
     bytes_per_worker: u64,
     settings: Settings,
-    place: String,
-    /// The variants, the normal path first.
-    pub(super) tried: Vec<Tried>,
+    description: String,
+    /// The variants, the baseline first.
+    pub(super) variants: Vec<VariantRounds>,
 }
 
 /// One variant and its rounds.
-pub(super) struct Tried {
+pub(super) struct VariantRounds {
     pub(super) variant: Variant,
     pub(super) spec: Spec,
     pub(super) verdict: Verdict,
     rounds: Vec<Round>,
 }
 
-/// Written with `--json`. Seconds are those of one exchange; what was not measured is null.
+/// Written with `--json`. Seconds are those of one exchange, CPU seconds those of one worker or of the hub in it;
+/// what was not measured is null.
 #[derive(Serialize)]
 pub(super) struct Results<'a> {
     model: &'a str,
@@ -55,7 +56,7 @@ struct VariantResults {
     seconds_median: f64,
     /// Each round's median.
     seconds: Vec<f64>,
-    /// The median over the rounds of this variant's time by the normal path's. Above 1 is slower.
+    /// The median over the rounds of this variant's time divided by the baseline's. Above 1 is slower.
     factor: f64,
     cpu_seconds_worker: f64,
     cpu_seconds_hub: f64,
@@ -64,9 +65,9 @@ struct VariantResults {
     max_abs_error: Option<f64>,
 }
 
-impl Tried {
-    pub(super) fn new(variant: Variant, spec: Spec) -> Tried {
-        Tried { variant, spec, verdict: Verdict::default(), rounds: Vec::new() }
+impl VariantRounds {
+    pub(super) fn new(variant: Variant, spec: Spec) -> VariantRounds {
+        VariantRounds { variant, spec, verdict: Verdict::default(), rounds: Vec::new() }
     }
 
     /// Adds a round.
@@ -79,7 +80,7 @@ impl Tried {
         self.rounds.iter().map(|round| round.seconds).collect()
     }
 
-    fn numbers(&self) -> &'static str {
+    fn check_result(&self) -> &'static str {
         match self.verdict.wrong {
             _ if !self.variant.is_exact() => "not checked",
             0 => "exact",
@@ -87,17 +88,17 @@ impl Tried {
         }
     }
 
-    fn results(&self, normal: &Tried) -> VariantResults {
-        let over_rounds = |value: fn(&Round) -> f64| mean(self.rounds.iter().map(value));
+    fn results(&self, baseline: &VariantRounds) -> VariantResults {
+        let mean_of_rounds = |value: fn(&Round) -> f64| mean(self.rounds.iter().map(value));
         let factors =
-            self.rounds.iter().zip(&normal.rounds).map(|(own, normal)| own.seconds / normal.seconds);
+            self.rounds.iter().zip(&baseline.rounds).map(|(own, baseline)| own.seconds / baseline.seconds);
         VariantResults {
             variant: self.variant,
             seconds_median: median(self.seconds()).expect("at least one round"),
             seconds: self.seconds(),
             factor: median(factors).expect("at least one round"),
-            cpu_seconds_worker: over_rounds(|round| round.cpu_seconds_worker),
-            cpu_seconds_hub: over_rounds(|round| round.cpu_seconds_hub),
+            cpu_seconds_worker: mean_of_rounds(|round| round.cpu_seconds_worker),
+            cpu_seconds_hub: mean_of_rounds(|round| round.cpu_seconds_hub),
             chunk_bytes: self.spec.chunk_bytes,
             max_abs_error: self.variant.is_exact().then_some(self.verdict.max_abs_error),
         }
@@ -110,35 +111,43 @@ impl Ablation {
         rounds: u32,
         flags: &ExchangeFlags,
         spec: &Spec,
-        tried: Vec<Tried>,
+        variants: Vec<VariantRounds>,
     ) -> Ablation {
         let settings = flags.settings(spec);
         let bytes_per_worker = spec.keys.bytes();
-        let place = place(&model, bytes_per_worker, flags.transport, &settings, None);
-        Ablation { model, rounds, transport: flags.transport, bytes_per_worker, settings, place, tried }
+        let description = place(&model, bytes_per_worker, flags.transport, &settings, None);
+        Ablation {
+            model,
+            rounds,
+            transport: flags.transport,
+            bytes_per_worker,
+            settings,
+            description,
+            variants,
+        }
     }
 
     pub(super) fn headline(&self) -> String {
-        let variants: Vec<&str> = self.tried.iter().map(|tried| tried.variant.name()).collect();
-        format!("{}\n{} in {} rounds", self.place, variants.join("; "), self.rounds)
+        let variants: Vec<&str> = self.variants.iter().map(|rounds| rounds.variant.name()).collect();
+        format!("{}\n{} in {} rounds", self.description, variants.join("; "), self.rounds)
     }
 
-    fn normal(&self) -> &Tried {
-        &self.tried[0]
+    fn baseline(&self) -> &VariantRounds {
+        &self.variants[0]
     }
 
     fn raw_seconds(&self) -> Vec<f64> {
-        self.normal().rounds.iter().filter_map(|round| round.raw_seconds).collect()
+        self.baseline().rounds.iter().filter_map(|round| round.raw_seconds).collect()
     }
 
     pub(super) fn results(&self) -> Results<'_> {
         Results {
             model: &self.model,
-            workers: self.normal().spec.workers,
+            workers: self.baseline().spec.workers,
             transport: self.transport,
             bytes_per_worker: self.bytes_per_worker,
             rounds: self.rounds,
-            variants: self.tried.iter().map(|tried| tried.results(self.normal())).collect(),
+            variants: self.variants.iter().map(|rounds| rounds.results(self.baseline())).collect(),
             raw_seconds_median: median(self.raw_seconds()),
             settings: &self.settings,
             version: env!("CARGO_PKG_VERSION"),
@@ -149,15 +158,15 @@ impl Ablation {
         let mut table = Table::new();
         table.load_style(presets::UTF8_BORDERS_ONLY);
         table.set_header(["", "median", "factor", "worker CPU", "hub CPU", "numbers"]);
-        for tried in &self.tried {
-            let results = tried.results(self.normal());
+        for variant_rounds in &self.variants {
+            let results = variant_rounds.results(self.baseline());
             table.add_row([
-                tried.variant.name().into(),
+                variant_rounds.variant.name().into(),
                 milliseconds(results.seconds_median),
                 format!("{:.2}", results.factor),
                 milliseconds(results.cpu_seconds_worker),
                 milliseconds(results.cpu_seconds_hub),
-                tried.numbers().into(),
+                variant_rounds.check_result().into(),
             ]);
         }
         if let Some(seconds) = median(self.raw_seconds()) {
@@ -186,31 +195,31 @@ impl Ablation {
             }
         };
         let mut bars: Vec<Bar> = self
-            .tried
+            .variants
             .iter()
-            .map(|tried| {
-                let colour = if tried.variant.is_exact() { CHECKED } else { NOT_CHECKED };
-                let factor = tried.results(self.normal()).factor;
-                let factor = (tried.variant != Variant::Normal).then_some(factor);
-                bar(tried.variant.name(), tried.seconds(), colour, factor)
+            .map(|rounds| {
+                let colour = if rounds.variant.is_exact() { CHECKED } else { NOT_CHECKED };
+                let factor = rounds.results(self.baseline()).factor;
+                let factor = (rounds.variant != Variant::Normal).then_some(factor);
+                bar(rounds.variant.name(), rounds.seconds(), colour, factor)
             })
             .collect();
         let mut parts = vec!["every number checked".into(), "numbers not checked".into()];
         let raw = self.raw_seconds();
         if !raw.is_empty() {
             bars.push(bar(self.transport.bound(), raw, RAW, None));
-            parts.push("no hub at all".into());
+            parts.push("bare TCP".into());
         }
         let rounds = match self.rounds {
             1 => "one round".into(),
             rounds => format!(
-                "medians of {rounds} rounds, and the lowest and the highest; factors are medians of the rounds' own"
+                "medians of {rounds} rounds, and the lowest and the highest; each factor is the median of the rounds' factors"
             ),
         };
         Bars {
             heading: Heading {
-                title: "One exchange, done otherwise".into(),
-                notes: vec![self.place.clone(), rounds],
+                title: "One exchange: each design choice replaced".into(),
+                notes: vec![self.description.clone(), rounds],
             },
             x_label: "milliseconds".into(),
             parts,

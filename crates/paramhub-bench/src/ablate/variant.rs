@@ -1,4 +1,4 @@
-//! The variants of an exchange, and how each differs from the normal path.
+//! The variants of an exchange, and how each differs from the baseline.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use paramhub_harness::exchange::spec::Spec;
 use paramhub_kernels::nontemporal::{self, NonTemporal};
 use serde::{Deserialize, Serialize};
 
-use super::idle::{NoSum, NoUpdate};
+use super::no_op::{NoSum, NoUpdate};
 use super::wide::{ThreadGroup, Wide};
 
 /// One way to exchange.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Variant {
-    /// As always: what the others are compared with.
+    /// The hub as it is: the baseline, which the others are compared with.
     #[default]
     #[value(skip)]
     Normal,
@@ -66,7 +66,7 @@ impl Variant {
     /// The name in a table or a plot.
     pub(super) fn name(self) -> &'static str {
         match self {
-            Variant::Normal => "the normal path",
+            Variant::Normal => "baseline",
             Variant::NonTemporal => "past the cache",
             Variant::Wide => "wide, not tall",
             Variant::WorkerByInterface => "worker by interface",
@@ -78,11 +78,11 @@ impl Variant {
     }
 
     /// The specification of this variant.
-    pub(super) fn of(self, normal: &Spec) -> Spec {
-        // The normal path is no value of the flag.
+    pub(super) fn of(self, baseline: &Spec) -> Spec {
+        // The baseline is no value of the flag.
         let variant = self.to_possible_value().map(|value| value.get_name().to_owned());
         let is_fused = self != Variant::PushThenPull;
-        let mut spec = Spec { variant, is_fused, is_exact: self.is_exact(), ..normal.clone() };
+        let mut spec = Spec { variant, is_fused, is_exact: self.is_exact(), ..baseline.clone() };
         if self == Variant::Wide {
             // Chunks count elements of f32, whatever the key's dtype.
             let longest = spec.keys.keys().iter().filter_map(|key| key.elements()).max().unwrap_or(1);
@@ -98,10 +98,10 @@ impl Variant {
 
     /// The variant's optimizers and aggregators, under the usual names.
     pub(crate) fn registry(self, cores: usize) -> anyhow::Result<Registry> {
-        let normal = Registry::with_builtins();
+        let builtins = Registry::with_builtins();
         let mut registry = Registry::empty();
         let threads = (self == Variant::Wide).then(|| ThreadGroup::new(cores)).transpose()?;
-        let sum = normal.aggregator("sum")?;
+        let sum = builtins.aggregator("sum")?;
         let sum: Arc<dyn Aggregator> = match (self, &threads) {
             (Variant::NonTemporal, _) => Arc::new(NonTemporal::new(sum)),
             (Variant::NoAggregator | Variant::Communication, _) => Arc::new(NoSum),
@@ -109,8 +109,8 @@ impl Variant {
             _ => sum,
         };
         registry.register_aggregator("sum", sum)?;
-        for name in normal.optimizer_names() {
-            let update = normal.optimizer(name)?;
+        for name in builtins.optimizer_names() {
+            let update = builtins.optimizer(name)?;
             let update: Arc<dyn Optimizer> = match (self, &threads) {
                 (Variant::NonTemporal, _) => Arc::new(NonTemporal::new(update)),
                 (Variant::NoOptimizer | Variant::Communication, _) => Arc::new(NoUpdate(update)),

@@ -70,11 +70,11 @@ impl Model<'_> {
             ready[layer] = ready[layer].max(arrived);
         }
         for (passes, ready) in self.passes.iter().zip(ready) {
-            run.device_free = run.device_free.max(ready) + passes.forward;
+            run.device_free = run.device_free.max(ready) + passes.forward_seconds;
         }
         let mut made = vec![0.0; self.passes.len()];
         for (passes, made) in self.passes.iter().zip(&mut made).rev() {
-            run.device_free += passes.backward;
+            run.device_free += passes.backward_seconds;
             *made = run.device_free;
         }
         self.layers.iter().map(|&layer| made[layer]).collect()
@@ -140,7 +140,7 @@ mod tests {
     use crate::designs::scenario::KeyOrder;
 
     /// Three layers of one key, which compute for 1 and 2 seconds each.
-    const EVEN: [Passes; 3] = [Passes { forward: 1.0, backward: 2.0 }; 3];
+    const EVEN: [Passes; 3] = [Passes { forward_seconds: 1.0, backward_seconds: 2.0 }; 3];
 
     fn step(design: Design, order: KeyOrder, collectives: [f64; 3]) -> f64 {
         let (layers, order) = (&[0, 1, 2], &*order.keys(&[1, 1, 2]));

@@ -2,7 +2,6 @@
 //! DAGs, section 5).
 
 mod bound;
-mod clock;
 mod driver;
 mod figure;
 mod messages;
@@ -12,6 +11,7 @@ mod rank_runtime;
 mod report;
 mod scenario;
 mod scenario_ranks;
+mod simulated_gpu;
 mod simulated_model;
 mod simulated_rank;
 mod step;
@@ -50,7 +50,7 @@ pub(super) const SCENARIO: &str = "designs";
 /// Compare how collectives are embedded in a dependency engine: funnel, concom, depcha, and a hub beside them
 ///
 /// Every rank pushes the operations of a training step to an engine: a forward and a backward pass of each layer, which sleep as long
-/// as a profile says on the one thread that stands for a GPU's stream; every key's exchange, which is real; and its update. The
+/// as a profile says on the one thread that stands for a GPU's queue; every key's exchange, which is real; and its update. The
 /// scenarios take turns in one run, each with processes of its own. Beside each step stands its bound: how long it would take if
 /// only computation and one collective after the other took time, each as long as it takes alone.
 ///
@@ -227,7 +227,7 @@ impl DesignsCommand {
             Some(path) => Profile::read(path, &layers, batch)?,
             None => Profile::built_in(&self.model, &layers, batch)?,
         };
-        let profile = profile.stretched(1.0 / self.scale as f64);
+        let profile = profile.scaled(1.0 / self.scale as f64);
         let seconds = profile.seconds();
         if self.share.is_some() && seconds == 0.0 {
             return Err(Usage("--share: no layer of the profile takes time".into()).into());

@@ -93,7 +93,7 @@ impl RanksResults {
         measured: &Measured,
     ) -> RanksResults {
         let Measured { stretch, rows, .. } = measured;
-        let passes = workload.layers.iter().map(|layer| layer.passes.times(*stretch));
+        let passes = workload.layers.iter().map(|layer| layer.passes.scaled(*stretch));
         let passes: Vec<Passes> = passes.collect();
         let epoch_steps = setting.epoch_examples as f64 / (setting.batch * u64::from(ranks)) as f64;
         let lines = rows.iter().map(|row| {
@@ -132,7 +132,8 @@ impl RanksResults {
                 against_front_first: funnel(KeyOrder::FrontFirst),
             }
         });
-        let compute_seconds = passes.iter().map(|passes| passes.forward + passes.backward).sum();
+        let compute_seconds =
+            passes.iter().map(|passes| passes.forward_seconds + passes.backward_seconds).sum();
         RanksResults { ranks, stretch: *stretch, compute_seconds, rows: lines.collect() }
     }
 

@@ -9,9 +9,9 @@ use paramhub_harness::exchange::{numbers, usage};
 use paramhub_kernels::{Hyperparameters, Optimizer, Registry};
 use paramhub_train::dataflow::Times;
 
-use super::clock::{Clock, Latest};
 use super::messages::Workload;
 use super::rank_runtime::RankRuntime;
+use super::simulated_gpu::{Latest, SimulatedGpu};
 
 pub(super) struct SimulatedModel<'a> {
     pub(super) runtime: RankRuntime,
@@ -19,7 +19,7 @@ pub(super) struct SimulatedModel<'a> {
     pub(super) keys: Vec<SimulatedKey>,
     /// For each layer, when its newest parameters were there.
     pub(super) ready: Vec<Arc<Latest>>,
-    pub(super) clock: Arc<Clock>,
+    pub(super) gpu: Arc<SimulatedGpu>,
     /// The variable that the passes of all layers mutate, so that they run one after the other.
     pub(super) stream: Variable,
     /// The variables that the end of a step's forward pass mutates, in turn.
@@ -93,7 +93,7 @@ impl<'a> SimulatedModel<'a> {
             workload,
             keys,
             ready: workload.layers.iter().map(|_| Arc::new(Latest::new())).collect(),
-            clock: Arc::new(Clock::new()),
+            gpu: Arc::new(SimulatedGpu::new()),
             stream: engine.variable(),
             losses: [engine.variable(), engine.variable()],
             updater: Updater { optimizer, hyperparameters, ranks },

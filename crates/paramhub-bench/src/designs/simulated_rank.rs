@@ -61,7 +61,7 @@ impl<'a> SimulatedRank<'a> {
 
     fn turn(&mut self, order: KeyOrder, stretch: f64, start: Duration) -> anyhow::Result<TurnTimes> {
         std::thread::sleep(start.saturating_sub(usage::monotonic()));
-        self.model.clock.restart();
+        self.model.gpu.restart();
         let (meter, marks) = (Arc::new(Meter::new()), Arc::new(StepMarks::default()));
         for number in 0..=self.model.workload.steps as usize {
             let step = Step { model: &self.model, order, stretch, number, meter: &meter, marks: &marks };

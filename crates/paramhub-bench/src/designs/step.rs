@@ -42,9 +42,9 @@ impl Step<'_> {
         let layer = &model.workload.layers[number];
         let is_last = number + 1 == model.workload.layers.len();
         let loss = is_last.then(|| &model.losses[self.number % 2]);
-        let (clock, ready) = (Arc::clone(&model.clock), Arc::clone(&model.ready[number]));
+        let (gpu, ready) = (Arc::clone(&model.gpu), Arc::clone(&model.ready[number]));
         let (meter, marks) = (Arc::clone(self.meter), Arc::clone(marks));
-        let (seconds, pushed) = (self.stretch * layer.passes.forward, Instant::now());
+        let (seconds, pushed) = (self.stretch * layer.passes.forward_seconds, Instant::now());
         model
             .runtime
             .engine
@@ -56,7 +56,7 @@ impl Step<'_> {
                 if number == 0 {
                     marks.begins.lock().unwrap_or_else(PoisonError::into_inner).push(Instant::now());
                 }
-                meter.computes(|| clock.pass(ready.read().max(pushed), seconds));
+                meter.computes(|| gpu.compute(ready.read().max(pushed), seconds));
                 Ok(())
             })
     }
@@ -64,8 +64,8 @@ impl Step<'_> {
     fn push_backward(&self, number: usize) -> Result<(), PushError> {
         let Step { model, marks, .. } = self;
         let layer = &model.workload.layers[number];
-        let (clock, meter, marks) = (Arc::clone(&model.clock), Arc::clone(self.meter), Arc::clone(marks));
-        let (seconds, pushed) = (self.stretch * layer.passes.backward, Instant::now());
+        let (gpu, meter, marks) = (Arc::clone(&model.gpu), Arc::clone(self.meter), Arc::clone(marks));
+        let (seconds, pushed) = (self.stretch * layer.passes.backward_seconds, Instant::now());
         let keys = layer.keys.len() as u32;
         let gradients = self.keys_of(number).map(|key| key.gradient.variable());
         model
@@ -75,7 +75,7 @@ impl Step<'_> {
             .mutates([&model.stream].into_iter().chain(gradients))
             .priority(BACKWARD)
             .push(move || -> Result<(), String> {
-                let end = meter.computes(|| clock.pass(pushed, seconds));
+                let end = meter.computes(|| gpu.compute(pushed, seconds));
                 meter.leave(keys);
                 if number == 0 {
                     marks.end(end, meter.times());

@@ -14,8 +14,14 @@ use super::{
 const HEIGHT: u32 = 560;
 /// The space between the ranges of two series at one value.
 const RANGE_GAP: i32 = 8;
+/// The space between the ends of the horizontal axis and the points nearest to them.
+const EDGE_GAP: i32 = 36;
+/// The space below the plot, for the labels of the horizontal axis.
+const LABELS_BELOW: i32 = 76;
+/// The most ticks of the vertical axis.
+const TICKS_MAX: usize = 6;
 
-/// The way in which positions along the horizontal axis follow from values.
+/// How values map to positions on the horizontal axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scale {
     Linear,
@@ -24,7 +30,7 @@ pub(crate) enum Scale {
 }
 
 impl Scale {
-    fn place(self, value: f64) -> f64 {
+    fn position(self, value: f64) -> f64 {
         match self {
             Scale::Linear => value,
             Scale::Logarithmic => value.log2(),
@@ -47,7 +53,7 @@ pub(crate) struct Lines {
 pub(crate) struct Series {
     pub(crate) name: String,
     /// `true` if other series are compared with this one.
-    pub(crate) is_bound: bool,
+    pub(crate) is_reference: bool,
     /// The points, in the order of the values.
     pub(crate) points: Vec<Point>,
 }
@@ -55,7 +61,7 @@ pub(crate) struct Series {
 /// A median and the lowest and highest of the rounds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Point {
-    pub(crate) middle: f64,
+    pub(crate) median: f64,
     pub(crate) low: f64,
     pub(crate) high: f64,
 }
@@ -65,48 +71,48 @@ impl Lines {
         draw(path, HEIGHT, |area| {
             let colours: Vec<RGBColor> = (0..self.series.len()).map(|number| self.colour(number)).collect();
             let marked = self.series.iter().zip(&colours).map(|(series, &colour)| {
-                let mark = if series.is_bound { Mark::Dashes(colour) } else { Mark::Line(colour) };
+                let mark = if series.is_reference { Mark::Dashes(colour) } else { Mark::Line(colour) };
                 (series.name.as_str(), mark)
             });
-            let above = head(area, &self.heading, &marked.collect::<Vec<_>>())?;
-            let frame = Frame::new(self, above);
-            self.grid(area, &frame)?;
-            // Series are drawn above the bounds, and their ranges beside each other.
-            let (bounds, rest): (Vec<_>, Vec<_>) =
-                self.series.iter().zip(&colours).partition(|(series, _)| series.is_bound);
-            for (number, (series, &colour)) in (0..).zip(bounds.into_iter().chain(rest)) {
-                frame.series(area, series, colour, RANGE_GAP * number)?;
+            let heading_bottom = head(area, &self.heading, &marked.collect::<Vec<_>>())?;
+            let plot_area = PlotArea::new(self, heading_bottom);
+            self.grid(area, &plot_area)?;
+            // Reference lines are drawn first, so that the others cover them. Ranges are drawn side by side.
+            let (references, rest): (Vec<_>, Vec<_>) =
+                self.series.iter().zip(&colours).partition(|(series, _)| series.is_reference);
+            for (number, (series, &colour)) in (0..).zip(references.into_iter().chain(rest)) {
+                plot_area.series(area, series, colour, RANGE_GAP * number)?;
             }
             Ok(())
         })
     }
 
-    /// The colour of a series. A bound is grey.
+    /// The colour of a series. A reference line is grey.
     fn colour(&self, number: usize) -> RGBColor {
-        let before = self.series[..number].iter().filter(|series| !series.is_bound).count();
-        if self.series[number].is_bound { FAINT } else { COLOURS[before % COLOURS.len()] }
+        let coloured_before = self.series[..number].iter().filter(|series| !series.is_reference).count();
+        if self.series[number].is_reference { FAINT } else { COLOURS[coloured_before % COLOURS.len()] }
     }
 
-    fn grid(&self, area: &Area<'_>, frame: &Frame) -> anyhow::Result<()> {
-        write(area, &self.y_label, (MARGIN, frame.top - TEXT - 14), SMALL, &FAINT, HPos::Left)?;
-        for &tick in &frame.ticks {
-            let y = frame.y(tick);
-            area.draw(&PathElement::new([(frame.left, y), (frame.right, y)], RULE))?;
-            write(area, &short(tick), (frame.left - 10, y - SMALL / 2 + 2), SMALL, &INK, HPos::Right)?;
+    fn grid(&self, area: &Area<'_>, plot_area: &PlotArea) -> anyhow::Result<()> {
+        write(area, &self.y_label, (MARGIN, plot_area.top - TEXT - 14), SMALL, &FAINT, HPos::Left)?;
+        for &tick in &plot_area.ticks {
+            let y = plot_area.y(tick);
+            area.draw(&PathElement::new([(plot_area.left, y), (plot_area.right, y)], RULE))?;
+            write(area, &short(tick), (plot_area.left - 10, y - SMALL / 2 + 2), SMALL, &INK, HPos::Right)?;
         }
-        let bottom = frame.y(0.0);
-        area.draw(&PathElement::new([(frame.left, bottom), (frame.right, bottom)], FAINT))?;
-        for (&x, (_, text)) in frame.columns.iter().zip(&self.values) {
+        let bottom = plot_area.y(0.0);
+        area.draw(&PathElement::new([(plot_area.left, bottom), (plot_area.right, bottom)], FAINT))?;
+        for (&x, (_, text)) in plot_area.columns.iter().zip(&self.values) {
             area.draw(&PathElement::new([(x, bottom), (x, bottom + 5)], FAINT))?;
             write(area, text, (x, bottom + 10), SMALL, &INK, HPos::Center)?;
         }
-        let middle = (frame.left + frame.right) / 2;
+        let middle = (plot_area.left + plot_area.right) / 2;
         write(area, &self.x_label, (middle, bottom + 38), TEXT, &INK, HPos::Center)
     }
 }
 
 /// The positions of values in the picture.
-struct Frame {
+struct PlotArea {
     left: i32,
     right: i32,
     top: i32,
@@ -117,23 +123,30 @@ struct Frame {
     columns: Vec<i32>,
 }
 
-impl Frame {
-    fn new(lines: &Lines, above: i32) -> Frame {
+impl PlotArea {
+    fn new(lines: &Lines, heading_bottom: i32) -> PlotArea {
         let points = lines.series.iter().flat_map(|series| &series.points);
-        let ticks = ticks(points.map(|point| point.high).fold(f64::MIN_POSITIVE, f64::max), 6);
+        let ticks = ticks(points.map(|point| point.high).fold(f64::MIN_POSITIVE, f64::max), TICKS_MAX);
         let widest = ticks.iter().map(|&tick| width_of(&short(tick), SMALL)).max().unwrap_or(0);
         let (left, right) = (MARGIN + widest + 10, WIDTH as i32 - MARGIN - 12);
-        let places: Vec<f64> = lines.values.iter().map(|&(value, _)| lines.scale.place(value)).collect();
-        let (first, last) = (places[0], places[places.len() - 1]);
-        // Points keep a distance from the edges.
-        let (start, room) = (left + 36, right - left - 72);
-        let column = |place: f64| match last > first {
-            true => start + ((place - first) / (last - first) * f64::from(room)).round() as i32,
+        let positions: Vec<f64> =
+            lines.values.iter().map(|&(value, _)| lines.scale.position(value)).collect();
+        let (first, last) = (positions[0], positions[positions.len() - 1]);
+        let (start, room) = (left + EDGE_GAP, right - left - 2 * EDGE_GAP);
+        let column = |position: f64| match last > first {
+            true => start + ((position - first) / (last - first) * f64::from(room)).round() as i32,
             false => start + room / 2,
         };
-        let columns = places.into_iter().map(column).collect();
+        let columns = positions.into_iter().map(column).collect();
         // The label of the vertical axis is above its end.
-        Frame { left, right, top: above + TEXT + 16, bottom: HEIGHT as i32 - 76, ticks, columns }
+        PlotArea {
+            left,
+            right,
+            top: heading_bottom + TEXT + 16,
+            bottom: HEIGHT as i32 - LABELS_BELOW,
+            ticks,
+            columns,
+        }
     }
 
     fn y(&self, value: f64) -> i32 {
@@ -141,16 +154,22 @@ impl Frame {
         self.bottom - (value / highest * f64::from(self.bottom - self.top)).round() as i32
     }
 
-    fn series(&self, area: &Area<'_>, series: &Series, colour: RGBColor, aside: i32) -> anyhow::Result<()> {
+    fn series(
+        &self,
+        area: &Area<'_>,
+        series: &Series,
+        colour: RGBColor,
+        shift_px: i32,
+    ) -> anyhow::Result<()> {
         let points = || self.columns.iter().copied().zip(&series.points);
-        let line: Vec<(i32, i32)> = points().map(|(x, point)| (x, self.y(point.middle))).collect();
-        if series.is_bound {
+        let line: Vec<(i32, i32)> = points().map(|(x, point)| (x, self.y(point.median))).collect();
+        if series.is_reference {
             area.draw(&DashedPathElement::new(line.clone(), 8, 6, colour.stroke_width(2)))?;
         } else {
             area.draw(&PathElement::new(line.clone(), colour.stroke_width(3)))?;
         }
         for (x, point) in points().filter(|(_, point)| point.low < point.high) {
-            let (x, low, high) = (x + aside, self.y(point.low), self.y(point.high));
+            let (x, low, high) = (x + shift_px, self.y(point.low), self.y(point.high));
             for stroke in
                 [[(x, low), (x, high)], [(x - 3, low), (x + 3, low)], [(x - 3, high), (x + 3, high)]]
             {
@@ -158,7 +177,7 @@ impl Frame {
             }
         }
         for at in line {
-            area.draw(&Circle::new(at, if series.is_bound { 3 } else { 5 }, colour.filled()))?;
+            area.draw(&Circle::new(at, if series.is_reference { 3 } else { 5 }, colour.filled()))?;
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ const SETTLED: usize = 8;
 /// of backpropagation, and a layer's parameters are there when its transfer ends. Without `overlaps` layers
 /// are sent when all have been computed, and the next step begins when all have come.
 pub(super) fn step_seconds(passes: &[Passes], transfers: &[f64], overlaps: bool) -> f64 {
-    let computing: f64 = passes.iter().map(|passes| passes.forward + passes.backward).sum();
+    let computing: f64 = passes.iter().map(|passes| passes.forward_seconds + passes.backward_seconds).sum();
     if !overlaps {
         return computing + transfers.iter().sum::<f64>();
     }
@@ -19,10 +19,10 @@ pub(super) fn step_seconds(passes: &[Passes], transfers: &[f64], overlaps: bool)
     let mut ends = [0.0; 2 * SETTLED];
     for end in &mut ends {
         for (passes, &arrived) in passes.iter().zip(&arrived) {
-            now = now.max(arrived) + passes.forward;
+            now = now.max(arrived) + passes.forward_seconds;
         }
         for (layer, passes) in passes.iter().enumerate().rev() {
-            now += passes.backward;
+            now += passes.backward_seconds;
             link = link.max(now) + transfers[layer];
             arrived[layer] = link;
         }
@@ -40,7 +40,7 @@ mod tests {
     }
 
     /// Three layers that compute for 3 and 6 seconds each.
-    const EVEN: [Passes; 3] = [Passes { forward: 3.0, backward: 6.0 }; 3];
+    const EVEN: [Passes; 3] = [Passes { forward_seconds: 3.0, backward_seconds: 6.0 }; 3];
 
     #[test]
     fn times_without_overlap_add_up() {

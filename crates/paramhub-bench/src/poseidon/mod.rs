@@ -12,7 +12,9 @@ use std::path::PathBuf;
 use clap::{Args, value_parser};
 use paramhub::cost::Rate;
 use paramhub::limits::CORES_MAX;
-use paramhub_core::scheme::{Cluster, Direction, Encoding, HubPlace, Plan, PlannedLayer, Scheme, Traffic};
+use paramhub_core::scheme::{
+    Cluster, ElementBytes, HubPlace, LinkBytes, Plan, PlannedLayer, Scheme, Traffic,
+};
 use paramhub_harness::exchange::check_destination;
 use paramhub_harness::exchange::hosts::{Hosts, HostsFlags};
 use paramhub_harness::exchange::processes::{Run, interrupted, launch};
@@ -133,7 +135,7 @@ impl PoseidonCommand {
             Some(path) => Profile::read(path, &layers, self.batch)?,
             None => Profile::built_in(&self.model, &layers, self.batch)?,
         };
-        let profile = profile.stretched(self.stretch / self.scale as f64);
+        let profile = profile.scaled(self.stretch / self.scale as f64);
         let (keys, layers) = model.scaled(side)?;
         let samples = self.batch.div_ceil(side);
         let played = layers.into_iter().zip(&profile.passes).map(|(layer, &passes)| WorkerLayer {
@@ -201,7 +203,7 @@ impl PoseidonCommand {
             Some(Deployment::Cc | Deployment::Cs) | None => HubPlace::BesideWorkers,
         };
         let machines = hosts.machines().unwrap_or(self.workers).min(self.workers);
-        Cluster { workers: self.workers, machines, hubs, place, encoding: Encoding::F32 }
+        Cluster { workers: self.workers, machines, hubs, place, encoding: ElementBytes::F32 }
     }
 }
 
@@ -225,7 +227,7 @@ fn mean_sent(plan: &Plan) -> f64 {
 /// none. The chunks of the other keys are placed on the hubs that have no such layer, so this host sends all
 /// their gradients.
 fn busiest_sent(plan: &Plan) -> Option<f64> {
-    let sent = |planned: &PlannedLayer, direction: fn(Traffic) -> Option<Direction>| {
+    let sent = |planned: &PlannedLayer, direction: fn(Traffic) -> Option<LinkBytes>| {
         plan.traffic(planned, planned.scheme).and_then(direction).map_or(0.0, |direction| direction.sent)
     };
     let (to_hub, rest): (Vec<_>, Vec<_>) =

@@ -232,10 +232,10 @@ impl SimulatedWorker {
             if self.receive(layer)? {
                 clock.catch_up();
             }
-            clock.pass(self.spec.layers[layer].passes.forward);
+            clock.pass(self.spec.layers[layer].passes.forward_seconds);
         }
         for layer in (0..count).rev() {
-            clock.pass(self.spec.layers[layer].passes.backward);
+            clock.pass(self.spec.layers[layer].passes.backward_seconds);
             if self.spec.system != System::Sequential {
                 self.send(layer)?;
             }

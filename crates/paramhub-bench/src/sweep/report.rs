@@ -201,11 +201,11 @@ impl Sweep {
             let of_point = |point: &SweepPoint| {
                 let all: Option<Vec<f64>> = point.rounds.iter().map(value).collect();
                 let speeds = sorted(all?.into_iter().map(|seconds| speed(point, seconds)));
-                Some(Point { middle: quantile(&speeds, 0.5), low: speeds[0], high: speeds[speeds.len() - 1] })
+                Some(Point { median: quantile(&speeds, 0.5), low: speeds[0], high: speeds[speeds.len() - 1] })
             };
             self.points.iter().map(of_point).collect()
         };
-        let series = |name: &str, is_bound, points| Series { name: name.into(), is_bound, points };
+        let series = |name: &str, is_reference, points| Series { name: name.into(), is_reference, points };
         let ours = line(|round| Some(round.seconds)).map(|points| series("paramhub", false, points));
         let raw = line(|round| round.raw_seconds).map(|points| series(self.transport.bound(), true, points));
         let rounds = match self.rounds {

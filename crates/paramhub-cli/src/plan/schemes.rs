@@ -2,7 +2,7 @@
 
 use paramhub::Codec;
 use paramhub::limits::WORKERS_MAX;
-use paramhub::scheme::{Cluster, Encoding, HubPlace, Plan, SchemeChoice};
+use paramhub::scheme::{Cluster, ElementBytes, HubPlace, Plan, SchemeChoice};
 use paramhub::settings::Settings;
 use paramhub_harness::models::{Model, element_type};
 
@@ -44,7 +44,7 @@ fn cluster(deployment: Deployment, workers: u32, hubs: Option<u32>, width: f64) 
         Deployment::Ncc => (1, HubPlace::Dedicated { width }),
         Deployment::Ncs => (hubs.unwrap_or(workers), HubPlace::Dedicated { width }),
     };
-    Cluster { workers, machines: workers, hubs, place, encoding: Encoding::F32 }
+    Cluster { workers, machines: workers, hubs, place, encoding: ElementBytes::F32 }
 }
 
 fn of_model(model: Model, dtype: Codec, samples: u64, cluster: &Cluster) -> anyhow::Result<Plan> {

@@ -15,7 +15,7 @@ impl Exchange {
         match (chunk.stage, self.rules.consistency) {
             // All contributions from below are here. If the sum went up, the site above knows what is
             // missing.
-            (StepStage::Making | StepStage::Raised, _) => None,
+            (StepStage::SummingFactors | StepStage::SentUp, _) => None,
             // Until all chunks are held, members wait for something at another chunk.
             (StepStage::Held, _) => self.held_step().map(Awaited::Release),
             (StepStage::Open, Consistency::Synchronous) => {
@@ -35,8 +35,8 @@ impl Exchange {
             Consistency::Synchronous => chunk.version,
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => self.slowest(slot).into(),
         };
-        (0..self.members_of(slot)).filter(move |&member| {
-            !self.left[member as usize] && u64::from(self.member(slot, member).next_step) <= last
+        (0..self.member_count(slot)).filter(move |&member| {
+            !self.departed[member as usize] && u64::from(self.member(slot, member).next_step) <= last
         })
     }
 
@@ -55,7 +55,7 @@ mod tests {
         Rules {
             workers: 3,
             members: 3,
-            sites_from: 3,
+            first_site: 3,
             rank_0: Some(0),
             consistency,
             reproducible: false,
@@ -76,7 +76,7 @@ mod tests {
 
     fn answer(exchange: &mut Exchange, slot: u32) {
         let mut owed = Vec::new();
-        exchange.settle(slot, |member, _| owed.push(member));
+        exchange.mark_due_answers(slot, |member, _| owed.push(member));
         owed.into_iter().for_each(|member| exchange.answer_begun(slot, member));
     }
 

@@ -84,7 +84,7 @@ impl Gathering {
     /// `samples` samples. The caller copies the elements to the place in [`Gathered::piece`].
     ///
     /// With the last piece of a block comes an action. If the block was [repeated](SumAction::Repeated), the
-    /// caller calls [`Exchange::settle`] for all slots of the layer; if it was the last that was missing, the
+    /// caller calls [`Exchange::mark_due_answers`] for all slots of the layer; if it was the last that was missing, the
     /// caller begins to [make](SumAction::Make) their sums.
     ///
     /// # Errors
@@ -109,7 +109,7 @@ impl Gathering {
             None => {
                 let is_repeat = exchange.is_repeat(last_made, member, step);
                 if !is_repeat {
-                    exchange.may_push(last_made, member, step)?;
+                    exchange.check_push(last_made, member, step)?;
                 }
                 IncomingBlock { step, samples, next_piece: 0, is_repeat }
             }

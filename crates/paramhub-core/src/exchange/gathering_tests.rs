@@ -10,7 +10,7 @@ fn hub(change: impl FnOnce(&mut Rules)) -> (Exchange, Gathering) {
     let mut rules = Rules {
         workers: WORKERS,
         members: WORKERS,
-        sites_from: WORKERS,
+        first_site: WORKERS,
         rank_0: Some(0),
         consistency: Consistency::Synchronous,
         reproducible: false,
@@ -45,7 +45,7 @@ fn send(
 
 fn answered(exchange: &mut Exchange, slot: u32) -> Vec<u32> {
     let mut owed = Vec::new();
-    exchange.settle(slot, |member, answer| {
+    exchange.mark_due_answers(slot, |member, answer| {
         assert_eq!(answer, Answer::Parameters);
         owed.push(member);
     });
@@ -80,7 +80,7 @@ fn the_last_piece_of_the_last_rank_lets_the_layer_be_made() {
         }
         for slot in 2..6 {
             assert!(answered(&mut hub.0, slot).is_empty(), "nothing is made yet");
-            assert_eq!(hub.0.stranded_at(slot), Ok(()));
+            assert_eq!(hub.0.check_waits(slot), Ok(()));
         }
         make(&mut hub, step);
         assert_eq!(hub.0.step(2), step + 1);
@@ -127,7 +127,7 @@ fn factors_wait_for_the_parameters_to_start_from() {
     assert_eq!(send(&mut hub, 1, 7, 5, 0..1), Err(ProtocolViolation::NotInitialised));
     for slot in 0..SLOTS {
         hub.0.initialise(slot, Some(0), 7).unwrap();
-        hub.0.settle(slot, |_, _| ());
+        hub.0.mark_due_answers(slot, |_, _| ());
         hub.0.answer_begun(slot, 0);
     }
     assert!(hub.0.takes_factors(2) && !hub.0.takes_factors(1), "also after they have begun");
@@ -142,7 +142,7 @@ fn a_gradient_made_of_factors_is_held_in_two_phases() {
     let mut hub = hub(|rules| (rules.two_phase, rules.has_parameters) = (true, true));
     for slot in 0..SLOTS {
         hub.0.initialise(slot, Some(0), 0).unwrap();
-        hub.0.settle(slot, |_, _| ());
+        hub.0.mark_due_answers(slot, |_, _| ());
         hub.0.answer_begun(slot, 0);
     }
     for member in 0..WORKERS {

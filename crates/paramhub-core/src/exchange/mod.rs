@@ -4,7 +4,7 @@
 //! a byte of data, a socket or a clock. The core reports each frame that has arrived whole. The exchange
 //! answers what to do with the payload, whether to run the optimizer, and which ranks may be answered.
 //! Synchronous, asynchronous and bounded-staleness jobs share this code, except for a few lines of
-//! [`Exchange::push`] and [`Exchange::settle`].
+//! [`Exchange::push`] and [`Exchange::mark_due_answers`].
 //!
 //! The *version* of a chunk is the number of updates that its parameters have had: an update is a synchronous
 //! step, or one contribution. A worker's push of `step` t contributes to the update that makes version t + 1.

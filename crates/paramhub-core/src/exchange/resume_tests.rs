@@ -48,7 +48,7 @@ impl TestJob {
         let rules = Rules {
             workers,
             members: workers,
-            sites_from: workers,
+            first_site: workers,
             rank_0: Some(0),
             consistency: Consistency::Synchronous,
             reproducible,
@@ -112,8 +112,8 @@ impl TestJob {
                 match arrival.fold {
                     Fold::Drop => assert!(is_repeat),
                     Fold::Park => assert!(!std::mem::replace(&mut self.parked[at][rank as usize], true)),
-                    Fold::Sum { first, parked } => {
-                        assert_eq!(first, self.sums[at].is_empty());
+                    Fold::Sum { starts_sum, parked } => {
+                        assert_eq!(starts_sum, self.sums[at].is_empty());
                         self.sums[at].push(rank);
                         for rank in parked {
                             assert!(std::mem::take(&mut self.parked[at][rank as usize]), "it was parked");
@@ -127,7 +127,7 @@ impl TestJob {
                 }
             }
         }
-        self.exchange.settle(slot, |_, _| {});
+        self.exchange.mark_due_answers(slot, |_, _| {});
     }
 
     /// The hub lets an answer that it owes begin to leave.
@@ -256,12 +256,12 @@ fn a_repeated_contribution_is_dropped_and_a_repeated_request_is_answered_again()
     );
     let arrival = exchange.push(0, 1, 0, Answer::Parameters).unwrap();
     assert!(matches!(arrival.then, SumAction::Update(Update { contributions: 2, .. })), "{arrival:?}");
-    exchange.settle(0, |_, _| {});
+    exchange.mark_due_answers(0, |_, _| {});
     exchange.answer_begun(0, 0);
     exchange.resume(0);
     assert_eq!(exchange.owed(0, 0), None, "whether it had come whole, the worker knows");
     assert_eq!(exchange.push(0, 0, 0, Answer::Parameters), Ok(repeated));
-    exchange.settle(0, |_, _| {});
+    exchange.mark_due_answers(0, |_, _| {});
     assert_eq!((exchange.owed(0, 0), exchange.answer_version(0, 0)), (Some(Answer::Parameters), 1));
     exchange.answer_begun(0, 0);
     exchange.resume(0);

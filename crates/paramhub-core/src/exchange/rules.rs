@@ -1,3 +1,7 @@
+//! The rules by which a hub takes contributions to chunks, updates parameters and answers requests.
+//!
+//! An [`Exchange`] sees no data. It tells its caller what to do with each payload and when to run the optimizer.
+
 use std::ops::Range;
 
 use super::violation::{Awaited, LeftWhileAwaited, ProtocolViolation};
@@ -8,13 +12,13 @@ use crate::stragglers::Quorum;
 /// The rules that hold for all chunks of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
-    /// Ranks in the job, at whichever site they exchange: the mean divides by this number.
+    /// Ranks in the job, at whichever site they exchange.
     pub workers: u32,
     /// The number of members here: workers by rank, then [sites](crate::composition). A flat job has workers
     /// only.
     pub members: u32,
     /// The first member that is a site; equal to `members` if none is.
-    pub sites_from: u32,
+    pub first_site: u32,
     /// The member that is rank 0, if rank 0 exchanges here.
     pub rank_0: Option<u32>,
     /// The rule for the time at which contributions take effect and answers may leave.
@@ -38,14 +42,15 @@ pub struct Exchange {
     pub(super) chunks: Vec<ChunkState>,
     /// The state of member `m` at slot `s`, at `s * members + m`.
     members: Vec<MemberState>,
-    pub(super) left: Vec<bool>,
+    /// For each member, whether it has left of its own accord.
+    pub(super) departed: Vec<bool>,
     departures: u32,
     /// The number of chunks that are held and not released yet.
     held: u32,
     /// The next slot that the release under way updates; the number of chunks if there is no release.
     release_at: u32,
     /// The version that the first parameters came with.
-    start: Option<u32>,
+    start_version: Option<u32>,
     /// For each member, how many updates of chunks left it out; empty if the job waits for all members.
     pub(super) left_out: Vec<u64>,
 }
@@ -70,14 +75,14 @@ pub(super) struct ChunkState {
     pub(super) arrived: u32,
     /// The number of them that are in the sum; fewer than `arrived` only while some are parked.
     pub(super) folded: u32,
-    /// In a job that leaves out late members: how many members have, or are about to receive, the parameters
-    /// that the step under way starts from, and have not contributed to it.
+    /// In a job that leaves out late members: the number of members that may contribute to the step under way
+    /// and have not. They have the parameters that it starts from, or are about to receive them.
     pub(super) awaited: u32,
     /// The number of those members that were counted in the step before.
     pub(super) prompt: u32,
     pub(super) initialised: bool,
     /// `true` if members contribute factors.
-    by_factors: bool,
+    takes_factors: bool,
     pub(super) stage: StepStage,
 }
 
@@ -88,9 +93,9 @@ pub(super) enum StepStage {
     #[default]
     Open,
     /// The sum is complete here and goes to the site above.
-    Raised,
-    /// All factors are here, and the sum is not made of them yet.
-    Making,
+    SentUp,
+    /// All factors are here, and the sum is being made of them.
+    SummingFactors,
     /// The sum is complete, and the chunk waits for its release.
     Held,
 }
@@ -116,7 +121,7 @@ impl ChunkState {
             awaited: 0,
             prompt: 0,
             initialised,
-            by_factors: false,
+            takes_factors: false,
             stage: StepStage::Open,
         }
     }
@@ -156,7 +161,7 @@ pub enum Answer {
     State(u8),
 }
 
-/// A job keeps one `MemberState` per chunk and member.
+/// It is held for each chunk and member, so its size is fixed at 8 bytes.
 const _: () = assert!(size_of::<MemberState>() == 8);
 
 /// The handling of a contribution that has arrived whole.
@@ -194,13 +199,13 @@ pub enum Fold {
     /// that order.
     Sum {
         /// `true` if the sum starts with this payload instead of adding to it.
-        first: bool,
+        starts_sum: bool,
         /// Members whose parked contributions are due.
         parked: Range<u32>,
     },
     /// Park the payload at the member's place until the contributions of all lower members are in the sum.
     Park,
-    /// One run of the optimizer.
+    /// Discard the payload: it is in the sum already, or its step is over.
     Drop,
 }
 
@@ -230,11 +235,11 @@ impl Exchange {
         let mut exchange = Exchange {
             rules,
             members: vec![MemberState::default(); chunks.len() * rules.members as usize],
-            left: vec![false; rules.members as usize],
+            departed: vec![false; rules.members as usize],
             departures: 0,
             held: 0,
             release_at: chunks.len() as u32,
-            start: None,
+            start_version: None,
             left_out: vec![0; if rules.quorum.is_some() { rules.members as usize } else { 0 }],
             chunks,
         };
@@ -252,18 +257,19 @@ impl Exchange {
     /// anything else.
     pub fn take_factors(&mut self, slots: impl IntoIterator<Item = u32>) {
         for slot in slots {
-            self.chunks[slot as usize].by_factors = true;
+            self.chunks[slot as usize].takes_factors = true;
         }
     }
 
     /// Returns whether members contribute factors to the chunk.
     pub fn takes_factors(&self, slot: u32) -> bool {
-        self.chunks[slot as usize].by_factors
+        self.chunks[slot as usize].takes_factors
     }
 
-    /// Takes the initial parameters, at `version`, from a member or, if `None`, from the site above. On
-    /// `true` the caller copies them into the model and calls [`Exchange::settle`]. `false` means that they
-    /// were here before the member's stream was cut.
+    /// Takes the initial parameters, at `version`, from a member or, if `None`, from the site above.
+    ///
+    /// Returns whether the caller must copy them into the model and call [`Exchange::mark_due_answers`]; `false`: they
+    /// were here already when the member's stream was cut.
     pub fn initialise(
         &mut self,
         slot: u32,
@@ -286,15 +292,15 @@ impl Exchange {
         if member.is_some_and(|member| self.is_unanswered(slot, member)) {
             return Err(ProtocolViolation::Unanswered);
         }
-        let expected = self.start.unwrap_or(version);
+        let expected = self.start_version.unwrap_or(version);
         if self.rules.two_phase && version != expected {
             return Err(ProtocolViolation::Versions { expected, got: version });
         }
-        self.start = Some(expected);
+        self.start_version = Some(expected);
         self.chunks[slot as usize] = ChunkState {
             version: u64::from(version),
             updates: chunk.updates,
-            by_factors: chunk.by_factors,
+            takes_factors: chunk.takes_factors,
             ..ChunkState::new(chunk.reach, true)
         };
         for member in 0..self.rules.members {
@@ -311,11 +317,12 @@ impl Exchange {
     /// Returns whether `member` may send what only rank 0 may send: it is rank 0, or a site that passes it
     /// on.
     fn speaks_for_rank_0(&self, member: Option<u32>) -> bool {
-        member.is_none_or(|member| self.rules.rank_0 == Some(member) || member >= self.rules.sites_from)
+        member.is_none_or(|member| self.rules.rank_0 == Some(member) || member >= self.rules.first_site)
     }
 
-    /// Takes a slot of the optimizer's initial state, which has had `updates` updates; the count of the last
-    /// slot holds. On `Ok` the caller copies the state and owes rank 0 an acknowledgement at once.
+    /// Takes a slot of the optimizer's initial state, which has had `updates` updates; the count that
+    /// comes with the last slot is kept. On `Ok` the caller copies the state and owes rank 0 an acknowledgement
+    /// at once.
     ///
     /// The state comes before the parameters. No other member may contribute or is answered before the
     /// parameters are here, so none sees a chunk with restored parameters and without its restored state.
@@ -342,7 +349,7 @@ impl Exchange {
     }
 
     /// Takes a request for a slot of the optimizer's state. The answer is due as soon as there are
-    /// parameters, and is the state after the chunk's last update: see [`Exchange::settle`].
+    /// parameters, and is the state after the chunk's last update: see [`Exchange::mark_due_answers`].
     pub fn pull_state(&mut self, slot: u32, member: u32, state_slot: u8) -> Result<(), ProtocolViolation> {
         if self.is_unanswered(slot, member) {
             return Err(ProtocolViolation::Unanswered);
@@ -361,7 +368,7 @@ impl Exchange {
         self.chunks[slot as usize].initialised
     }
 
-    /// The number of steps to which every member has contributed.
+    /// The first step to which not every member has contributed.
     pub fn steps_of_all(&self, slot: u32) -> u32 {
         let members = self.chunks[slot as usize].reach.members;
         (0..members).map(|member| self.member(slot, member).next_step).min().unwrap_or(0)
@@ -380,8 +387,8 @@ impl Exchange {
         }
     }
 
-    /// Takes a contribution that has arrived whole. The caller does what the [`Arrival`] states and, if it
-    /// ran the optimizer, calls [`Exchange::settle`].
+    /// Takes a contribution that has arrived whole. The caller does what the [`Arrival`] states. After an
+    /// update, a repeated push and a late one it calls [`Exchange::mark_due_answers`].
     pub fn push(
         &mut self,
         slot: u32,
@@ -393,7 +400,7 @@ impl Exchange {
             self.member_mut(slot, member).request = MemberRequest::Waiting(answer);
             return Ok(Arrival { fold: Fold::Drop, then: SumAction::Repeated });
         }
-        self.may_push(slot, member, step)?;
+        self.check_push(slot, member, step)?;
         let chunk = self.chunks[slot as usize];
         if self.rules.quorum.is_some() {
             return self.push_in_time_or_late(slot, member, step, answer);
@@ -410,11 +417,11 @@ impl Exchange {
         let then = match chunk.arrived == members_due {
             false => SumAction::Wait,
             true if chunk.reach.has_above => {
-                chunk.stage = StepStage::Raised;
+                chunk.stage = StepStage::SentUp;
                 SumAction::Raise
             }
-            true if chunk.by_factors => {
-                chunk.stage = StepStage::Making;
+            true if chunk.takes_factors => {
+                chunk.stage = StepStage::SummingFactors;
                 SumAction::Make
             }
             true => self.complete(slot, step, contributions_due),
@@ -422,9 +429,9 @@ impl Exchange {
         Ok(Arrival { fold, then })
     }
 
-    /// Returns the reason why a contribution of this member to `step` cannot be taken now, unless it is a
-    /// [repetition](Self::is_repeat). It changes nothing.
-    pub fn may_push(&self, slot: u32, member: u32, step: u32) -> Result<(), ProtocolViolation> {
+    /// Fails if a contribution of this member to `step` cannot be taken now. It changes nothing. A
+    /// [repetition](Self::is_repeat) is taken without this check.
+    pub fn check_push(&self, slot: u32, member: u32, step: u32) -> Result<(), ProtocolViolation> {
         let (chunk, member_state) = (self.chunks[slot as usize], self.member(slot, member));
         if !chunk.initialised {
             return Err(ProtocolViolation::NotInitialised);
@@ -452,7 +459,7 @@ impl Exchange {
     /// If the sum was not to be made.
     pub fn made(&mut self, slot: u32) -> SumAction {
         let chunk = self.chunks[slot as usize];
-        assert_eq!(chunk.stage, StepStage::Making, "only what all have contributed to is made");
+        assert_eq!(chunk.stage, StepStage::SummingFactors, "the sum waits for no factors");
         self.complete(slot, chunk.version as u32, self.rules.workers)
     }
 
@@ -461,7 +468,11 @@ impl Exchange {
     /// is answered again. In a synchronous job the chunk cannot have moved on since, so the answer is the
     /// same.
     pub fn resume(&mut self, member: u32) {
-        debug_assert_eq!(self.rules.consistency, Consistency::Synchronous, "others move on");
+        debug_assert_eq!(
+            self.rules.consistency,
+            Consistency::Synchronous,
+            "only a synchronous job resumes streams"
+        );
         for slot in 0..self.chunks.len() as u32 {
             self.member_mut(slot, member).request = MemberRequest::Cut;
         }
@@ -477,13 +488,13 @@ impl Exchange {
     /// The step then continues as if the sum had become complete here.
     pub fn lower(&mut self, slot: u32, step: u32) -> Result<SumAction, ProtocolViolation> {
         let chunk = self.chunks[slot as usize];
-        if chunk.stage != StepStage::Raised || chunk.version != u64::from(step) {
+        if chunk.stage != StepStage::SentUp || chunk.version != u64::from(step) {
             return Err(ProtocolViolation::NotAwaited(step));
         }
         Ok(self.complete(slot, step, self.rules.workers))
     }
 
-    /// Continues the step once all workers' gradients are in the sum.
+    /// Continues the step once the sum is complete.
     fn complete(&mut self, slot: u32, step: u32, contributions: u32) -> SumAction {
         let chunk = &mut self.chunks[slot as usize];
         if self.rules.two_phase {
@@ -511,8 +522,8 @@ impl Exchange {
         Ok(())
     }
 
-    /// The next chunk of the release under way, most urgent first, and its update. The caller runs the
-    /// optimizer and calls [`Exchange::settle`].
+    /// The next chunk of the release under way, most urgent first, and its update. The caller calls
+    /// [`Exchange::mark_due_answers`] and runs the optimizer, in either order.
     pub fn release_next(&mut self) -> Option<(u32, Update)> {
         let slot = self.release_at;
         let chunk = self.chunks.get_mut(slot as usize)?;
@@ -525,7 +536,7 @@ impl Exchange {
         (self.release_at as usize) < self.chunks.len()
     }
 
-    /// Takes a request for parameters of at least `version`. The answer may be due at once: see [`Exchange::settle`].
+    /// Takes a request for parameters of at least `version`. The answer may be due at once: see [`Exchange::mark_due_answers`].
     pub fn pull(&mut self, slot: u32, member: u32, version: u32) -> Result<(), ProtocolViolation> {
         let chunk = self.chunks[slot as usize];
         let member_state = self.member(slot, member);
@@ -544,22 +555,22 @@ impl Exchange {
         Ok(())
     }
 
-    /// Calls `owed` for each member whose request for this chunk may now be answered and could not be before.
-    /// In a job that leaves out late members, it also calls `owed` for members whose parameters have not
-    /// begun to leave. The caller calls it after every initialise, update, pull, pull_state and late push of
-    /// the chunk.
-    pub fn settle(&mut self, slot: u32, mut owed: impl FnMut(u32, Answer)) {
+    /// Calls `on_due` for each member whose request for this chunk may now be answered and could not be
+    /// before. In a job that leaves out late members, it also calls `on_due` for members whose parameters have
+    /// not begun to leave. The caller calls it after every initialise, [`Update`], pull, pull_state, late push and
+    /// repeated push of the chunk. After an update, the answers may leave once the optimizer has run.
+    pub fn mark_due_answers(&mut self, slot: u32, mut on_due: impl FnMut(u32, Answer)) {
         let slowest = self.slowest(slot);
         for member in 0..self.rules.members {
             match self.member(slot, member).request {
                 MemberRequest::Waiting(answer) if self.may_answer(slot, member, answer, slowest) => {
                     self.member_mut(slot, member).request = MemberRequest::Sendable(answer);
-                    owed(member, answer);
+                    on_due(member, answer);
                 }
                 // The chunk may have had updates since. An answer that has not begun to leave carries the
                 // newest values, even if older ones are already in an arena.
                 MemberRequest::Sendable(Answer::Parameters) if self.rules.quorum.is_some() => {
-                    owed(member, Answer::Parameters);
+                    on_due(member, Answer::Parameters);
                 }
                 _ => {}
             }
@@ -588,16 +599,16 @@ impl Exchange {
         }
     }
 
-    /// Notes that a member has left of its own accord, and calls `owed` as [`Exchange::settle`] does for
-    /// every slot that the departure frees.
+    /// Notes that a member has left of its own accord, and calls `on_due` as [`Exchange::mark_due_answers`] does, for
+    /// every slot whose answers may now leave.
     ///
-    /// Fails if other members wait, now or for ever, for a contribution that will not come.
+    /// Fails if another member waits for something that only a member that has left could send.
     pub fn leave(
         &mut self,
         member: u32,
-        mut owed: impl FnMut(u32, u32, Answer),
+        mut on_due: impl FnMut(u32, u32, Answer),
     ) -> Result<(), LeftWhileAwaited> {
-        self.left[member as usize] = true;
+        self.departed[member as usize] = true;
         self.departures += 1;
         for slot in 0..self.chunks.len() as u32 {
             // An answer that may leave is still sent.
@@ -605,23 +616,23 @@ impl Exchange {
                 self.member_mut(slot, member).request = MemberRequest::None;
             }
             self.count_awaited(slot);
-            self.settle(slot, |waiting, answer| owed(slot, waiting, answer));
-            self.stranded_at(slot)?;
+            self.mark_due_answers(slot, |waiting, answer| on_due(slot, waiting, answer));
+            self.check_waits(slot)?;
         }
         Ok(())
     }
 
     /// Fails if a member waits at this chunk for one that has left. The caller calls it after every pull, and
     /// after every push without an update.
-    pub fn stranded_at(&self, slot: u32) -> Result<(), LeftWhileAwaited> {
+    pub fn check_waits(&self, slot: u32) -> Result<(), LeftWhileAwaited> {
         if self.departures == 0 {
             return Ok(());
         }
         let chunk = self.chunks[slot as usize];
-        let gone_rank_0 = self.rules.rank_0.filter(|&rank_0| self.left[rank_0 as usize]);
+        let gone_rank_0 = self.rules.rank_0.filter(|&rank_0| self.departed[rank_0 as usize]);
         let missing = if !chunk.initialised {
             gone_rank_0.map(|rank_0| (rank_0, Awaited::Parameters))
-        } else if chunk.stage == StepStage::Making {
+        } else if chunk.stage == StepStage::SummingFactors {
             // All contributions are here.
             None
         } else if chunk.stage == StepStage::Held {
@@ -630,14 +641,14 @@ impl Exchange {
             gone.map(|rank_0| (rank_0, Awaited::Release(chunk.version as u32)))
         } else if self.rules.consistency == Consistency::Synchronous && self.rules.quorum.is_none() {
             self.missing(slot)
-                .find(|&member| self.left[member as usize])
+                .find(|&member| self.departed[member as usize])
                 .map(|member| (member, Awaited::Contribution(chunk.version as u32)))
         } else {
             None
         };
         let waits = |member: u32| {
             matches!(self.member(slot, member).request, MemberRequest::Waiting(_))
-                && !self.left[member as usize]
+                && !self.departed[member as usize]
         };
         match missing {
             Some((member, awaited)) if (0..self.rules.members).any(waits) => {
@@ -648,7 +659,7 @@ impl Exchange {
     }
 
     /// The number of members that contribute to the chunk, counted from member 0.
-    pub(super) fn members_of(&self, slot: u32) -> u32 {
+    pub(super) fn member_count(&self, slot: u32) -> u32 {
         self.chunks[slot as usize].reach.members
     }
 
@@ -660,24 +671,24 @@ impl Exchange {
             .filter(move |&member| u64::from(self.member(slot, member).next_step) <= version)
     }
 
-    /// Returns the destination of the contribution: contributions are summed in the order of members if the
-    /// job is reproducible, else in order of arrival.
+    /// Returns the destination of the contribution and counts it. Contributions are summed in the order of
+    /// members if the job is reproducible, else in the order of arrival.
     fn fold(&mut self, slot: u32, member: u32) -> Fold {
         let chunk = self.chunks[slot as usize];
         if !self.rules.reproducible {
             self.chunks[slot as usize].folded += 1;
-            return Fold::Sum { first: chunk.folded == 0, parked: 0..0 };
+            return Fold::Sum { starts_sum: chunk.folded == 0, parked: 0..0 };
         }
         if chunk.folded != member {
             return Fold::Park;
         }
-        let step = self.member(slot, member).next_step;
+        let next_step = self.member(slot, member).next_step;
         let mut end = member + 1;
-        while end < chunk.reach.members && self.member(slot, end).next_step == step {
+        while end < chunk.reach.members && self.member(slot, end).next_step == next_step {
             end += 1;
         }
         self.chunks[slot as usize].folded = end;
-        Fold::Sum { first: member == 0, parked: member + 1..end }
+        Fold::Sum { starts_sum: member == 0, parked: member + 1..end }
     }
 
     fn may_answer(&self, slot: u32, member: u32, answer: Answer, slowest: u32) -> bool {
@@ -694,7 +705,7 @@ impl Exchange {
 
     /// The next step of the least advanced member; members that have left do not count.
     pub(super) fn slowest(&self, slot: u32) -> u32 {
-        let present = (0..self.rules.members).filter(|&member| !self.left[member as usize]);
+        let present = (0..self.rules.members).filter(|&member| !self.departed[member as usize]);
         present.map(|member| self.member(slot, member).next_step).min().unwrap_or(u32::MAX)
     }
 

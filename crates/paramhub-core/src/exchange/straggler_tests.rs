@@ -12,7 +12,7 @@ fn rules(workers: u32, quorum: Quorum) -> Rules {
     Rules {
         workers,
         members: workers,
-        sites_from: workers,
+        first_site: workers,
         rank_0: Some(0),
         consistency: Consistency::Synchronous,
         reproducible: false,
@@ -27,7 +27,7 @@ fn begun(workers: u32, quorum: Quorum, chunks: u32) -> Exchange {
     let mut exchange = Exchange::new(rules(workers, quorum), chunks);
     for slot in 0..chunks {
         exchange.initialise(slot, Some(0), 0).unwrap();
-        exchange.settle(slot, |member, answer| assert_eq!((member, answer), (0, Answer::Applied)));
+        exchange.mark_due_answers(slot, |member, answer| assert_eq!((member, answer), (0, Answer::Applied)));
         exchange.answer_begun(slot, 0);
     }
     exchange
@@ -36,7 +36,7 @@ fn begun(workers: u32, quorum: Quorum, chunks: u32) -> Exchange {
 /// The members that a slot owes an answer.
 fn owed(exchange: &mut Exchange, slot: u32) -> Vec<u32> {
     let mut owed = Vec::new();
-    exchange.settle(slot, |member, _| owed.push(member));
+    exchange.mark_due_answers(slot, |member, _| owed.push(member));
     owed
 }
 
@@ -242,7 +242,7 @@ impl TestJob {
                 match is_late {
                     true => assert_eq!(arrival, Arrival { fold: Fold::Drop, then: SumAction::Late }),
                     false => {
-                        assert_eq!(arrival.fold, Fold::Sum { first: sum.is_empty(), parked: 0..0 });
+                        assert_eq!(arrival.fold, Fold::Sum { starts_sum: sum.is_empty(), parked: 0..0 });
                         sum.push(member);
                         if let SumAction::Update(update) = arrival.then {
                             self.update(slot, update);
@@ -300,7 +300,7 @@ impl TestJob {
 
     fn settle(&mut self, slot: u32) {
         let owed = &mut self.owed;
-        self.exchange.settle(slot, |member, _| {
+        self.exchange.mark_due_answers(slot, |member, _| {
             if !owed.contains(&(member, slot)) {
                 owed.push((member, slot));
             }

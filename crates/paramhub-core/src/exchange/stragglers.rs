@@ -33,7 +33,7 @@ impl Exchange {
             *self.member_mut(slot, member) = MemberState { next_step, request, is_prompt: false };
             return Ok(Arrival { fold: Fold::Drop, then: SumAction::Late });
         }
-        let fold = Fold::Sum { first: chunk.folded == 0, parked: 0..0 };
+        let fold = Fold::Sum { starts_sum: chunk.folded == 0, parked: 0..0 };
         chunk.arrived += 1;
         chunk.folded += 1;
         chunk.awaited -= 1;
@@ -46,7 +46,8 @@ impl Exchange {
     }
 
     /// Ends the chunk's step under way if all contributions that it waits for are here. The caller calls it
-    /// for every slot after a member has left, runs the optimizer and calls [`Exchange::settle`].
+    /// for every slot after a member has left. It then calls [`Exchange::mark_due_answers`] and runs the optimizer, in
+    /// either order.
     pub fn end_if_complete(&mut self, slot: u32) -> Option<Update> {
         let (chunk, quorum) = (self.chunks[slot as usize], self.rules.quorum?);
         let is_complete = chunk.awaited == 0
@@ -58,7 +59,7 @@ impl Exchange {
     }
 
     /// Ends the chunk's step under way with the contributions that are here, if there are any. The caller
-    /// runs the optimizer and calls [`Exchange::settle`].
+    /// then calls [`Exchange::mark_due_answers`] and runs the optimizer, in either order.
     pub fn end_step(&mut self, slot: u32) -> Option<Update> {
         let chunk = self.chunks[slot as usize];
         if chunk.arrived == 0 {
@@ -68,7 +69,7 @@ impl Exchange {
             let state = self.member_mut(slot, member);
             let is_missing = u64::from(state.next_step) <= chunk.version;
             state.is_prompt = !is_missing;
-            self.left_out[member as usize] += u64::from(is_missing && !self.left[member as usize]);
+            self.left_out[member as usize] += u64::from(is_missing && !self.departed[member as usize]);
         }
         let update = self.chunks[slot as usize].update(chunk.version as u32, chunk.arrived);
         self.count_awaited(slot);
@@ -95,7 +96,7 @@ impl Exchange {
         // An answer with optimizer state brings no parameters.
         if matches!(owed, MemberRequest::Sendable(Answer::Parameters | Answer::Applied)) && is_behind {
             self.member_mut(slot, member).next_step = version;
-            self.chunks[slot as usize].awaited += u32::from(!self.left[member as usize]);
+            self.chunks[slot as usize].awaited += u32::from(!self.departed[member as usize]);
         }
     }
 
@@ -104,7 +105,7 @@ impl Exchange {
         if self.rules.quorum.is_some() {
             let version = self.chunks[slot as usize].version;
             let (mut awaited, mut prompt) = (0, 0);
-            for member in (0..self.rules.members).filter(|&member| !self.left[member as usize]) {
+            for member in (0..self.rules.members).filter(|&member| !self.departed[member as usize]) {
                 let state = self.member(slot, member);
                 let is_awaited = u64::from(state.next_step) == version;
                 awaited += u32::from(is_awaited);

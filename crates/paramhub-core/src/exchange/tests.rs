@@ -48,7 +48,7 @@ impl TestJob {
 
     fn settle(&mut self) {
         let owed = &mut self.owed;
-        self.exchange.settle(0, |rank, answer| owed.push((rank, answer)));
+        self.exchange.mark_due_answers(0, |rank, answer| owed.push((rank, answer)));
     }
 
     fn push(&mut self, rank: u32, step: u32, answer: Answer) -> Result<(), ProtocolViolation> {
@@ -58,9 +58,9 @@ impl TestJob {
             Fold::Park => {
                 assert!(self.parked[rank as usize].replace((rank, step)).is_none(), "a place taken twice")
             }
-            Fold::Sum { first, parked } => {
+            Fold::Sum { starts_sum, parked } => {
                 assert_eq!(
-                    first,
+                    starts_sum,
                     self.sum.is_empty(),
                     "the first contribution, and no other, starts the sum"
                 );
@@ -221,10 +221,10 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
         } else if !able.is_empty() {
             act(&mut job, able[rng.random_range(0..able.len())], &mut rng);
             if stranded(&job) {
-                assert!(job.exchange.stranded_at(0).is_err(), "a job that cannot go on must get an error");
+                assert!(job.exchange.check_waits(0).is_err(), "a job that cannot go on must get an error");
                 return;
             }
-            assert_eq!(job.exchange.stranded_at(0), Ok(()));
+            assert_eq!(job.exchange.check_waits(0), Ok(()));
         }
     }
     for (rank, worker) in job.workers.iter().enumerate() {
@@ -317,7 +317,7 @@ fn rules() -> impl Strategy<Value = Rules> {
     (1u32..6, consistency, any::<bool>(), any::<bool>()).prop_map(
         |(workers, (consistency, reproducible), has_parameters, two_phase)| Rules {
             members: workers,
-            sites_from: workers,
+            first_site: workers,
             rank_0: Some(0),
             workers,
             consistency,
@@ -346,7 +346,7 @@ fn any_rng() -> impl Strategy<Value = TestRng> {
 fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     let rules = Rules {
         members: 2,
-        sites_from: 2,
+        first_site: 2,
         rank_0: Some(0),
         workers: 2,
         consistency: Consistency::Synchronous,
@@ -357,7 +357,7 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, Some(0), 100).unwrap();
-    exchange.settle(0, |_, _| {});
+    exchange.mark_due_answers(0, |_, _| {});
     assert_eq!(exchange.answer_version(0, 0), 100);
     exchange.answer_begun(0, 0);
     assert_eq!(
@@ -376,7 +376,7 @@ fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_bef
     let consistency = Consistency::Asynchronous;
     let rules = Rules {
         members: 2,
-        sites_from: 2,
+        first_site: 2,
         rank_0: Some(0),
         workers: 2,
         consistency,
@@ -393,12 +393,12 @@ fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_bef
         Err(ProtocolViolation::StateUpdates(most + 1))
     );
     exchange.pull_state(0, 1, 3).unwrap();
-    exchange.settle(0, |rank, _| panic!("rank {rank} is answered from nothing"));
+    exchange.mark_due_answers(0, |rank, _| panic!("rank {rank} is answered from nothing"));
     exchange.initialise_state(0, Some(0), most).unwrap();
     exchange.answer_begun(0, 0);
     exchange.initialise(0, Some(0), 9).unwrap();
     let mut owed = vec![];
-    exchange.settle(0, |rank, answer| owed.push((rank, answer)));
+    exchange.mark_due_answers(0, |rank, answer| owed.push((rank, answer)));
     assert_eq!(owed, [(0, Answer::Applied), (1, Answer::State(3))]);
     assert_eq!((exchange.updates(0), exchange.owed(0, 1)), (most, Some(Answer::State(3))));
     exchange.answer_begun(0, 0);
@@ -417,7 +417,7 @@ fn an_answer_may_still_be_sent_when_its_rank_has_left() {
     let consistency = Consistency::Asynchronous;
     let rules = Rules {
         members: 1,
-        sites_from: 1,
+        first_site: 1,
         rank_0: Some(0),
         workers: 1,
         consistency,
@@ -428,7 +428,7 @@ fn an_answer_may_still_be_sent_when_its_rank_has_left() {
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.push(0, 0, 0, Answer::Parameters).unwrap();
-    exchange.settle(0, |_, _| {});
+    exchange.mark_due_answers(0, |_, _| {});
     exchange.leave(0, |_, _, _| {}).unwrap();
     exchange.answer_begun(0, 0);
 }
@@ -439,7 +439,7 @@ fn a_rank_that_waits_for_parameters_is_stranded_by_rank_zero_alone() {
     {
         let rules = Rules {
             members: 3,
-            sites_from: 3,
+            first_site: 3,
             rank_0: Some(0),
             workers: 3,
             consistency,
@@ -464,7 +464,7 @@ fn steps_end_where_versions_could_not_be_counted_any_more() {
     let consistency = Consistency::BoundedStaleness(0);
     let rules = Rules {
         members: 2,
-        sites_from: 2,
+        first_site: 2,
         rank_0: Some(0),
         workers: 2,
         consistency,
@@ -476,10 +476,10 @@ fn steps_end_where_versions_could_not_be_counted_any_more() {
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, Some(0), u32::MAX - 1).unwrap();
     exchange.push(0, 1, u32::MAX - 1, Answer::Applied).unwrap();
-    exchange.settle(0, |_, _| {});
+    exchange.mark_due_answers(0, |_, _| {});
     exchange.answer_begun(0, 0);
     exchange.push(0, 0, u32::MAX - 1, Answer::Applied).unwrap();
-    exchange.settle(0, |_, _| {});
+    exchange.mark_due_answers(0, |_, _| {});
     exchange.answer_begun(0, 0);
     assert_eq!(exchange.push(0, 0, u32::MAX, Answer::Applied), Err(ProtocolViolation::StepsExhausted));
 }
@@ -489,7 +489,7 @@ fn two_phases(chunks: u32) -> Exchange {
     let consistency = Consistency::Synchronous;
     let rules = Rules {
         members: 2,
-        sites_from: 2,
+        first_site: 2,
         rank_0: Some(0),
         workers: 2,
         consistency,
@@ -504,7 +504,7 @@ fn two_phases(chunks: u32) -> Exchange {
 /// Settles a chunk, answers all members at once, and returns how many there were.
 fn answer_all(exchange: &mut Exchange, slot: u32) -> usize {
     let mut owed = vec![];
-    exchange.settle(slot, |rank, _| owed.push(rank));
+    exchange.mark_due_answers(slot, |rank, _| owed.push(rank));
     owed.iter().for_each(|&rank| exchange.answer_begun(slot, rank));
     owed.len()
 }
@@ -566,7 +566,7 @@ fn rank_zero_must_stay_to_release_what_is_held() {
     };
     let push = |exchange: &mut Exchange, slot, rank| {
         exchange.push(slot, rank, 0, Answer::Applied).unwrap();
-        exchange.stranded_at(slot)
+        exchange.check_waits(slot)
     };
     let stranded = Err(LeftWhileAwaited { member: 0, awaited: Awaited::Release(0) });
     // It has pushed all its chunks and leaves before the others have.

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::{Cluster, Encoding, HubPlace, LayerType, Plan, PlannedLayer, Scheme, Traffic, Why};
+use super::{Cluster, ElementBytes, HubPlace, LayerType, Plan, PlannedLayer, Scheme, Traffic, Why};
 use crate::limits::PROPERTIES_MAX;
 use crate::placement::HubShape;
 
@@ -87,7 +87,7 @@ impl Roster {
             HubPlace::BesideWorkers => hubs.min(machines),
             HubPlace::Dedicated { .. } | HubPlace::Sites => hubs,
         };
-        Cluster { workers, machines, hubs, place: self.place, encoding: Encoding::F32 }
+        Cluster { workers, machines, hubs, place: self.place, encoding: ElementBytes::F32 }
     }
 }
 

@@ -40,7 +40,7 @@ pub use information_book::{
 pub use layers::{LayerError, LayerKind, LayerSettings};
 pub(crate) use layers::{check, read_layers};
 pub use plan::{Plan, PlannedLayer, Why};
-pub use traffic::{Cluster, Direction, Encoding, HubPlace, Traffic};
+pub use traffic::{Cluster, ElementBytes, HubPlace, LinkBytes, Traffic};
 
 /// The way in which a layer is exchanged. `hub`: gradients go to the hubs, parameters come back. `factors`:
 /// workers send one another factors, and each makes the gradient and the update itself. `factors-to-hub`:

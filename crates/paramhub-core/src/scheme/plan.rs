@@ -5,7 +5,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Cluster, Direction, Encoding, HubPlace, Layer, LayerSettings, Scheme, SchemeChoice, Traffic};
+use super::{
+    Cluster, ElementBytes, HubPlace, Layer, LayerSettings, LinkBytes, Scheme, SchemeChoice, Traffic,
+};
 use crate::codec::Codec;
 use crate::combinations::{Feature, Features, conflict_of, reason};
 use crate::key::{Key, elements_of};
@@ -38,7 +40,7 @@ pub struct PlannedLayer {
     /// The reason why this scheme was chosen.
     pub why: Why,
     /// The way in which its numbers are encoded.
-    pub encoding: Encoding,
+    pub encoding: ElementBytes,
 }
 
 /// The reason why a layer is exchanged by its scheme, or cannot be exchanged by the one that was asked for.
@@ -121,13 +123,14 @@ impl Plan {
         for layer in &settings.layers {
             layer.keys.iter().for_each(|&key| listed[key as usize] = true);
             let key = &keys[layer.keys[0] as usize];
-            let encoding = Encoding { factor: bytes(layer.factor_codec(keys)), ..encoding(settings, key) };
+            let encoding =
+                ElementBytes { factor: bytes(layer.factor_codec(keys)), ..encoding(settings, key) };
             let costed = layer.layer(keys);
             let (scheme, why) = choose(settings, &Cluster { encoding, ..*cluster }, layer, &costed);
             let encoding = match scheme {
                 // The key's codec is for gradients, and no gradient travels here; nor is there a change of
                 // the parameters to quantise.
-                Scheme::FactorsToHub => Encoding { parameter: bytes(key.dtype.codec()), ..encoding },
+                Scheme::FactorsToHub => ElementBytes { parameter: bytes(key.dtype.codec()), ..encoding },
                 Scheme::Hub | Scheme::Factors => encoding,
             };
             layers.push(PlannedLayer { layer: costed, keys: layer.keys.clone(), scheme, why, encoding });
@@ -176,7 +179,7 @@ impl Plan {
     /// Does the same as [`Self::traffic`], in numbers instead of bytes: parameters moved, as the paper counts
     /// them.
     pub fn numbers(&self, planned: &PlannedLayer, scheme: Scheme) -> Option<Traffic> {
-        Cluster { encoding: Encoding::NUMBERS, ..self.cluster }.traffic(&planned.layer, scheme)
+        Cluster { encoding: ElementBytes::NUMBERS, ..self.cluster }.traffic(&planned.layer, scheme)
     }
 
     /// Returns the time that the planned exchange of one layer keeps the busiest link busy, in bytes of a
@@ -239,9 +242,9 @@ impl Plan {
     }
 }
 
-fn add(a: Option<Direction>, b: Option<Direction>) -> Option<Direction> {
+fn add(a: Option<LinkBytes>, b: Option<LinkBytes>) -> Option<LinkBytes> {
     match (a, b) {
-        (Some(a), Some(b)) => Some(Direction { sent: a.sent + b.sent, received: a.received + b.received }),
+        (Some(a), Some(b)) => Some(LinkBytes { sent: a.sent + b.sent, received: a.received + b.received }),
         (a, b) => a.or(b),
     }
 }
@@ -266,10 +269,10 @@ fn choose(settings: &Settings, cluster: &Cluster, layer: &LayerSettings, costed:
 /// Returns the way in which the numbers of a layer travel: parameters in the dtype of the layer's key,
 /// unless changes to them are quantised, and factors in that dtype, too, unless another codec was asked
 /// for.
-fn encoding(settings: &Settings, key: &Key) -> Encoding {
+fn encoding(settings: &Settings, key: &Key) -> ElementBytes {
     let (codec, memory) = (settings.codec_of(key), key.dtype.codec());
     let parameter = if codec.is_quantised() { codec } else { memory };
-    Encoding { gradient: bytes(codec), parameter: bytes(parameter), factor: bytes(memory) }
+    ElementBytes { gradient: bytes(codec), parameter: bytes(parameter), factor: bytes(memory) }
 }
 
 /// Mean bytes of an element.
@@ -409,7 +412,7 @@ mod tests {
         half.codec = Some(Codec::F16);
         let plan = Plan::new(&half, &Cluster::balanced_hub(4));
         let fc7 = plan.layer("fc7").unwrap();
-        assert_eq!(fc7.encoding, Encoding { gradient: 2.0, parameter: 4.0, factor: 4.0 });
+        assert_eq!(fc7.encoding, ElementBytes { gradient: 2.0, parameter: 4.0, factor: 4.0 });
         let mut halved = half.clone();
         halved.layers.iter_mut().for_each(|layer| layer.factor_codec = Some(Codec::BF16));
         let plan_of_halves = Plan::new(&halved, &Cluster::balanced_hub(4));

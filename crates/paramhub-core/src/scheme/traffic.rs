@@ -26,7 +26,7 @@ pub enum HubPlace {
 /// Bytes per number on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Encoding {
+pub struct ElementBytes {
     /// A gradient on the way to a hub.
     pub gradient: f64,
     /// A parameter on the way from a hub.
@@ -35,83 +35,84 @@ pub struct Encoding {
     pub factor: f64,
 }
 
-impl Encoding {
+impl ElementBytes {
     /// f32 everywhere.
-    pub const F32: Encoding = Encoding { gradient: 4.0, parameter: 4.0, factor: 4.0 };
+    pub const F32: ElementBytes = ElementBytes { gradient: 4.0, parameter: 4.0, factor: 4.0 };
     /// Counts numbers instead of bytes, as the paper does.
-    pub const NUMBERS: Encoding = Encoding { gradient: 1.0, parameter: 1.0, factor: 1.0 };
+    pub const NUMBERS: ElementBytes = ElementBytes { gradient: 1.0, parameter: 1.0, factor: 1.0 };
 }
 
 /// The workers and hubs that exchange, and the links between them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Cluster {
-    /// P1.
+    /// The number of workers (Poseidon's P1).
     pub workers: u32,
     /// The number of machines over which the workers are spread as evenly as possible; the ranks of one
     /// machine share its link. The paper has one machine per worker.
     pub machines: u32,
-    /// P2, over which layers are spread evenly; at most one on each machine that has workers.
+    /// The number of hubs (Poseidon's P2); layers are spread evenly over them. There is at most one on each
+    /// machine that has workers.
     pub hubs: u32,
     /// The place where the hubs run.
     pub place: HubPlace,
     /// The way in which numbers are encoded.
-    pub encoding: Encoding,
+    pub encoding: ElementBytes,
 }
 
-/// Bytes of one machine in a step.
+/// The bytes on the link of one machine in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Direction {
+pub struct LinkBytes {
     /// Bytes that leave the machine.
     pub sent: f64,
     /// Bytes that enter it.
     pub received: f64,
 }
 
-impl Direction {
+impl LinkBytes {
     /// The busier direction: it determines how long a full-duplex link takes.
     pub fn busier(self) -> f64 {
         self.sent.max(self.received)
     }
 }
 
-/// The numbers that the exchange of one layer moves at the busiest machine of each kind.
+/// The bytes that the exchange of one layer moves at the busiest machine of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Traffic {
-    /// A machine with only a worker; `None` if every worker has a hub beside it.
-    pub worker: Option<Direction>,
+    /// A machine with a worker and without a hub to which the layer goes; `None` if there is none.
+    pub worker: Option<LinkBytes>,
     /// A machine with only a hub.
-    pub hub: Option<Direction>,
+    pub hub: Option<LinkBytes>,
     /// A machine with both.
-    pub both: Option<Direction>,
+    pub both: Option<LinkBytes>,
 }
 
 impl Cluster {
     /// CS: a hub beside each worker, f32.
     pub fn beside_workers(workers: u32) -> Cluster {
         let place = HubPlace::BesideWorkers;
-        Cluster { workers, machines: workers, hubs: workers, place, encoding: Encoding::F32 }
+        Cluster { workers, machines: workers, hubs: workers, place, encoding: ElementBytes::F32 }
     }
 
     /// NCC: one hub with as many links as there are workers, f32.
     pub fn balanced_hub(workers: u32) -> Cluster {
         let place = HubPlace::Dedicated { width: f64::from(workers) };
-        Cluster { workers, machines: workers, hubs: 1, place, encoding: Encoding::F32 }
+        Cluster { workers, machines: workers, hubs: 1, place, encoding: ElementBytes::F32 }
     }
 
-    /// Returns the numbers that a scheme moves at the machines; `None` if the scheme sends factors and the
-    /// layer has none, or there are several sites.
+    /// Returns the bytes that a scheme moves at the machines; `None` if the scheme sends factors and the layer
+    /// has none, or it sends factors among several sites.
     pub fn traffic(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
         if self.place == HubPlace::Sites {
             return self.traffic_at_sites(layer, scheme);
         }
         let (workers, hubs) = (f64::from(self.workers), f64::from(self.hubs));
         // Ranks of the fullest machine, and ranks of the other machines.
-        let ranks = f64::from(self.workers.div_ceil(self.machines.max(1)));
-        let others = workers - ranks;
-        let Encoding { gradient, parameter, factor } = self.encoding;
+        let ranks_here = f64::from(self.workers.div_ceil(self.machines.max(1)));
+        let others = workers - ranks_here;
+        let ElementBytes { gradient, parameter, factor } = self.encoding;
         let numbers = layer.parameters() as f64;
         let (up, down) = (numbers * gradient, numbers * parameter);
         let factors = layer.factors().map(|factors| factors as f64 * factor);
@@ -119,68 +120,69 @@ impl Cluster {
         let has_plain_workers = is_dedicated || self.hubs < self.machines;
         Some(match scheme {
             Scheme::Hub => Traffic {
-                worker: has_plain_workers.then_some(Direction { sent: ranks * up, received: ranks * down }),
+                worker: has_plain_workers
+                    .then_some(LinkBytes { sent: ranks_here * up, received: ranks_here * down }),
                 hub: is_dedicated
-                    .then_some(Direction { sent: workers * down / hubs, received: workers * up / hubs }),
+                    .then_some(LinkBytes { sent: workers * down / hubs, received: workers * up / hubs }),
                 // The machine sends as a worker to the other hubs, and as a hub to the other workers.
-                both: (!is_dedicated).then_some(Direction {
-                    sent: ((hubs - 1.0) * ranks * up + others * down) / hubs,
-                    received: ((hubs - 1.0) * ranks * down + others * up) / hubs,
+                both: (!is_dedicated).then_some(LinkBytes {
+                    sent: ((hubs - 1.0) * ranks_here * up + others * down) / hubs,
+                    received: ((hubs - 1.0) * ranks_here * down + others * up) / hubs,
                 }),
             },
             Scheme::Factors => {
                 // Factors go to each other machine once.
-                let sent = factors? * ranks * f64::from(self.machines.saturating_sub(1));
-                let direction = Some(Direction { sent, received: factors? * others });
+                let sent = factors? * ranks_here * f64::from(self.machines.saturating_sub(1));
+                let direction = Some(LinkBytes { sent, received: factors? * others });
                 Traffic {
                     worker: direction.filter(|_| has_plain_workers),
-                    hub: is_dedicated.then_some(Direction::default()),
+                    hub: is_dedicated.then_some(LinkBytes::default()),
                     both: direction.filter(|_| !is_dedicated),
                 }
             }
             Scheme::FactorsToHub => {
                 let factors = factors?;
-                let worker = Direction { sent: ranks * factors, received: ranks * down };
+                let worker = LinkBytes { sent: ranks_here * factors, received: ranks_here * down };
                 Traffic {
                     // A worker beside another hub is as busy as a worker without one.
                     worker: (has_plain_workers || self.hubs > 1).then_some(worker),
                     hub: is_dedicated
-                        .then_some(Direction { sent: workers * down, received: workers * factors }),
+                        .then_some(LinkBytes { sent: workers * down, received: workers * factors }),
                     both: (!is_dedicated)
-                        .then_some(Direction { sent: others * down, received: others * factors }),
+                        .then_some(LinkBytes { sent: others * down, received: others * factors }),
                 }
             }
         })
     }
 
     fn traffic_at_sites(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
-        let Encoding { gradient, parameter, .. } = self.encoding;
+        let ElementBytes { gradient, parameter, .. } = self.encoding;
         let numbers = layer.parameters() as f64;
-        let worker = Direction { sent: numbers * gradient, received: numbers * parameter };
+        let worker = LinkBytes { sent: numbers * gradient, received: numbers * parameter };
         (scheme == Scheme::Hub).then_some(Traffic { worker: Some(worker), hub: None, both: None })
     }
 
-    /// Returns the time that a scheme keeps the busiest link busy, in bytes of a worker's link; `None` if
+    /// Returns the bytes that a worker's link would carry while a scheme keeps the busiest link busy; `None` if
     /// [`Self::traffic`] is `None`.
     pub fn cost(&self, layer: &Layer, scheme: Scheme) -> Option<f64> {
         self.traffic(layer, scheme).map(|traffic| self.busiest(&traffic))
     }
 
-    /// Returns the time that the busiest link is busy, in bytes of a worker's link.
+    /// Returns the bytes that a worker's link would carry while the busiest link is busy.
     pub fn busiest(&self, traffic: &Traffic) -> f64 {
         let width = match self.place {
             HubPlace::BesideWorkers | HubPlace::Sites => 1.0,
             HubPlace::Dedicated { width } => width,
         };
-        let busier = |direction: Option<Direction>| direction.map_or(0.0, Direction::busier);
+        let busier = |direction: Option<LinkBytes>| direction.map_or(0.0, LinkBytes::busier);
         busier(traffic.worker).max(busier(traffic.hub) / width).max(busier(traffic.both))
     }
 
-    /// BestScheme, extended: the cheaper of the hub and factors between workers, and the hub if both cost the
-    /// same.
+    /// Poseidon's BestScheme (algorithm 1), extended: the cheaper of the hub and factors between workers, and the
+    /// hub if both cost the same.
     ///
-    /// Factors to a hub are no candidate: where they cost less than the hub, one hub has each layer to
-    /// itself, and the cluster waits for the hub with the largest layer.
+    /// Factors to a hub are not considered: a layer then has one hub, and all wait for the hub with the
+    /// largest layer.
     pub fn best_scheme(&self, layer: &Layer) -> Scheme {
         let hub = self.cost(layer, Scheme::Hub).unwrap_or(0.0);
         match self.cost(layer, Scheme::Factors) {
@@ -195,7 +197,7 @@ mod tests {
     use super::super::published::FullyConnectedLayer;
     use super::*;
 
-    fn both_ways(direction: Option<Direction>) -> Option<f64> {
+    fn both_ways(direction: Option<LinkBytes>) -> Option<f64> {
         direction.map(|direction| direction.sent + direction.received)
     }
 
@@ -206,7 +208,7 @@ mod tests {
             [(4096, 4096, 32, 8), (1000, 1024, 128, 16), (21841, 4096, 32, 32), (10, 64, 100, 2)]
         {
             let layer = Layer::fully_connected("fc", m, n, k);
-            let cluster = Cluster { encoding: Encoding::NUMBERS, ..Cluster::beside_workers(workers) };
+            let cluster = Cluster { encoding: ElementBytes::NUMBERS, ..Cluster::beside_workers(workers) };
             let problem = FullyConnectedLayer {
                 m: m as f64,
                 n: n as f64,
@@ -230,7 +232,7 @@ mod tests {
             machines: 6,
             hubs: 3,
             place: HubPlace::Dedicated { width: 1.0 },
-            encoding: Encoding::NUMBERS,
+            encoding: ElementBytes::NUMBERS,
         };
         let problem = FullyConnectedLayer { m: 300.0, n: 200.0, k: 8.0, workers: 6.0, servers: 3.0 };
         for (scheme, published) in
@@ -242,7 +244,7 @@ mod tests {
         }
         let factors = cluster.traffic(&layer, Scheme::Factors).unwrap();
         assert_eq!(both_ways(factors.worker), Some(problem.sufficient_factors().worker));
-        assert_eq!(factors.hub, Some(Direction::default()));
+        assert_eq!(factors.hub, Some(LinkBytes::default()));
     }
 
     /// A hub that is as wide as its workers together costs no more than a worker's own link, so factors must
@@ -265,10 +267,10 @@ mod tests {
     #[test]
     fn ranks_of_one_machine_send_their_factors_once_to_each_other() {
         let layer = Layer::fully_connected("fc", 1000, 1000, 50);
-        let spread = Cluster { encoding: Encoding::NUMBERS, ..Cluster::beside_workers(8) };
+        let spread = Cluster { encoding: ElementBytes::NUMBERS, ..Cluster::beside_workers(8) };
         let together = Cluster { machines: 2, hubs: 2, ..spread };
         let factors = 50.0 * 2000.0;
-        let each_way = |numbers| Some(Direction { sent: numbers, received: numbers });
+        let each_way = |numbers| Some(LinkBytes { sent: numbers, received: numbers });
         assert_eq!(spread.traffic(&layer, Scheme::Factors).unwrap().both, each_way(7.0 * factors));
         assert_eq!(together.traffic(&layer, Scheme::Factors).unwrap().both, each_way(4.0 * factors));
         // Four gradients go to the other hub and four come to this one; as many parameters go back.
@@ -277,7 +279,7 @@ mod tests {
         assert_eq!(dedicated.traffic(&layer, Scheme::Hub).unwrap().worker, each_way(4e6));
         assert_eq!(dedicated.traffic(&layer, Scheme::Factors).unwrap().worker, each_way(4.0 * factors));
         let uneven = Cluster { workers: 7, ..together };
-        let fullest = Direction { sent: 4.0 * factors, received: 3.0 * factors };
+        let fullest = LinkBytes { sent: 4.0 * factors, received: 3.0 * factors };
         assert_eq!(uneven.traffic(&layer, Scheme::Factors).unwrap().both, Some(fullest));
     }
 
@@ -286,7 +288,7 @@ mod tests {
         let layer = Layer::fully_connected("fc", 1000, 1000, 90);
         let cluster = Cluster::balanced_hub(8);
         assert_eq!(cluster.best_scheme(&layer), Scheme::Hub);
-        let encoding = Encoding { factor: 2.0, ..Encoding::F32 };
+        let encoding = ElementBytes { factor: 2.0, ..ElementBytes::F32 };
         assert_eq!(Cluster { encoding, ..cluster }.best_scheme(&layer), Scheme::Factors);
     }
 

@@ -10,8 +10,8 @@ use serde_json::Value;
 use super::messages::JsonConnection;
 use super::spec::Spec;
 
-/// The parts that the benchmarks of a program add to the exchange: variants of it, which differ from the
-/// normal path at the hub or at the worker, and scenarios whose processes do something else. What is
+/// The parts that the benchmarks of a program add to the exchange: variants of it, which replace
+/// parts of the hub or of the worker, and scenarios whose processes do something else. What is
 /// provided here is the exchange alone.
 pub trait Extension {
     /// The optimizers and aggregators of the hubs of this exchange, under the usual names.

@@ -75,12 +75,12 @@ pub struct Spec {
     /// `true` if the parameters must be those that the kernels compute from the gradients, so that they are
     /// checked.
     pub is_exact: bool,
-    /// The variant of an [`Extension`](super::Extension); `None` for the normal path.
+    /// The variant of an [`Extension`](super::Extension); `None` for the hub as it is.
     pub variant: Option<String>,
 }
 
 impl Spec {
-    /// The means of gradients, over one stream of each worker to each of this many cores, by the normal path.
+    /// The means of gradients, over one stream of each worker to each of this many cores, by the hub as it is.
     pub fn new(keys: KeyTable, workers: u32, cores: usize) -> Spec {
         Spec {
             keys,

@@ -39,7 +39,7 @@ pub(super) struct MakeProgress {
 impl FactorLayers {
     pub(super) fn new(plan: &ShardPlan, layout: &Layout) -> Result<Self, OutOfMemory> {
         let members = plan.ports.workers();
-        let layers = layout.factors.iter().map(|layer| {
+        let layers = layout.factor_layers.iter().map(|layer| {
             let [inputs, output_gradients] = elements(&layer.block, members).map(|count| count as usize);
             Ok(Layer {
                 inputs: Buffer::reserved(inputs, 6)?,
@@ -49,7 +49,7 @@ impl FactorLayers {
             })
         });
         let layers = layers.collect::<Result<_, _>>()?;
-        Ok(FactorLayers { gathering: Gathering::new(layout.factors.clone(), members), layers })
+        Ok(FactorLayers { gathering: Gathering::new(layout.factor_layers.clone(), members), layers })
     }
 
     /// Calls `each` for its arrays.
@@ -68,9 +68,9 @@ impl FactorLayers {
     /// Bytes that [`new`](Self::new) will take.
     pub(super) fn memory_bytes(plan: &ShardPlan, layout: &Layout) -> u64 {
         let members = plan.ports.workers();
-        let counts = layout.factors.iter().flat_map(|layer| elements(&layer.block, members));
+        let counts = layout.factor_layers.iter().flat_map(|layer| elements(&layer.block, members));
         let bytes = counts.fold(0_u64, |sum, count| sum.saturating_add(count.saturating_mul(4)));
-        bytes.saturating_add(Gathering::memory_bytes(layout.factors.len(), members))
+        bytes.saturating_add(Gathering::memory_bytes(layout.factor_layers.len(), members))
     }
 
     pub(super) fn resume(&mut self, member: u32) {

@@ -24,7 +24,7 @@ fn factor_shard(dtype: Dtype, change: impl FnOnce(&mut Settings)) -> (Shard, Fac
         settings.layers = vec![layer.by(SchemeChoice::Only(Scheme::FactorsToHub))];
         change(settings);
     });
-    let block = shard.plan.blocks[0];
+    let block = shard.plan.factor_blocks[0];
     (shard, block)
 }
 
@@ -44,7 +44,7 @@ fn send(
     samples: u32,
     pieces: impl IntoIterator<Item = u32>,
 ) -> Result<(), Fault> {
-    let block = shard.plan.blocks[0];
+    let block = shard.plan.factor_blocks[0];
     let values = block_of(rank, step, samples);
     for piece in pieces {
         let start = piece as usize * block.piece_elements;
@@ -295,7 +295,7 @@ fn factor_shard_by(scheme: Scheme) -> (Shard, usize) {
         let layer = LayerSettings::fully_connected("fc", [0], SHAPE);
         settings.layers = vec![layer.by(SchemeChoice::Only(scheme))];
     });
-    let layers = shard.plan.blocks.len();
+    let layers = shard.plan.factor_blocks.len();
     (shard, layers)
 }
 
@@ -307,7 +307,7 @@ fn a_bias_of_many_samples_is_made_in_several_turns() {
         settings.layers = vec![layer.by(SchemeChoice::Only(Scheme::FactorsToHub))];
         settings.chunk_bytes = 64 << 10;
     });
-    let block = shard.plan.blocks[0];
+    let block = shard.plan.factor_blocks[0];
     for piece in 0..block.pieces(SAMPLES) {
         let elements = block.piece(SAMPLES, piece).unwrap().elements();
         let payload = [&Wire::head(SAMPLES, piece)[..], &wire(&vec![1.0; elements])].concat();

@@ -1,4 +1,4 @@
-//! The arrays of a shard, which follow from its plan, and the places of chunks in them.
+//! This computes, from a shard's plan, the sizes of its arrays and the place of each chunk in them.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -13,9 +13,8 @@ use paramhub_kernels::TILE_ELEMENTS;
 use super::buffer::whole_lines;
 use super::plan::ShardPlan;
 
-/// Elements that are handled at once: few enough that a sum, a model and its state stay in the first cache
-/// while contributions stream in from arenas and parameters stream out to them, so that reads and writes
-/// overlap.
+/// Elements that are handled at once. So few that their sum, parameters and optimizer state stay in the L1
+/// cache while contributions are read from arenas and parameters are written to them.
 pub(super) const BLOCK_ELEMENTS: usize = TILE_ELEMENTS;
 
 /// The largest number of elements that the optimizer of a shard gets at once.
@@ -25,50 +24,55 @@ pub(super) fn block_elements(plan: &ShardPlan) -> usize {
 
 /// The place of a chunk in the shard's arrays.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Slot {
+pub(super) struct ChunkPlace {
     pub(super) key: u32,
     pub(super) elements: u32,
-    /// First element in the key.
-    pub(super) first: u64,
-    /// First element in `model` and `merge`; a multiple of a cache line.
-    pub(super) offset: usize,
+    /// The first element in the key.
+    pub(super) key_offset: u64,
+    /// The first element in the arrays of parameters and sums. It is at the start of a cache line, except for the chunks of a
+    /// key that takes factors, which lie without gaps.
+    pub(super) array_offset: usize,
     /// The codec in which gradients arrive.
     pub(super) gradient: Codec,
-    /// The codec in which parameters leave, unless the gradient is quantised and a change is enough.
+    /// The codec of the parameters that are sent to workers. If gradients are quantised, the hub may send a
+    /// quantised change instead.
     pub(super) parameter: Codec,
     pub(super) group: u16,
     /// `true` if contributions with NaN or an infinity are refused.
-    pub(super) is_checked: bool,
-    /// For a quantised chunk: its first element among the quantised elements, and its first byte among the
-    /// answers.
-    pub(super) quantised: [usize; 2],
+    pub(super) rejects_non_finite: bool,
+    /// If gradients of the chunk are quantised: its first element among those of all such chunks.
+    pub(super) quantised_offset: usize,
+    /// If gradients of the chunk are quantised: the first byte of its answer among the answers.
+    pub(super) answer_offset_bytes: usize,
 }
 
-impl Slot {
+impl ChunkPlace {
     pub(super) fn range(&self) -> Range<usize> {
-        self.offset..self.offset + self.elements as usize
+        self.array_offset..self.array_offset + self.elements as usize
     }
 
+    /// The chunk's bytes in the array of encoded parameters: 2 for each element.
     pub(super) fn encoded_range(&self) -> Range<usize> {
-        let start = self.offset * 2;
+        let start = self.array_offset * 2;
         start..start + self.elements as usize * 2
     }
 
     pub(super) fn extent(&self) -> Extent {
-        Extent { key: self.key, offset: self.first, elements: self.elements }
+        Extent { key: self.key, offset: self.key_offset, elements: self.elements }
     }
 
-    /// The place of a slot of the optimizer's state for each of the [`blocks`](Self::blocks) that the
-    /// optimizer gets: the slots of one block are back to back.
+    /// The ranges of one array of the optimizer's state that belong to this chunk, one for each of the
+    /// [`blocks`](Self::blocks) that the optimizer gets. Within a block the state arrays lie one after the
+    /// other.
     pub(super) fn state_blocks(
         &self,
-        state_slots: usize,
-        state_slot: usize,
+        arrays: usize,
+        array: usize,
         block_elements: usize,
     ) -> impl Iterator<Item = Range<usize>> + use<> {
-        let offset = self.offset;
+        let offset = self.array_offset;
         self.blocks(block_elements).map(move |block| {
-            let start = (offset + block.start) * state_slots + state_slot * block.len();
+            let start = (offset + block.start) * arrays + array * block.len();
             start..start + block.len()
         })
     }
@@ -83,30 +87,38 @@ impl Slot {
 
 /// The arrays that follow from a plan.
 pub(super) struct Layout {
-    pub(super) slots: Vec<Slot>,
+    /// The place of each chunk, by slot.
+    pub(super) slots: Vec<ChunkPlace>,
+    /// The elements of the array of parameters, with the gaps between chunks.
     pub(super) elements: usize,
+    /// The number of arrays of optimizer state.
     pub(super) state_slots: usize,
+    /// The number of members whose contributions can be parked: all but one in a reproducible job.
     pub(super) parked_members: usize,
     /// `true` if the sums of previous steps are kept for the sites below.
     pub(super) keeps_totals: bool,
+    /// The bytes of the array of encoded parameters; 0 if all parameters are sent as f32.
     pub(super) encoded_bytes: usize,
-    /// Elements of quantised chunks, and bytes of their answers.
-    pub(super) quantised: [usize; 2],
+    /// The elements of all chunks whose gradients are quantised.
+    pub(super) quantised_elements: usize,
+    /// The bytes of the answers of these chunks.
+    pub(super) answer_bytes: usize,
+    /// The largest payload: a chunk of optimizer state with its head.
     pub(super) payload_bytes_max: usize,
     pub(super) rules: Rules,
     /// The layers whose factors come to this route, most urgent first.
-    pub(super) factors: Vec<GatheredLayer>,
+    pub(super) factor_layers: Vec<GatheredLayer>,
 }
 
 impl Layout {
     pub(super) fn new(plan: &ShardPlan) -> Self {
         let settings = &plan.settings;
-        let factor_keys: HashSet<u32> = plan.blocks.iter().flat_map(FactorBlock::keys).collect();
-        // The slots of their keys; the chunks of one key have neighbouring slots.
+        let factor_keys: HashSet<u32> = plan.factor_blocks.iter().flat_map(FactorBlock::keys).collect();
+        // The slots of each key that takes factors. They are consecutive.
         let mut slots_of: HashMap<u32, Range<u32>> = HashMap::with_capacity(factor_keys.len());
         let mut offset = 0;
-        let mut quantised = [0; 2];
-        let slots: Vec<Slot> = plan
+        let (mut quantised_elements, mut answer_bytes) = (0, 0);
+        let slots: Vec<ChunkPlace> = plan
             .placement()
             .chunks(plan.route)
             .iter()
@@ -118,18 +130,19 @@ impl Layout {
                 if takes_factors {
                     slots_of.entry(extent.key).or_insert(index..index).end = index + 1;
                 }
-                // No gradient travels in the codec of a key whose factors come.
+                // A key that takes factors gets no gradient frames, so the gradient codec does not apply to it.
                 let gradient = if takes_factors { key.dtype.codec() } else { settings.codec_of(key) };
-                let slot = Slot {
+                let slot = ChunkPlace {
                     key: extent.key,
                     elements: extent.elements,
-                    first: extent.offset,
-                    offset,
+                    key_offset: extent.offset,
+                    array_offset: offset,
                     gradient,
                     parameter: key.dtype.codec(),
                     group: key.group,
-                    is_checked: settings.reject_non_finite || gradient.is_quantised(),
-                    quantised,
+                    rejects_non_finite: settings.reject_non_finite || gradient.is_quantised(),
+                    quantised_offset: quantised_elements,
+                    answer_offset_bytes: answer_bytes,
                 };
                 // A gradient that is made of factors is stored like a matrix, without gaps between its
                 // chunks.
@@ -139,30 +152,33 @@ impl Layout {
                     false => whole_lines(extent.elements as usize),
                 };
                 if slot.gradient.is_quantised() {
-                    quantised[0] += whole_lines(extent.elements as usize);
-                    quantised[1] += extent.bytes(slot.gradient) as usize;
+                    quantised_elements += whole_lines(extent.elements as usize);
+                    answer_bytes += extent.bytes(slot.gradient) as usize;
                 }
                 slot
             })
             .collect();
         let any_encoded = slots.iter().any(|slot| slot.parameter != Codec::F32);
         let range = |key: Option<u32>| key.and_then(|key| slots_of.get(&key)).cloned().unwrap_or_default();
-        let gathered = plan.blocks.iter().map(|&block| GatheredLayer {
+        let gathered = plan.factor_blocks.iter().map(|&block| GatheredLayer {
             block,
             weight: range(Some(block.weight)),
             bias: range(block.bias),
         });
-        let mut factors: Vec<GatheredLayer> = gathered.filter(|layer| !layer.weight.is_empty()).collect();
-        factors.sort_by_key(|layer| layer.weight.start);
+        let mut factor_layers: Vec<GatheredLayer> =
+            gathered.filter(|layer| !layer.weight.is_empty()).collect();
+        factor_layers.sort_by_key(|layer| layer.weight.start);
         Layout {
-            factors,
+            factor_layers,
             elements: offset,
-            // All chunks have the same layout, so a group that needs less leaves some of it unused.
-            state_slots: plan.groups.iter().map(|h| plan.optimizer.state_slots(h)).max().unwrap_or(0),
+            // Every chunk has as many state arrays as the most demanding group needs. Other groups leave some
+            // unused.
+            state_slots: plan.groups.iter().map(|group| plan.optimizer.state_slots(group)).max().unwrap_or(0),
             parked_members: if settings.reproducible { plan.ports.members() as usize - 1 } else { 0 },
             keeps_totals: plan.ports.has_member_sites() && plan.optimizes_here(),
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
-            quantised,
+            quantised_elements,
+            answer_bytes,
             payload_bytes_max: slots
                 .iter()
                 .map(|slot| State::bytes(slot.elements) as usize)
@@ -171,7 +187,7 @@ impl Layout {
             rules: Rules {
                 workers: plan.workers(),
                 members: plan.ports.members(),
-                sites_from: plan.ports.workers(),
+                first_site: plan.ports.workers(),
                 rank_0: plan.ports.rank_0(),
                 consistency: settings.consistency,
                 reproducible: settings.reproducible,

@@ -18,7 +18,7 @@ impl Core {
         let made = hosted.shard.make_some(RELEASE_TURN_ELEMENTS);
         if hosted.shard.is_making() {
             hosted.makes = true;
-            self.scheduler.add(hosted.job, WorkUnit::Make(shard));
+            self.scheduler.add(hosted.job, WorkUnit::SumFactors(shard));
         }
         if let Err(fault) = made {
             // A turn fails only because a worker has left while others wait for its contribution. This turn

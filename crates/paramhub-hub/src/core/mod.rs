@@ -267,9 +267,9 @@ impl Core {
             let Some((job, unit)) = self.scheduler.next() else { break };
             match unit {
                 WorkUnit::Lane(token) => self.serve_lane(token, now),
-                WorkUnit::Release(shard) => self.release(shard, now),
-                WorkUnit::Copy(shard) => self.copy(shard),
-                WorkUnit::Make(shard) => self.make(shard, now),
+                WorkUnit::UpdateReleased(shard) => self.release(shard, now),
+                WorkUnit::CopySnapshot(shard) => self.copy(shard),
+                WorkUnit::SumFactors(shard) => self.make(shard, now),
                 WorkUnit::Memory(shard) => self.take_or_give_memory(shard),
             }
             served = Some(job);
@@ -302,7 +302,7 @@ impl Core {
         hosted.shard.update_released(RELEASE_TURN_ELEMENTS);
         if hosted.shard.is_releasing() {
             hosted.releases = true;
-            self.scheduler.add(hosted.job, WorkUnit::Release(shard));
+            self.scheduler.add(hosted.job, WorkUnit::UpdateReleased(shard));
         }
         self.answer(shard, now);
         self.end_snapshot(shard);

@@ -23,7 +23,7 @@ pub(crate) struct ShardPlan {
     pub(crate) name: String,
     pub(crate) namespace: Namespace,
     pub(crate) dead_after: Duration,
-    /// `true` if streams may be cut and resumed.
+    /// `true` if a stream that breaks is replaced over another interface.
     pub(crate) continues: bool,
     pub(crate) stragglers: Stragglers,
     /// The time that members may wait for one of them, if a longer wait ends the job.
@@ -32,8 +32,8 @@ pub(crate) struct ShardPlan {
     pub(crate) weight: u32,
     pub(crate) settings: Arc<Settings>,
     pub(crate) map: Arc<ChunkMap>,
-    /// The blocks of the job's layers whose factors go to hubs, to this one or others.
-    pub(crate) blocks: Arc<[FactorBlock]>,
+    /// The factor blocks of the job's layers whose factors go to hubs, to this one or others.
+    pub(crate) factor_blocks: Arc<[FactorBlock]>,
     pub(crate) composed: Arc<Composed>,
     /// The hub's site in the composition.
     pub(crate) site: SiteId,

@@ -4,7 +4,7 @@
 use paramhub_kernels::{convert, quantise};
 
 use super::buffer::{Buffer, OutOfMemory, Pages};
-use super::layout::{Layout, Slot};
+use super::layout::{ChunkPlace, Layout};
 
 /// A version that no rank has: a run ends before it.
 const NONE: u32 = u32::MAX;
@@ -27,13 +27,13 @@ pub(super) struct Quantised {
 impl Quantised {
     /// Bytes that [`new`](Self::new) will take.
     pub(super) fn memory_bytes(layout: &Layout, ranks: u32) -> u64 {
-        let [elements, bytes] = layout.quantised;
+        let (elements, bytes) = (layout.quantised_elements, layout.answer_bytes);
         let versions = if elements > 0 && layout.rules.has_parameters { layout.slots.len() } else { 0 };
         elements as u64 * 4 + bytes as u64 + versions as u64 * u64::from(ranks) * 4
     }
 
     pub(super) fn new(layout: &Layout, ranks: u32) -> Result<Self, OutOfMemory> {
-        let [elements, bytes] = layout.quantised;
+        let (elements, bytes) = (layout.quantised_elements, layout.answer_bytes);
         if elements == 0 {
             return Ok(Quantised::default());
         }
@@ -53,13 +53,13 @@ impl Quantised {
     }
 
     /// Sets the parameters of the chunk with which every rank begins.
-    pub(super) fn start(&mut self, slot: &Slot, parameters: &[f32]) {
+    pub(super) fn start(&mut self, slot: &ChunkPlace, parameters: &[f32]) {
         self.kept_mut(slot).copy_from_slice(parameters);
     }
 
     /// Makes the answer that follows from a chunk's new values; without an optimizer these become what ranks
     /// will decode.
-    pub(super) fn make_answer(&mut self, slot: &Slot, values: &mut [f32]) {
+    pub(super) fn make_answer(&mut self, slot: &ChunkPlace, values: &mut [f32]) {
         match self.sends_changes() {
             true => self.answer_change(slot, values),
             false => self.answer_whole(slot, values),
@@ -67,15 +67,15 @@ impl Quantised {
     }
 
     /// Makes the answer that brings ranks from their parameters as near as possible to the chunk's new ones.
-    fn answer_change(&mut self, slot: &Slot, model: &[f32]) {
-        let at = slot.quantised[0];
+    fn answer_change(&mut self, slot: &ChunkPlace, model: &[f32]) {
+        let at = slot.quantised_offset;
         let kept = &mut self.kept[at..at + model.len()];
         quantise::encode_change(model, kept, &mut self.answers[answer_range(slot)], slot.gradient);
     }
 
     /// Makes an answer of a mean or a sum, and leaves in `mean` what ranks will decode.
-    fn answer_whole(&mut self, slot: &Slot, mean: &mut [f32]) {
-        let at = slot.quantised[0];
+    fn answer_whole(&mut self, slot: &ChunkPlace, mean: &mut [f32]) {
+        let at = slot.quantised_offset;
         let kept = &mut self.kept[at..at + mean.len()];
         let answer = &mut self.answers[answer_range(slot)];
         quantise::encode(mean, kept, answer, slot.gradient);
@@ -83,18 +83,18 @@ impl Quantised {
     }
 
     /// The newest answer.
-    pub(super) fn answer(&self, slot: &Slot) -> &[u8] {
+    pub(super) fn answer(&self, slot: &ChunkPlace) -> &[u8] {
         &self.answers[answer_range(slot)]
     }
 
     /// The parameters that ranks have after all answers so far; `None` in a job without an optimizer.
-    pub(super) fn parameters(&self, slot: &Slot) -> Option<&[f32]> {
+    pub(super) fn parameters(&self, slot: &ChunkPlace) -> Option<&[f32]> {
         self.sends_changes().then(|| self.kept(slot))
     }
 
     /// The state that is kept of a chunk for the next answer.
-    pub(super) fn kept(&self, slot: &Slot) -> &[f32] {
-        let at = slot.quantised[0];
+    pub(super) fn kept(&self, slot: &ChunkPlace) -> &[f32] {
+        let at = slot.quantised_offset;
         &self.kept[at..at + slot.elements as usize]
     }
 
@@ -122,13 +122,13 @@ impl Quantised {
         of_rank.for_each(|version| *version = NONE);
     }
 
-    fn kept_mut(&mut self, slot: &Slot) -> &mut [f32] {
-        let at = slot.quantised[0];
+    fn kept_mut(&mut self, slot: &ChunkPlace) -> &mut [f32] {
+        let at = slot.quantised_offset;
         &mut self.kept[at..at + slot.elements as usize]
     }
 }
 
-fn answer_range(slot: &Slot) -> std::ops::Range<usize> {
+fn answer_range(slot: &ChunkPlace) -> std::ops::Range<usize> {
     debug_assert!(slot.gradient.is_quantised(), "others are answered from the model");
-    slot.quantised[1]..slot.quantised[1] + slot.extent().bytes(slot.gradient) as usize
+    slot.answer_offset_bytes..slot.answer_offset_bytes + slot.extent().bytes(slot.gradient) as usize
 }

@@ -2,7 +2,7 @@
 
 use paramhub_core::hyperparameters::Hyperparameters;
 
-use super::layout::{Layout, Slot, block_elements};
+use super::layout::{ChunkPlace, Layout, block_elements};
 use super::plan::ShardPlan;
 
 /// Parameters and optimizer state of one shard. Each chunk is stored as the shard will have it, but the first
@@ -20,7 +20,7 @@ pub(crate) struct Restored {
     has_received: Vec<bool>,
     /// The update count of each slot.
     pub(super) updates: Vec<u64>,
-    slots: Vec<Slot>,
+    slots: Vec<ChunkPlace>,
     state_slots: usize,
     block_elements: usize,
 }
@@ -40,11 +40,11 @@ impl Restored {
         hyperparameters: Vec<Hyperparameters>,
     ) -> Option<Restored> {
         let mut layout = Layout::new(plan);
-        let mut ends = [layout.elements, layout.quantised[0]];
+        let mut ends = [layout.elements, layout.quantised_elements];
         for slot in layout.slots.iter_mut().rev() {
-            let starts = [slot.offset, slot.quantised[0]];
-            slot.offset = layout.elements - ends[0];
-            slot.quantised[0] = layout.quantised[0] - ends[1];
+            let starts = [slot.array_offset, slot.quantised_offset];
+            slot.array_offset = layout.elements - ends[0];
+            slot.quantised_offset = layout.quantised_elements - ends[1];
             ends = starts;
         }
         let zeros = |len: usize| {
@@ -58,7 +58,7 @@ impl Restored {
             hyperparameters,
             model: zeros(layout.elements)?,
             state: zeros(layout.elements * layout.state_slots)?,
-            received: zeros(layout.quantised[0])?,
+            received: zeros(layout.quantised_elements)?,
             has_received: vec![false; layout.slots.len()],
             updates: vec![u64::MAX; layout.slots.len()],
             state_slots: layout.state_slots,
@@ -70,7 +70,7 @@ impl Restored {
     /// Frees the memory of all slots up to this one: they have been copied.
     pub(super) fn forget_up_to(&mut self, index: u32) {
         let slot = self.slots[index as usize];
-        let lengths = [slot.offset, slot.offset * self.state_slots, slot.quantised[0]];
+        let lengths = [slot.array_offset, slot.array_offset * self.state_slots, slot.quantised_offset];
         for (values, len) in [&mut self.model, &mut self.state, &mut self.received].into_iter().zip(lengths) {
             values.truncate(len);
             values.shrink_to(len);
@@ -96,7 +96,7 @@ impl Restored {
 
     /// Takes parameters of a slot's chunk from its element `first` on.
     pub(crate) fn put_parameters(&mut self, index: u32, first: usize, values: &[f32]) {
-        let start = self.slots[index as usize].offset + first;
+        let start = self.slots[index as usize].array_offset + first;
         self.model[start..start + values.len()].copy_from_slice(values);
     }
 
@@ -119,7 +119,7 @@ impl Restored {
     pub(crate) fn put_received(&mut self, index: u32, first: usize, values: &[f32]) {
         let slot = self.slots[index as usize];
         if slot.gradient.is_quantised() {
-            self.received[slot.quantised[0] + first..][..values.len()].copy_from_slice(values);
+            self.received[slot.quantised_offset + first..][..values.len()].copy_from_slice(values);
             self.has_received[index as usize] = true;
         }
     }
@@ -129,7 +129,7 @@ impl Restored {
     pub(super) fn received(&self, index: u32) -> &[f32] {
         let slot = &self.slots[index as usize];
         match self.has_received[index as usize] {
-            true => &self.received[slot.quantised[0]..][..slot.elements as usize],
+            true => &self.received[slot.quantised_offset..][..slot.elements as usize],
             false => self.parameters(index),
         }
     }

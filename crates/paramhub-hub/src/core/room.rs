@@ -27,7 +27,7 @@ impl Core {
         let weight = plan.weight;
         match Shard::reserve(plan, restored) {
             Ok(shard) => {
-                let job = self.scheduler.admit(namespace, weight);
+                let job = self.scheduler.add_shard(namespace, weight);
                 let index = self.shards.insert_index(HostedShard {
                     shard,
                     route,
@@ -126,7 +126,7 @@ impl Core {
         }
         let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
         let mut counters = hosted.shard.counters();
-        if let Some(busy) = self.scheduler.dismiss(hosted.job, index) {
+        if let Some(busy) = self.scheduler.remove_shard(hosted.job, index) {
             counters.busy_ns = busy.as_nanos() as u64;
         }
         let left_out = hosted.shard.left_out().to_vec();

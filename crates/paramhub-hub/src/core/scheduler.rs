@@ -2,8 +2,8 @@
 //! it has.
 //!
 //! Start-time fair queueing (Goyal, Vin and Cheng, 1996), in units of time: the next job is the one that has
-//! used the least time for its weight. The cost of a unit of work is known when it is done, which is enough
-//! for this rule.
+//! used the least time for its weight. A job that is being served goes on until it is [`LEAD_MAX`] ahead. The
+//! cost of a unit of work is known when it is done, which is enough for this rule.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::table::Table;
 /// The time by which a job that is being served may get ahead of the others before they are served, at a
 /// weight of 1. Meanwhile its chunks stay in cache: if all workers' contributions to a chunk come soon
 /// after each other, the sum is still there.
-const GRAIN: Duration = Duration::from_micros(300);
+const LEAD_MAX: Duration = Duration::from_micros(300);
 
 /// Work that a core does without a break.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,11 +23,11 @@ pub(super) enum WorkUnit {
     /// A turn of a stream, by its lane's token.
     Lane(u64),
     /// Some chunks of a released step, by the shard's index.
-    Release(usize),
+    UpdateReleased(usize),
     /// Some chunks for a snapshot, by the shard's index.
-    Copy(usize),
+    CopySnapshot(usize),
     /// A part of a gradient that is made of factors, by the shard's index.
-    Make(usize),
+    SumFactors(usize),
     /// Some memory of a shard that opens or closes, by the shard's index.
     Memory(usize),
 }
@@ -41,11 +41,11 @@ pub(super) struct JobScheduler {
     /// Number of units of all jobs.
     units: usize,
     /// Number of jobs here, with or without work.
-    hosted: usize,
+    job_count: usize,
     /// The virtual time of the job that was furthest behind when the newest unit began.
-    clock_ns: u64,
+    virtual_now_ns: u64,
     /// The job of that unit.
-    newest: usize,
+    current_job: usize,
 }
 
 /// A job on its core.
@@ -56,16 +56,17 @@ struct ScheduledJob {
     shards: usize,
     lanes: usize,
     units: VecDeque<WorkUnit>,
-    /// The virtual time at which its next unit begins: the time used, divided by its weight.
+    /// The virtual time at which its next unit begins: the time used, divided by its weight. A job that had no
+    /// work begins at the current virtual time.
     start_ns: u64,
     busy: Duration,
 }
 
 impl JobScheduler {
     /// Notes that a shard of this job was opened, and returns the number of the job here.
-    pub(super) fn admit(&mut self, namespace: Namespace, weight: u32) -> usize {
+    pub(super) fn add_shard(&mut self, namespace: Namespace, weight: u32) -> usize {
         let job = self.jobs.position(|job| job.namespace == namespace).unwrap_or_else(|| {
-            self.hosted += 1;
+            self.job_count += 1;
             self.jobs.insert_index(ScheduledJob {
                 namespace,
                 weight: u64::from(weight.max(1)),
@@ -76,7 +77,7 @@ impl JobScheduler {
                 busy: Duration::ZERO,
             })
         });
-        self.waiting.reserve(self.hosted - self.waiting.len());
+        self.waiting.reserve(self.job_count - self.waiting.len());
         let scheduled = self.jobs.index_mut(job);
         scheduled.shards += 1;
         scheduled.make_room();
@@ -85,18 +86,18 @@ impl JobScheduler {
 
     /// Notes that a shard of the job has closed. If it was the last, returns the time that the job has used
     /// here.
-    pub(super) fn dismiss(&mut self, job: usize, shard: usize) -> Option<Duration> {
-        self.forget(job, WorkUnit::Release(shard));
-        self.forget(job, WorkUnit::Copy(shard));
-        self.forget(job, WorkUnit::Make(shard));
-        self.forget(job, WorkUnit::Memory(shard));
+    pub(super) fn remove_shard(&mut self, job: usize, shard: usize) -> Option<Duration> {
+        self.remove_unit(job, WorkUnit::UpdateReleased(shard));
+        self.remove_unit(job, WorkUnit::CopySnapshot(shard));
+        self.remove_unit(job, WorkUnit::SumFactors(shard));
+        self.remove_unit(job, WorkUnit::Memory(shard));
         let scheduled = self.jobs.index_mut(job);
         scheduled.shards -= 1;
         if scheduled.shards > 0 {
             return None;
         }
         debug_assert_eq!((scheduled.lanes, scheduled.units.len()), (0, 0), "a lane's shard outlives it");
-        self.hosted -= 1;
+        self.job_count -= 1;
         self.jobs.remove_index(job).map(|scheduled| scheduled.busy)
     }
 
@@ -110,16 +111,16 @@ impl JobScheduler {
     /// Notes that the job has one stream less.
     pub(super) fn remove_lane(&mut self, job: usize, token: u64) {
         self.jobs.index_mut(job).lanes -= 1;
-        self.forget(job, WorkUnit::Lane(token));
+        self.remove_unit(job, WorkUnit::Lane(token));
     }
 
-    /// Adds work of the job that does not wait already.
+    /// Adds a unit of work of the job, which must not wait already.
     pub(super) fn add(&mut self, job: usize, unit: WorkUnit) {
         let scheduled = self.jobs.index_mut(job);
         debug_assert!(!scheduled.units.contains(&unit), "a unit waits once");
         if scheduled.units.is_empty() {
             // Time in which a job had no work gives it no credit for later.
-            scheduled.start_ns = scheduled.start_ns.max(self.clock_ns);
+            scheduled.start_ns = scheduled.start_ns.max(self.virtual_now_ns);
             self.waiting.push(job);
         }
         scheduled.units.push_back(unit);
@@ -132,12 +133,12 @@ impl JobScheduler {
         let starts = self.waiting.iter().map(|&job| start_of(job));
         // Among equals the first has waited longest.
         let (behind, least_ns) = starts.enumerate().min_by_key(|&(_, start_ns)| start_ns)?;
-        self.clock_ns = least_ns;
-        let ahead_ns = least_ns + GRAIN.as_nanos() as u64;
-        let goes_on = |job: usize| job == self.newest && start_of(job) < ahead_ns;
+        self.virtual_now_ns = least_ns;
+        let ahead_ns = least_ns + LEAD_MAX.as_nanos() as u64;
+        let goes_on = |job: usize| job == self.current_job && start_of(job) < ahead_ns;
         let position = self.waiting.iter().position(|&job| goes_on(job)).unwrap_or(behind);
         let job = self.waiting[position];
-        self.newest = job;
+        self.current_job = job;
         let scheduled = self.jobs.index_mut(job);
         let unit = scheduled.units.pop_front().expect("a waiting job has work");
         self.units -= 1;
@@ -168,11 +169,11 @@ impl JobScheduler {
 
     /// Returns whether several jobs share the core.
     pub(super) fn is_shared(&self) -> bool {
-        self.hosted > 1
+        self.job_count > 1
     }
 
     /// Returns whether nothing waits for this job.
-    pub(super) fn rests(&self, job: usize) -> bool {
+    pub(super) fn has_no_work(&self, job: usize) -> bool {
         self.jobs.index(job).units.is_empty()
     }
 
@@ -181,7 +182,7 @@ impl JobScheduler {
         self.jobs.values().map(|scheduled| (scheduled.namespace, scheduled.busy))
     }
 
-    fn forget(&mut self, job: usize, unit: WorkUnit) {
+    fn remove_unit(&mut self, job: usize, unit: WorkUnit) {
         let scheduled = self.jobs.index_mut(job);
         let Some(position) = scheduled.units.iter().position(|&waits| waits == unit) else { return };
         scheduled.units.remove(position);
@@ -195,6 +196,7 @@ impl JobScheduler {
 impl ScheduledJob {
     /// Makes room for everything that may wait at once, so that the data path allocates nothing.
     fn make_room(&mut self) {
+        // A shard has one unit of each kind but `Lane`.
         let most = self.lanes + 4 * self.shards;
         self.units.reserve(most.saturating_sub(self.units.len()));
     }
@@ -205,7 +207,7 @@ mod tests {
     use super::*;
 
     fn admit(scheduler: &mut JobScheduler, number: u8, weight: u32, lanes: u64) -> usize {
-        let job = scheduler.admit(Namespace([number; 16]), weight);
+        let job = scheduler.add_shard(Namespace([number; 16]), weight);
         for lane in 0..lanes {
             scheduler.add_lane(job);
             scheduler.add(job, WorkUnit::Lane(lane));
@@ -231,10 +233,10 @@ mod tests {
     fn jobs_have_equal_time_whatever_their_streams_and_units() {
         let mut scheduler = JobScheduler::default();
         let (many, few) = (admit(&mut scheduler, 1, 1, 64), admit(&mut scheduler, 2, 1, 1));
-        let dear = admit(&mut scheduler, 3, 1, 3);
-        let used = serve(&mut scheduler, &[(many, 3), (few, 60), (dear, 500)], Duration::from_millis(300));
+        let costly = admit(&mut scheduler, 3, 1, 3);
+        let used = serve(&mut scheduler, &[(many, 3), (few, 60), (costly, 500)], Duration::from_millis(300));
         for time in &used {
-            // No job is ahead of another by more than a grain and a unit of each.
+            // No job is ahead of another by more than the lead and a unit of each.
             assert!(time.abs_diff(used[0]) <= 300 + 560, "{used:?}");
         }
     }
@@ -255,7 +257,7 @@ mod tests {
         scheduler.add_lane(quiet);
         serve(&mut scheduler, &[(busy, 100)], Duration::from_secs(1));
         scheduler.add(quiet, WorkUnit::Lane(7));
-        let soon = serve(&mut scheduler, &[(busy, 100), (quiet, 100)], GRAIN + Duration::from_micros(100));
+        let soon = serve(&mut scheduler, &[(busy, 100), (quiet, 100)], LEAD_MAX + Duration::from_micros(100));
         assert!(soon[1] > 0, "{soon:?}");
         let used = serve(&mut scheduler, &[(busy, 100), (quiet, 100)], Duration::from_millis(10));
         assert!(used[0].abs_diff(used[1]) <= 2 * 300 + 200, "{used:?}");
@@ -295,11 +297,11 @@ mod tests {
         let mut scheduler = JobScheduler::default();
         let (first, second) = (admit(&mut scheduler, 1, 1, 2), admit(&mut scheduler, 2, 1, 1));
         assert!(scheduler.is_shared());
-        scheduler.add(second, WorkUnit::Release(5));
+        scheduler.add(second, WorkUnit::UpdateReleased(5));
         scheduler.add_time(second, Duration::from_micros(9));
         scheduler.remove_lane(second, 0);
-        assert!(!scheduler.rests(second));
-        assert_eq!(scheduler.dismiss(second, 5), Some(Duration::from_micros(9)));
+        assert!(!scheduler.has_no_work(second));
+        assert_eq!(scheduler.remove_shard(second, 5), Some(Duration::from_micros(9)));
         assert!(!scheduler.is_shared());
         // The time of its last unit may still be charged.
         scheduler.add_time(second, Duration::from_micros(1));
@@ -314,7 +316,7 @@ mod tests {
         let job = admit(&mut scheduler, 1, 1, 0);
         assert_eq!(admit(&mut scheduler, 1, 1, 0), job);
         assert!(!scheduler.is_shared());
-        assert_eq!(scheduler.dismiss(job, 0), None);
-        assert_eq!(scheduler.dismiss(job, 1), Some(Duration::ZERO));
+        assert_eq!(scheduler.remove_shard(job, 0), None);
+        assert_eq!(scheduler.remove_shard(job, 1), Some(Duration::ZERO));
     }
 }

@@ -33,7 +33,7 @@ use super::arenas::Arenas;
 use super::buffer::OutOfMemory;
 use super::factor_layers::FactorLayers;
 use super::fault::Fault;
-use super::layout::{BLOCK_ELEMENTS, Layout, Slot, block_elements};
+use super::layout::{BLOCK_ELEMENTS, ChunkPlace, Layout, block_elements};
 use super::outbox::Outbox;
 use super::plan::ShardPlan;
 use super::ports::Side;
@@ -48,7 +48,7 @@ use timing::UpdateTiming;
 /// The chunks of one route. Slots number them by urgency.
 pub(crate) struct Shard {
     plan: ShardPlan,
-    slots: Vec<Slot>,
+    slots: Vec<ChunkPlace>,
     exchange: Exchange,
     /// The schedule of each group.
     schedules: Vec<Schedule>,
@@ -100,7 +100,7 @@ impl Shard {
         let slots = layout.slots.len() as u32;
         let now = Instant::now();
         let mut exchange = Exchange::among_sites(layout.rules, plan.ports.reach());
-        layout.factors.iter().for_each(|layer| exchange.take_factors(layer.slots()));
+        layout.factor_layers.iter().for_each(|layer| exchange.take_factors(layer.slots()));
         let mut shard = Shard {
             exchange,
             schedules: groups.iter().copied().map(Schedule::new).collect(),
@@ -262,11 +262,11 @@ impl Shard {
             Side::Above => unreachable!("`check` lets no contribution in from above"),
         };
         // A repeated contribution is not checked: an answer may have begun to overwrite it at the worker.
-        if slot.is_checked
+        if slot.rejects_non_finite
             && !self.exchange.is_repeat(index, member, header.step)
             && let Some(element) = self.first_non_finite(port, slot, payload)
         {
-            let (key, element) = (self.key_name(slot.key), slot.first + element as u64);
+            let (key, element) = (self.key_name(slot.key), slot.key_offset + element as u64);
             return Err(match slot.gradient.is_quantised() {
                 true => Fault::NonFiniteBlock { key, element, codec: slot.gradient },
                 false => Fault::NonFinite { key, element },
@@ -305,7 +305,7 @@ impl Shard {
     }
 
     /// Continues with a sum that lacks contributions, or that is complete and at its place.
-    fn go_on(&mut self, index: u32, slot: Slot, then: SumAction) -> Result<(), Fault> {
+    fn go_on(&mut self, index: u32, slot: ChunkPlace, then: SumAction) -> Result<(), Fault> {
         match then {
             SumAction::Wait => {}
             SumAction::Hold => self.hold(index, slot),
@@ -325,7 +325,7 @@ impl Shard {
 
     /// Completes the sum with the contributions in arenas, if any were found, runs the optimizer and hands
     /// out the new parameters, block by block while each block is in cache (PHub section 3.2.2).
-    fn optimise(&mut self, index: u32, slot: Slot, update: Update) {
+    fn optimise(&mut self, index: u32, slot: ChunkPlace, update: Update) {
         self.before_update(index);
         // The receivers of the new parameters are determined before these are made, so that they are handed
         // out while in cache.
@@ -344,7 +344,7 @@ impl Shard {
         let extent = slot.extent();
         let mut total = [0.0_f32; BLOCK_ELEMENTS];
         for block in slot.blocks(self.model.block_elements) {
-            let at = slot.offset + block.start..slot.offset + block.end;
+            let at = slot.array_offset + block.start..slot.array_offset + block.end;
             let sum = match uses_merge {
                 true => self.sums.part_mut(at.clone()),
                 false => &mut total[..block.len()],
@@ -369,10 +369,10 @@ impl Shard {
     }
 
     /// Hands out the chunk's parameters unchanged.
-    fn deliver(&mut self, slot: Slot, are_new: bool) {
+    fn deliver(&mut self, slot: ChunkPlace, are_new: bool) {
         self.copied += self.arenas.copies(are_new) * slot.extent().bytes(slot.parameter) as usize;
         for block in slot.blocks(BLOCK_ELEMENTS) {
-            let at = slot.offset + block.start..slot.offset + block.end;
+            let at = slot.array_offset + block.start..slot.array_offset + block.end;
             let parameters = self.model.encode(at, slot.parameter);
             self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters, are_new);
         }
@@ -384,7 +384,7 @@ impl Shard {
     fn settle(&mut self, index: u32) {
         let (outboxes, dirty, arenas) = (&mut self.outboxes, &mut self.dirty, &mut self.arenas);
         let ports = &self.plan.ports;
-        self.exchange.settle(index, |member, answer| {
+        self.exchange.mark_due_answers(index, |member, answer| {
             let port = ports.of_member(index, member);
             outboxes[port as usize].owe(index, answer);
             dirty.insert(port);
@@ -401,7 +401,7 @@ impl Shard {
         }
     }
 
-    fn located(&self, checked: &CheckedHeader) -> (u32, Slot) {
+    fn located(&self, checked: &CheckedHeader) -> (u32, ChunkPlace) {
         let index = checked.index();
         (index, self.slots[index as usize])
     }
@@ -411,7 +411,7 @@ impl Shard {
     }
 
     fn stranded_at(&self, index: u32) -> Result<(), Fault> {
-        self.exchange.stranded_at(index).map_err(|stranded| self.stranded(stranded))
+        self.exchange.check_waits(index).map_err(|stranded| self.stranded(stranded))
     }
 
     fn stranded(&self, LeftWhileAwaited { member, awaited }: LeftWhileAwaited) -> Fault {

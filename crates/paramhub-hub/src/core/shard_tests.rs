@@ -556,8 +556,8 @@ fn keys_over_four_gibibytes_are_laid_out_without_wrapping() {
         ..shard(2, vec![Key::new("w", [1])], |_| {}).plan().clone()
     };
     let layout = Layout::new(&plan);
-    let last = layout.slots.iter().max_by_key(|slot| slot.offset).unwrap();
-    assert!(last.offset >= 1_500_000_000, "{last:?}");
+    let last = layout.slots.iter().max_by_key(|slot| slot.array_offset).unwrap();
+    assert!(last.array_offset >= 1_500_000_000, "{last:?}");
     assert!(
         last.encoded_range().start > u32::MAX as usize / 2 && last.encoded_range().end <= layout.elements * 2
     );

@@ -10,7 +10,7 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::placement::RouteId;
 
 use super::buffer::{Buffer, OutOfMemory, Pages, whole_lines};
-use super::layout::{Layout, Slot};
+use super::layout::{ChunkPlace, Layout};
 use super::plan::ShardPlan;
 
 /// The place of a slot that does not belong to the snapshot.
@@ -54,7 +54,7 @@ pub(crate) struct ChunkMark {
 /// A chunk's place in a snapshot.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece {
-    slot: Slot,
+    slot: ChunkPlace,
 }
 
 /// The copy of those chunks of a shard that this hub must keep: their sums do not go to a site above.
@@ -99,7 +99,9 @@ impl Snapshot {
         for (index, slot) in (0..).zip(&layout.slots).filter(|(index, _)| plan.ports.above(*index).is_none())
         {
             piece_of[index as usize] = pieces.len() as u32;
-            pieces.push(Piece { slot: Slot { offset, quantised: [received, 0], ..*slot } });
+            pieces.push(Piece {
+                slot: ChunkPlace { array_offset: offset, quantised_offset: received, ..*slot },
+            });
             offset += whole_lines(slot.elements as usize);
             received += received_elements(slot);
         }
@@ -131,8 +133,8 @@ impl Snapshot {
 
     /// Bytes that a snapshot of this plan takes.
     pub(super) fn memory_bytes(plan: &ShardPlan, layout: &Layout) -> u64 {
-        let here = |(index, _): &(u32, &Slot)| plan.ports.above(*index).is_none();
-        let of_a_chunk = |(_, slot): (u32, &Slot)| {
+        let here = |(index, _): &(u32, &ChunkPlace)| plan.ports.above(*index).is_none();
+        let of_a_chunk = |(_, slot): (u32, &ChunkPlace)| {
             (whole_lines(slot.elements as usize) * size_of::<f32>() * (1 + layout.state_slots)
                 + received_elements(slot) * size_of::<f32>()
                 + size_of::<Piece>()
@@ -168,7 +170,7 @@ impl Snapshot {
     ) {
         let piece = self.piece_of[index as usize] as usize;
         let slot = self.pieces[piece].slot;
-        self.received[slot.quantised[0]..][..received.len()].copy_from_slice(received);
+        self.received[slot.quantised_offset..][..received.len()].copy_from_slice(received);
         let range = slot.range();
         self.state[range.start * self.state_slots..range.end * self.state_slots].copy_from_slice(state);
         self.model[range].copy_from_slice(model);
@@ -191,7 +193,7 @@ impl Snapshot {
         self.pieces
             .iter()
             .zip(&self.marks)
-            .map(|(Piece { slot }, &mark)| (slot.key, slot.first, slot.elements, mark))
+            .map(|(Piece { slot }, &mark)| (slot.key, slot.key_offset, slot.elements, mark))
     }
 
     #[cfg(test)]
@@ -213,7 +215,9 @@ impl Snapshot {
     /// chunk's.
     pub(crate) fn received(&self, chunk: usize) -> Option<&[f32]> {
         let slot = &self.pieces[chunk].slot;
-        slot.gradient.is_quantised().then(|| &self.received[slot.quantised[0]..][..slot.elements as usize])
+        slot.gradient
+            .is_quantised()
+            .then(|| &self.received[slot.quantised_offset..][..slot.elements as usize])
     }
 
     /// A slot of the optimizer state of its chunk number `chunk`, in the order of the elements.
@@ -223,7 +227,7 @@ impl Snapshot {
     }
 }
 
-fn received_elements(slot: &Slot) -> usize {
+fn received_elements(slot: &ChunkPlace) -> usize {
     if slot.gradient.is_quantised() { whole_lines(slot.elements as usize) } else { 0 }
 }
 

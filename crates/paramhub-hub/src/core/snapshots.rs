@@ -51,7 +51,7 @@ impl Core {
     fn wish_to_copy(&mut self, shard: usize) {
         let hosted = self.shards.index_mut(shard);
         if hosted.shard.is_copying() && !std::mem::replace(&mut hosted.copies, true) {
-            self.scheduler.add(hosted.job, WorkUnit::Copy(shard));
+            self.scheduler.add(hosted.job, WorkUnit::CopySnapshot(shard));
         }
     }
 

@@ -37,7 +37,7 @@ pub(super) fn plan_with(
     let optimizer = registry.optimizer(&settings.optimizer.name).expect("a built-in optimizer");
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).expect("chunks");
     let schemes = Plan::new(&settings, &Cluster::beside_workers(workers));
-    let blocks = FactorBlock::planned(&settings, &map, &schemes).into();
+    let factor_blocks = FactorBlock::planned(&settings, &map, &schemes).into();
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let hubs = vec![HubShape { interfaces: vec![interface], local: None }];
     let composition = Composition::flat(hubs, workers);
@@ -55,7 +55,7 @@ pub(super) fn plan_with(
         aggregator: registry.aggregator(&settings.aggregator).expect("a built-in aggregator"),
         settings: Arc::new(settings),
         map: Arc::new(map),
-        blocks,
+        factor_blocks,
         composed: Arc::new(composed),
         site: 0,
         route: 0,

@@ -88,10 +88,10 @@ impl Core {
         let taken = lane.receive(&mut hosted.shard, &mut self.scratch, now);
         let (shard, port) = (lane.shard, lane.port);
         if hosted.shard.is_releasing() && !std::mem::replace(&mut hosted.releases, true) {
-            self.scheduler.add(hosted.job, WorkUnit::Release(shard));
+            self.scheduler.add(hosted.job, WorkUnit::UpdateReleased(shard));
         }
         if hosted.shard.is_making() && !std::mem::replace(&mut hosted.makes, true) {
-            self.scheduler.add(hosted.job, WorkUnit::Make(shard));
+            self.scheduler.add(hosted.job, WorkUnit::SumFactors(shard));
         }
         if hosted.shard.has_left(port) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
@@ -170,7 +170,7 @@ impl Core {
                 self.unannounced.swap_remove(position);
                 continue;
             };
-            if all || self.scheduler.rests(self.shards.index(lane.shard).job) {
+            if all || self.scheduler.has_no_work(self.shards.index(lane.shard).job) {
                 self.unannounced.swap_remove(position);
                 if let Err(error) = lane.announce() {
                     self.fault(token, &Fault::Lost(error.to_string()), now);

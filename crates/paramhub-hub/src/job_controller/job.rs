@@ -1,4 +1,4 @@
-//! A job as this hub has planned it.
+//! A job as this hub has planned it, besides its phase.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,16 +22,17 @@ use super::checkpoints::CheckpointPlan;
 use crate::checkpoint::CheckpointWriter;
 use crate::core::{Ports, Restored, ShardPlan, Snapshot, memory_bytes};
 
-/// What the hub keeps of one job, besides the state in which it is.
+/// What the hub keeps of one job, besides its phase.
 pub(crate) struct HubJob {
     pub(super) name: String,
     pub(super) nonce: Nonce,
+    /// The sites of the job, and where each of them placed its chunks.
     pub(super) composed: Arc<Composed>,
     /// The hub's site in the composition.
     pub(super) site: SiteId,
     /// The ports of this hub's routes.
     pub(super) ports: HashMap<RouteId, Arc<Ports>>,
-    /// Whether streams continue over other interfaces.
+    /// Whether a stream that breaks is replaced over another interface (`on_interface_down = continue`).
     pub(super) continues: bool,
     /// The features of its settings, its options and the hubs of the site.
     pub(super) features: Features,
@@ -40,7 +41,7 @@ pub(crate) struct HubJob {
     pub(super) state_slots: u8,
     /// This hub's routes that carry chunks.
     pub(super) routes: Vec<(RouteId, Route)>,
-    /// What each core must open, until it has the order.
+    /// What each core must open, until the core has been told.
     pub(super) shards: Vec<(u16, ShardPlan)>,
     /// What was read of a checkpoint for each of them, if the job begins with one.
     pub(super) restored: Vec<Restored>,
@@ -48,37 +49,37 @@ pub(crate) struct HubJob {
     /// The memory for snapshots, until their writer has it.
     pub(super) snapshots: Vec<Snapshot>,
     pub(super) checkpoint_writer: Option<CheckpointWriter>,
-    /// The step with which the chunks began, if it is a checkpoint's.
+    /// The step of the checkpoint from which the job resumes, if it does.
     pub(super) resumed_step: Option<u32>,
 }
 
 impl HubJob {
-    /// Places a job's chunks and returns what the hub keeps of the job and what its rules need, or why the hub
-    /// cannot serve it.
+    /// Places a job's chunks and returns what the hub keeps of the job and the terms for job control, or why
+    /// the hub cannot serve the job.
     pub(super) fn plan(
-        plan: &JobPlan,
+        job_plan: &JobPlan,
         shape: &HubShape,
         registry: &Registry,
         checkpoints: Option<CheckpointPlan>,
     ) -> Result<(HubJob, JobTerms), String> {
-        let waits = Waits::of(plan)?;
-        let schemes = check(plan, shape)?;
-        let updates = Updates::of(&plan.settings, registry)?;
-        let placed = Placed::of(plan, &schemes)?;
-        let shards = placed.shards(plan, &waits, &updates, checkpoints.as_ref());
-        let terms = placed.terms(plan, &waits, &shards, checkpoints.as_ref());
-        let hubs = plan.composition.sites[usize::from(plan.site)].hubs.len();
+        let timeouts = Timeouts::of(job_plan)?;
+        let schemes = checked_schemes(job_plan, shape)?;
+        let update_method = UpdateMethod::of(&job_plan.settings, registry)?;
+        let placed = PlacedChunks::of(job_plan, &schemes)?;
+        let shards = placed.shards(job_plan, &timeouts, &update_method, checkpoints.as_ref());
+        let terms = placed.terms(job_plan, &timeouts, &shards, checkpoints.as_ref());
+        let hubs = job_plan.composition.sites[usize::from(job_plan.site)].hubs.len();
         let of_site = Features::of([(Feature::SeveralHubs, hubs > 1)]);
         let job = HubJob {
-            name: plan.name.clone(),
-            nonce: plan.nonce,
+            name: job_plan.name.clone(),
+            nonce: job_plan.nonce,
             composed: placed.composed,
-            site: plan.site,
+            site: job_plan.site,
             ports: placed.ports,
-            continues: plan.options.continues(),
-            features: plan.settings.features().and(plan.options.features()).and(of_site),
+            continues: job_plan.options.continues(),
+            features: job_plan.settings.features().and(job_plan.options.features()).and(of_site),
             settings: placed.settings,
-            state_slots: updates.state_slots,
+            state_slots: update_method.state_slots,
             routes: placed.routes,
             shards,
             restored: Vec::new(),
@@ -93,35 +94,35 @@ impl HubJob {
 
 /// Checks that the settings and the options go together and that the job was planned for this hub. Returns
 /// how its layers are exchanged.
-fn check(plan: &JobPlan, shape: &HubShape) -> Result<Plan, String> {
-    let refused = |why: String| format!("job `{}`: {why}", plan.name);
-    plan.settings.check().map_err(|error| refused(error.to_string()))?;
-    let schemes = Plan::new(&plan.settings, &plan.cluster);
-    check_job(plan, &schemes).map_err(|conflict| refused(conflict.to_string()))?;
-    let stragglers = plan.options.stragglers;
+fn checked_schemes(job_plan: &JobPlan, shape: &HubShape) -> Result<Plan, String> {
+    let refused = |why: String| format!("job `{}`: {why}", job_plan.name);
+    job_plan.settings.check().map_err(|error| refused(error.to_string()))?;
+    let schemes = Plan::new(&job_plan.settings, &job_plan.cluster);
+    check_job(job_plan, &schemes).map_err(|conflict| refused(conflict.to_string()))?;
+    let stragglers = job_plan.options.stragglers;
     stragglers
-        .check(plan.composition.workers())
+        .check(job_plan.composition.workers())
         .map_err(|why| refused(format!("stragglers = {stragglers}: {why}")))?;
-    let site = plan.composition.sites.get(usize::from(plan.site));
-    let here = site.and_then(|site| site.hubs.get(plan.hub as usize));
+    let site = job_plan.composition.sites.get(usize::from(job_plan.site));
+    let here = site.and_then(|site| site.hubs.get(job_plan.hub as usize));
     if here != Some(shape) {
-        return Err(format!("job `{}` was planned for other interfaces than this hub has", plan.name));
+        return Err(format!("job `{}` was planned for other interfaces than this hub has", job_plan.name));
     }
     Ok(schemes)
 }
 
-/// How long a job waits for what.
-struct Waits {
+/// The job's timeouts.
+struct Timeouts {
     rendezvous: Duration,
     dead_after: Duration,
     progress_timeout: Option<Duration>,
 }
 
-impl Waits {
-    fn of(plan: &JobPlan) -> Result<Waits, String> {
-        let options = &plan.options;
+impl Timeouts {
+    fn of(job_plan: &JobPlan) -> Result<Timeouts, String> {
+        let options = &job_plan.options;
         let progress = |value| seconds("progress_timeout_s", value);
-        Ok(Waits {
+        Ok(Timeouts {
             rendezvous: seconds("rendezvous_timeout_s", options.rendezvous_timeout_s)?,
             dead_after: seconds("dead_after_s", options.dead_after_s)?,
             progress_timeout: options.progress_timeout_s.map(progress).transpose()?,
@@ -130,7 +131,7 @@ impl Waits {
 }
 
 /// How a job's chunks are summed and updated.
-struct Updates {
+struct UpdateMethod {
     aggregator: Arc<dyn Aggregator>,
     optimizer: Arc<dyn Optimizer>,
     /// The hyperparameters of each group at step 0.
@@ -139,8 +140,8 @@ struct Updates {
     state_slots: u8,
 }
 
-impl Updates {
-    fn of(settings: &Settings, registry: &Registry) -> Result<Updates, String> {
+impl UpdateMethod {
+    fn of(settings: &Settings, registry: &Registry) -> Result<UpdateMethod, String> {
         let named = &settings.optimizer.name;
         let optimizer = registry.optimizer(named).map_err(|error| error.to_string())?;
         let aggregator = registry.aggregator(&settings.aggregator).map_err(|error| error.to_string())?;
@@ -158,68 +159,68 @@ impl Updates {
                 "optimizer `{named}` keeps {state_slots} values of state a parameter, more than the {STATE_SLOTS_MAX} a hub can number"
             )
         })?;
-        Ok(Updates { aggregator, optimizer, groups, state_slots })
+        Ok(UpdateMethod { aggregator, optimizer, groups, state_slots })
     }
 }
 
 /// Where a job's chunks are.
-struct Placed {
+struct PlacedChunks {
     settings: Arc<Settings>,
     map: Arc<ChunkMap>,
-    blocks: Arc<[FactorBlock]>,
+    factor_blocks: Arc<[FactorBlock]>,
     composed: Arc<Composed>,
     /// This hub's routes that carry chunks.
     routes: Vec<(RouteId, Route)>,
     ports: HashMap<RouteId, Arc<Ports>>,
 }
 
-impl Placed {
-    fn of(plan: &JobPlan, schemes: &Plan) -> Result<Placed, String> {
-        let settings = &plan.settings;
+impl PlacedChunks {
+    fn of(job_plan: &JobPlan, schemes: &Plan) -> Result<PlacedChunks, String> {
+        let settings = &job_plan.settings;
         let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).map_err(|error| error.to_string())?;
         let spreads = schemes.spreads(settings.keys.len());
-        let blocks = FactorBlock::planned(settings, &map, schemes).into();
-        let composed = Composed::planned(&settings.keys, &map, plan.composition.clone(), &spreads)
+        let factor_blocks = FactorBlock::planned(settings, &map, schemes).into();
+        let composed = Composed::planned(&settings.keys, &map, job_plan.composition.clone(), &spreads)
             .map_err(|error| error.to_string())?;
-        let placement = &composed.placements[usize::from(plan.site)];
+        let placement = &composed.placements[usize::from(job_plan.site)];
         let carries = |route: RouteId| !placement.chunks(route).is_empty();
         let routes: Vec<(RouteId, Route)> = (0..)
             .zip(placement.routes().iter().copied())
-            .filter(|&(id, route)| u32::from(route.hub) == plan.hub && carries(id))
+            .filter(|&(id, route)| u32::from(route.hub) == job_plan.hub && carries(id))
             .collect();
-        let ports = |&(id, _): &(RouteId, Route)| (id, Arc::new(Ports::new(&composed, plan.site, id)));
+        let ports = |&(id, _): &(RouteId, Route)| (id, Arc::new(Ports::new(&composed, job_plan.site, id)));
         let ports = routes.iter().map(ports).collect();
         let (composed, map) = (Arc::new(composed), Arc::new(map));
-        Ok(Placed { settings: Arc::new(settings.clone()), map, blocks, composed, routes, ports })
+        Ok(PlacedChunks { settings: Arc::new(settings.clone()), map, factor_blocks, composed, routes, ports })
     }
 
     /// What each core of this hub must open.
     fn shards(
         &self,
-        plan: &JobPlan,
-        waits: &Waits,
-        updates: &Updates,
+        job_plan: &JobPlan,
+        timeouts: &Timeouts,
+        update_method: &UpdateMethod,
         checkpoints: Option<&CheckpointPlan>,
     ) -> Vec<(u16, ShardPlan)> {
         let shard = |&(id, route): &(RouteId, Route)| {
             let shard = ShardPlan {
-                name: plan.name.clone(),
-                namespace: plan.namespace,
-                dead_after: waits.dead_after,
-                continues: plan.options.continues(),
-                stragglers: plan.options.stragglers,
-                progress_timeout: waits.progress_timeout,
-                weight: weight(plan),
+                name: job_plan.name.clone(),
+                namespace: job_plan.namespace,
+                dead_after: timeouts.dead_after,
+                continues: job_plan.options.continues(),
+                stragglers: job_plan.options.stragglers,
+                progress_timeout: timeouts.progress_timeout,
+                weight: weight(job_plan),
                 settings: self.settings.clone(),
                 map: self.map.clone(),
-                blocks: self.blocks.clone(),
+                factor_blocks: self.factor_blocks.clone(),
                 composed: self.composed.clone(),
-                site: plan.site,
+                site: job_plan.site,
                 route: id,
                 ports: self.ports[&id].clone(),
-                aggregator: updates.aggregator.clone(),
-                optimizer: updates.optimizer.clone(),
-                groups: updates.groups.clone(),
+                aggregator: update_method.aggregator.clone(),
+                optimizer: update_method.optimizer.clone(),
+                groups: update_method.groups.clone(),
                 checkpoints: checkpoints.is_some_and(CheckpointPlan::are_written),
             };
             (route.core, shard)
@@ -227,11 +228,11 @@ impl Placed {
         self.routes.iter().map(shard).collect()
     }
 
-    /// What the rules of the hub's jobs need.
+    /// What job control needs to know of the job.
     fn terms(
         &self,
-        plan: &JobPlan,
-        waits: &Waits,
+        job_plan: &JobPlan,
+        timeouts: &Timeouts,
         shards: &[(u16, ShardPlan)],
         checkpoints: Option<&CheckpointPlan>,
     ) -> JobTerms {
@@ -242,17 +243,17 @@ impl Placed {
             streams: self.ports[&id].len(),
         };
         JobTerms {
-            namespace: plan.namespace,
-            name: plan.name.clone(),
+            namespace: job_plan.namespace,
+            name: job_plan.name.clone(),
             composed: self.composed.clone(),
-            site: plan.site,
+            site: job_plan.site,
             routes: self.routes.iter().map(route).collect(),
-            rendezvous: waits.rendezvous,
-            dead_after: waits.dead_after,
-            progress_timeout: waits.progress_timeout,
-            continues: plan.options.continues(),
-            stragglers: plan.options.stragglers,
-            weight: weight(plan),
+            rendezvous: timeouts.rendezvous,
+            dead_after: timeouts.dead_after,
+            progress_timeout: timeouts.progress_timeout,
+            continues: job_plan.options.continues(),
+            stragglers: job_plan.options.stragglers,
+            weight: weight(job_plan),
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             resumes: checkpoints.is_some_and(CheckpointPlan::is_read),
             writes_checkpoints: checkpoints.is_some_and(CheckpointPlan::are_written),
@@ -262,13 +263,13 @@ impl Placed {
 }
 
 /// The job's share of a core's time, relative to other jobs' weights.
-fn weight(plan: &JobPlan) -> u32 {
-    plan.options.weight.clamp(1, WEIGHT_MAX)
+fn weight(job_plan: &JobPlan) -> u32 {
+    job_plan.options.weight.clamp(1, WEIGHT_MAX)
 }
 
-/// A wait in seconds, which the manager has checked.
+/// Converts seconds. The manager has checked the bounds; this refuses only what a clock cannot hold.
 fn seconds(option: &str, value: f64) -> Result<Duration, String> {
     let wait =
         Duration::try_from_secs_f64(value).ok().filter(|&wait| Instant::now().checked_add(wait).is_some());
-    wait.ok_or_else(|| format!("{option} is {value}, which is no time to wait"))
+    wait.ok_or_else(|| format!("{option} is {value}, which is not a valid time in seconds"))
 }

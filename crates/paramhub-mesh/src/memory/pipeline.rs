@@ -78,7 +78,7 @@ impl Pipeline {
         }
     }
 
-    /// The doorbell to wait for, and to [`hear`](Doorbell::hear) after it has rung.
+    /// The doorbell to wait for, and to [`clear`](Doorbell::clear) after a wake.
     pub(crate) fn doorbell(&self) -> &Doorbell {
         self.segment.doorbell()
     }

@@ -158,7 +158,7 @@ impl SharedSegment {
         for rank in members(self.others()) {
             let asleep = self.counter(rank, ASLEEP_OFFSET);
             if asleep.load(Relaxed) == 1 && self.is_due(rank) && asleep.swap(0, Relaxed) == 1 {
-                self.doorbells[rank as usize].ring();
+                self.doorbells[rank as usize].wake();
             }
         }
     }

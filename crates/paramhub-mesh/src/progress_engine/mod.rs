@@ -210,7 +210,7 @@ impl ProgressEngine {
                         continue;
                     }
                     (DOORBELL, Some(pipeline)) => {
-                        pipeline.doorbell().hear();
+                        pipeline.doorbell().clear();
                         continue;
                     }
                     _ => {}

@@ -14,14 +14,14 @@ const RECORD_BYTES: usize = 1 + 3 * PIXELS;
 const RECORDS_MAX: usize = 10_000;
 
 /// `data_batch_1.bin` to `data_batch_5.bin` for training, `test_batch.bin` for testing.
-pub(super) fn folder(folder: &Path) -> Result<Data, DataError> {
+pub(super) fn read_folder(folder: &Path) -> Result<Data, DataError> {
     let names: Vec<String> = (1..=5).map(|batch| format!("data_batch_{batch}.bin")).collect();
-    let train = part(folder, &names)?;
-    let test = part(folder, &["test_batch.bin".to_owned()])?;
+    let train = read_part(folder, &names)?;
+    let test = read_part(folder, &["test_batch.bin".to_owned()])?;
     Ok(Data { test: test.normalised_like(&train), train })
 }
 
-fn part(folder: &Path, names: &[String]) -> Result<Dataset, DataError> {
+fn read_part(folder: &Path, names: &[String]) -> Result<Dataset, DataError> {
     let (mut pixels, mut labels) = (Vec::new(), Vec::new());
     for name in names {
         let path = folder.join(name);

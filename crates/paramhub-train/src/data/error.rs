@@ -21,7 +21,7 @@ pub enum DataError {
         expected: String,
     },
     /// The operating system or the decompressor cannot read the file.
-    #[error("{file}: {source}")]
+    #[error("{file}: cannot be read")]
     Read {
         /// Path of the file.
         file: String,
@@ -58,9 +58,9 @@ pub enum DataError {
         /// Bytes that the file's header or its format announces (after decompression).
         expected: u64,
     },
-    /// An extent in the header is zero, too large, or not that of the other files.
+    /// A size in the header is zero, too large, or not that of the other files.
     #[error("{file}: expected {expected}, found {found}")]
-    Extent {
+    Size {
         /// Path of the file.
         file: String,
         /// The accepted values.
@@ -78,7 +78,7 @@ pub enum DataError {
         /// Number of labels.
         found: usize,
     },
-    /// A label names no class.
+    /// A label is not the number of a class.
     #[error("{file}: expected labels from 0 to {max}, found {found} at position {position}", max = classes - 1)]
     Label {
         /// Path of the file with the labels.

@@ -41,9 +41,9 @@ impl DataSource {
     /// Whatever is wrong with a file, with its path, what was expected and what was found.
     pub fn load(&self) -> Result<Data, DataError> {
         match self {
-            DataSource::Digits => idx::digits(),
-            DataSource::Idx(folder) => idx::folder(folder),
-            DataSource::Cifar10(folder) => cifar10::folder(folder),
+            DataSource::Digits => idx::read_digits(),
+            DataSource::Idx(folder) => idx::read_folder(folder),
+            DataSource::Cifar10(folder) => cifar10::read_folder(folder),
         }
     }
 }

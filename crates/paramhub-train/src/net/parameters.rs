@@ -5,8 +5,7 @@ use paramhub_kernels::product::{Operand, multiply};
 
 use super::matrix::Matrix;
 
-/// The parameters of one key. Clones share them: the layer computes with them, the network lends them to be
-/// changed.
+/// The parameters of one key. Clones share them: the layer computes with them, the exchange changes them.
 ///
 /// They are behind a lock, so that threads can share them. A caller with several threads must order changes
 /// and passes itself; then no thread waits for the lock.
@@ -22,8 +21,8 @@ impl SharedParameters {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lends the parameters to be changed in place, or exchanged for other memory. If their number has
-    /// changed, it is restored with NaN, and the error is the number found.
+    /// Calls `borrower`, which may change or replace the vector. If its length is then wrong, restores it (cut
+    /// off, or filled with NaN) and returns the wrong length as the error.
     pub(super) fn lend<R>(&self, borrower: impl FnOnce(&mut Vec<f32>) -> R) -> Result<R, usize> {
         let mut values = self.write();
         let expected = values.len();
@@ -75,8 +74,8 @@ impl LinearMap {
         outputs
     }
 
-    /// The gradients of weight and bias, from the inputs and the gradient of the outputs, a row for each of
-    /// theirs.
+    /// The gradients of weight and bias, from the inputs and the gradient of the outputs, which has one
+    /// row for each row of inputs.
     pub(super) fn gradients(&self, inputs: &Matrix, output_gradient: &[f32]) -> [Vec<f32>; 2] {
         let shape = (self.outputs, self.inputs);
         let factors = Factors::new(inputs.rows(), shape, inputs.values(), output_gradient);

@@ -126,10 +126,10 @@ fn trailing_bytes_are_refused() {
 fn absurd_extents_are_refused_before_anything_is_allocated() {
     for extents in [[u32::MAX; 3], [0, 2, 3], [3, 0, 3], [3, 2, 2000], [10_000_000, 1024, 1024]] {
         let (error, _) = offence(TRAIN_IMAGES, &idx(&extents, &[]));
-        assert!(matches!(error, DataError::Extent { .. }), "{error:?}");
+        assert!(matches!(error, DataError::Size { .. }), "{error:?}");
     }
     let (error, message) = offence(TEST_IMAGES, &idx(&[2, 3, 3], &[0; 18]));
-    assert!(matches!(error, DataError::Extent { .. }), "{error:?}");
+    assert!(matches!(error, DataError::Size { .. }), "{error:?}");
     assert!(message.contains("2x3") && message.contains("3x3"), "{message}");
 }
 

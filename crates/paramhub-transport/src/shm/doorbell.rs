@@ -8,7 +8,7 @@ use rustix::fs::OFlags;
 
 /// An eventfd for which one process's poller waits, and which others write to once they have its descriptor.
 ///
-/// A ring lasts until [`hear`](Self::hear). Unlike a [`Waker`](crate::Waker), each ring costs a system call,
+/// A wake lasts until [`clear`](Self::clear). Unlike a [`Waker`](crate::Waker), each wake costs a system call,
 /// so the caller first checks whether the other side sleeps.
 #[derive(Debug)]
 pub struct Doorbell {
@@ -16,12 +16,14 @@ pub struct Doorbell {
 }
 
 impl Doorbell {
-    /// A doorbell that has not rung.
+    /// A doorbell that nothing has woken.
     pub fn new() -> io::Result<Self> {
         Ok(Doorbell { eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)? })
     }
 
-    /// A doorbell from another process. Whatever kind of descriptor it is, it cannot make this process wait.
+    /// A doorbell from another process. This makes the descriptor non-blocking for both processes, because they
+    /// share its flags. The other process is trusted to leave them so: otherwise a read of an empty counter or
+    /// a write to a full one would make this process wait.
     pub fn adopt(descriptor: OwnedFd) -> io::Result<Self> {
         let flags = rustix::fs::fcntl_getfl(&descriptor)?;
         rustix::fs::fcntl_setfl(&descriptor, flags | OFlags::NONBLOCK)?;
@@ -29,14 +31,14 @@ impl Doorbell {
     }
 
     /// Makes the poller's current or next wait return, in whichever process it is.
-    pub fn ring(&self) {
-        // A full counter rings already.
+    pub fn wake(&self) {
+        // If the counter is full, the write fails, but the poller wakes all the same.
         let _ = rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes());
     }
 
-    /// Ends the rings so far.
-    pub fn hear(&self) {
-        // This fails if it has not rung.
+    /// Resets the eventfd: earlier wakes no longer end a wait.
+    pub fn clear(&self) {
+        // This fails if there was no wake.
         let _ = rustix::io::read(&self.eventfd, &mut [0_u8; 8]);
     }
 }
@@ -55,7 +57,7 @@ mod tests {
     use crate::{Events, Interest, Poller};
 
     #[test]
-    fn a_ring_through_a_passed_descriptor_ends_a_wait() {
+    fn a_wake_through_a_passed_descriptor_ends_a_wait() {
         let doorbell = Doorbell::new().unwrap();
         let passed = Doorbell::adopt(doorbell.as_fd().try_clone_to_owned().unwrap()).unwrap();
         let poller = Poller::new().unwrap();
@@ -63,13 +65,13 @@ mod tests {
         let mut events = Events::with_capacity(4);
         poller.wait(&mut events, Some(Duration::ZERO)).unwrap();
         assert!(events.is_empty());
-        passed.ring();
-        passed.ring();
+        passed.wake();
+        passed.wake();
         poller.wait(&mut events, Some(Duration::from_secs(60))).unwrap();
         assert_eq!(events.iter().map(|event| event.token).collect::<Vec<_>>(), [7]);
-        doorbell.hear();
-        // No ring is left, and the read does not wait.
-        doorbell.hear();
+        doorbell.clear();
+        // No wake is left, and the read does not wait.
+        doorbell.clear();
         poller.wait(&mut events, Some(Duration::ZERO)).unwrap();
         assert!(events.is_empty());
     }

@@ -9,7 +9,7 @@ use paramhub_kernels::convert;
 use super::checks::CheckedHeader;
 use super::{BLOCK_ELEMENTS, Shard};
 use crate::core::fault::Fault;
-use crate::core::layout::Slot;
+use crate::core::layout::ChunkPlace;
 use crate::core::ports::Side;
 
 impl Shard {
@@ -36,7 +36,7 @@ impl Shard {
         self.spill(index);
         self.newest_step = self.newest_step.max(update.step);
         for block in slot.blocks(BLOCK_ELEMENTS) {
-            let at = slot.offset + block.start..slot.offset + block.end;
+            let at = slot.array_offset + block.start..slot.array_offset + block.end;
             let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();
             convert::decode(&payload[bytes], &mut self.model.parameters[at.clone()], slot.parameter);
             let parameters = self.model.encode(at, slot.parameter);
@@ -46,7 +46,7 @@ impl Shard {
         Ok(())
     }
 
-    fn lowered(&mut self, checked: &CheckedHeader) -> Result<(u32, Slot, SumAction), Fault> {
+    fn lowered(&mut self, checked: &CheckedHeader) -> Result<(u32, ChunkPlace, SumAction), Fault> {
         let (header, (index, slot)) = (&checked.header, self.located(checked));
         // An answer carries the version that it makes, which is the step plus one.
         let then = self.exchange.lower(index, header.step.wrapping_sub(1));

@@ -8,7 +8,7 @@ use paramhub_kernels::{finite, quantise};
 use super::Shard;
 use super::payload::{Payload, read_blocks};
 use crate::core::fault::Fault;
-use crate::core::layout::Slot;
+use crate::core::layout::ChunkPlace;
 use crate::core::ports::Side;
 
 /// A header that [`Shard::check`] has accepted, with its sender and the place of its chunk.
@@ -105,7 +105,12 @@ impl Shard {
     }
 
     /// The first element of a contribution that is NaN or infinite.
-    pub(super) fn first_non_finite(&self, worker: u32, slot: Slot, payload: Payload<'_>) -> Option<usize> {
+    pub(super) fn first_non_finite(
+        &self,
+        worker: u32,
+        slot: ChunkPlace,
+        payload: Payload<'_>,
+    ) -> Option<usize> {
         match payload {
             // The other site has checked its own contributions.
             Payload::Here(_) if worker >= self.plan.ports.workers() => None,
@@ -127,7 +132,7 @@ impl Shard {
 }
 
 /// The codec in which contributions arrive.
-fn contributed_as(side: Side, slot: &Slot) -> Codec {
+fn contributed_as(side: Side, slot: &ChunkPlace) -> Codec {
     match side {
         Side::Worker(_) => slot.gradient,
         Side::Below(_) | Side::Above => Codec::F32,

@@ -124,7 +124,7 @@ impl Shard {
         while done < elements
             && let Some(index) = making.next_chunk(&block, &weight, &bias, |index| {
                 let slot = self.slots[index as usize];
-                slot.first as usize + slot.elements as usize
+                slot.key_offset as usize + slot.elements as usize
             })
         {
             making.chunks += 1;
@@ -164,14 +164,14 @@ impl Shard {
             let some = (BIAS_TURN_NUMBERS / samples.max(1)).max(BIAS_ROWS_MIN);
             let part = making.bias..rows.min(making.bias + some);
             making.bias = part.end;
-            let start = self.slots[bias.start as usize].offset;
+            let start = self.slots[bias.start as usize].array_offset;
             let target = self.sums.part_mut(start + part.start..start + part.end);
             return factors.bias_gradient_of(part, target);
         }
         let band = making.rows..rows.min(making.rows + layer.tiling.rows);
         let tile = making.columns..columns.min(making.columns + layer.tiling.columns);
-        let start = self.slots[weight.start as usize].offset + band.start * columns + tile.start;
-        let end = self.slots[weight.start as usize].offset + band.end * columns;
+        let start = self.slots[weight.start as usize].array_offset + band.start * columns + tile.start;
+        let end = self.slots[weight.start as usize].array_offset + band.end * columns;
         *making = match tile.end == columns {
             true => MakeProgress { rows: band.end, columns: 0, ..*making },
             false => MakeProgress { columns: tile.end, ..*making },

@@ -7,7 +7,7 @@ use paramhub_core::job_control::LateRank;
 
 use super::Shard;
 use super::timing::UpdateTiming;
-use crate::core::layout::Slot;
+use crate::core::layout::ChunkPlace;
 
 /// A rank is reported again when it has missed this many times as many steps.
 const REPORT_FACTOR: u64 = 10;
@@ -15,7 +15,7 @@ const REPORT_FACTOR: u64 = 10;
 impl Shard {
     /// Answers a contribution that was dropped because its step is over: the sender gets the newest
     /// parameters.
-    pub(super) fn answer_late(&mut self, index: u32, slot: Slot) {
+    pub(super) fn answer_late(&mut self, index: u32, slot: ChunkPlace) {
         self.settle(index);
         if self.arenas.has_targets() {
             self.deliver(slot, false);

@@ -9,7 +9,7 @@ use super::{Arenas, Shard};
 use crate::core::buffer::Pages;
 use crate::core::deadlines::Deadlines;
 use crate::core::factor_layers::FactorLayers;
-use crate::core::layout::{Layout, Slot};
+use crate::core::layout::{ChunkPlace, Layout};
 use crate::core::plan::ShardPlan;
 use crate::core::quantised::Quantised;
 use crate::core::restored::{RestoreProgress, Restored};
@@ -22,7 +22,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let arrays = 2 + layout.state_slots + layout.parked_members + usize::from(layout.keeps_totals);
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
     let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
-    let slots = layout.slots.len() as u64 * (size_of::<Slot>() + squares) as u64;
+    let slots = layout.slots.len() as u64 * (size_of::<ChunkPlace>() + squares) as u64;
     // Each stream has the frame that it may spill, and the one that a read has cut off.
     let streams = u64::from(plan.ports.len()) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
     let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;

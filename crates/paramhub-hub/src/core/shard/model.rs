@@ -6,14 +6,14 @@ use paramhub_core::codec::Codec;
 use paramhub_kernels::{convert, shared};
 
 use crate::core::buffer::{Buffer, OutOfMemory, Pages};
-use crate::core::layout::{BLOCK_ELEMENTS, Layout, Slot, block_elements};
+use crate::core::layout::{BLOCK_ELEMENTS, ChunkPlace, Layout, block_elements};
 use crate::core::plan::ShardPlan;
 
 /// The parameters of all chunks of a shard, each chunk at the offset of its slot, and their optimizer state.
 pub(in crate::core) struct Model {
     pub(super) parameters: Buffer,
     /// The optimizer's state: as many values for each parameter as the optimizer has state slots.
-    /// [`Slot::state_blocks`] says in which order they lie.
+    /// [`ChunkPlace::state_blocks`] says in which order they lie.
     pub(super) state: Buffer,
     /// The parameters of keys that are not f32 as they travel in frames, with 2 bytes for each element, at
     /// the same element offsets as in `parameters`. It is empty if all keys are f32.
@@ -60,7 +60,7 @@ impl Model {
     }
 
     /// The bytes of a chunk's parameters as they travel in frames. They were encoded when they last changed.
-    pub(super) fn encoded(&self, slot: &Slot) -> &[u8] {
+    pub(super) fn encoded(&self, slot: &ChunkPlace) -> &[u8] {
         match slot.parameter {
             Codec::F32 => bytemuck::cast_slice(&self.parameters[slot.range()]),
             _ => &self.encoded[slot.encoded_range()],
@@ -68,7 +68,7 @@ impl Model {
     }
 
     /// The state of a chunk.
-    pub(super) fn state_of(&self, slot: &Slot) -> &[f32] {
+    pub(super) fn state_of(&self, slot: &ChunkPlace) -> &[f32] {
         let range = slot.range();
         &self.state[range.start * self.state_slots..range.end * self.state_slots]
     }
@@ -76,7 +76,7 @@ impl Model {
     /// Begins a chunk with the parameters and the state of a checkpoint. The arrays of both must have been
     /// touched up to the end of this chunk, and `encoded` as a whole: a core restores the first chunks while
     /// the memory for later ones has not been touched.
-    pub(super) fn restore(&mut self, slot: &Slot, parameters: &[f32], state: &[f32]) {
+    pub(super) fn restore(&mut self, slot: &ChunkPlace, parameters: &[f32], state: &[f32]) {
         let range = slot.range();
         let target = self.parameters.part_mut(range.clone());
         target.copy_from_slice(parameters);

@@ -5,7 +5,7 @@ use paramhub_core::exchange::Answer;
 use paramhub_core::wire::{Header, Operation, State};
 
 use super::Shard;
-use crate::core::layout::Slot;
+use crate::core::layout::ChunkPlace;
 use crate::core::outbox::Source;
 use crate::core::ports::Side;
 
@@ -145,7 +145,7 @@ impl Shard {
     }
 
     /// The chunk's parameters in the codec in which they travel.
-    pub(super) fn payload(&self, slot: Slot) -> &[u8] {
+    pub(super) fn payload(&self, slot: ChunkPlace) -> &[u8] {
         let quantised = slot.gradient.is_quantised().then(|| self.quantised.parameters(&slot)).flatten();
         quantised.map_or_else(|| self.model.encoded(&slot), bytemuck::cast_slice)
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use paramhub_core::codec::Codec;
 
 use crate::core::arenas::Arenas;
-use crate::core::layout::{BLOCK_ELEMENTS, Slot};
+use crate::core::layout::{BLOCK_ELEMENTS, ChunkPlace};
 
 /// The payload of a frame, by its place.
 #[derive(Clone, Copy, Debug)]
@@ -37,7 +37,7 @@ pub(super) fn read_blocks(
     arenas: &Arenas,
     rank: u32,
     place: usize,
-    slot: Slot,
+    slot: ChunkPlace,
     codec: Codec,
     mut each: impl FnMut(Range<usize>, &[u8]),
 ) {

@@ -10,7 +10,7 @@ use paramhub_kernels::Aggregator;
 use super::payload::{Payload, read_blocks};
 use crate::core::arenas::Arenas;
 use crate::core::buffer::{Buffer, OutOfMemory, Pages};
-use crate::core::layout::{BLOCK_ELEMENTS, Layout, Slot};
+use crate::core::layout::{BLOCK_ELEMENTS, ChunkPlace, Layout};
 use crate::core::plan::ShardPlan;
 
 /// The way in which contributions are added up. It is fixed at InitService.
@@ -73,7 +73,7 @@ impl Sums {
     pub(super) fn fold(
         &mut self,
         index: u32,
-        slot: Slot,
+        slot: ChunkPlace,
         contribution: &Contribution<'_>,
         fold: &Fold,
         arenas: &Arenas,
@@ -90,11 +90,11 @@ impl Sums {
                 }
             }
             (Fold::Park, _) => unreachable!("only sums in the order of members park contributions"),
-            (Fold::Sum { first, parked: due }, Accumulation::InMemberOrder { parked }) => {
+            (Fold::Sum { starts_sum, parked: due }, Accumulation::InMemberOrder { parked }) => {
                 match payload {
-                    Payload::Here(wire) if *first => aggregator.assign(sum, wire, codec),
+                    Payload::Here(wire) if *starts_sum => aggregator.assign(sum, wire, codec),
                     Payload::Here(wire) => aggregator.add(sum, wire, codec),
-                    Payload::InArena => add_from_arena(arenas, member, aggregator, slot, sum, *first),
+                    Payload::InArena => add_from_arena(arenas, member, aggregator, slot, sum, *starts_sum),
                 }
                 for member in due.clone() {
                     match arenas.has(member) {
@@ -119,7 +119,7 @@ impl Sums {
     }
 
     /// Finds the contributions that still lie in arenas, of the step that a contribution of `last` completes.
-    pub(super) fn find_sources(&self, arenas: &mut Arenas, slot: &Slot, last: u32) {
+    pub(super) fn find_sources(&self, arenas: &mut Arenas, slot: &ChunkPlace, last: u32) {
         match self.accumulation {
             Accumulation::OnArrival => arenas.find_sources(&slot.extent(), None),
             Accumulation::EachAlone => arenas.find_sources(&slot.extent(), Some(last)),
@@ -133,7 +133,7 @@ impl Sums {
     pub(super) fn gather(
         &mut self,
         index: u32,
-        slot: Slot,
+        slot: ChunkPlace,
         last: u32,
         arenas: &mut Arenas,
         aggregator: &dyn Aggregator,
@@ -141,7 +141,7 @@ impl Sums {
         let adds = std::mem::replace(&mut self.has_part[index as usize], true);
         self.find_sources(arenas, &slot, last);
         for block in slot.blocks(BLOCK_ELEMENTS) {
-            let sum = &mut self.merge[slot.offset + block.start..slot.offset + block.end];
+            let sum = &mut self.merge[slot.array_offset + block.start..slot.array_offset + block.end];
             arenas.gather(aggregator, slot.gradient, block.start, sum, adds);
         }
     }
@@ -174,14 +174,14 @@ impl Sums {
 
     /// Keeps the sum of a step that is about to end for the sites below. The previous sum has left to all of
     /// them: without their next contributions, this sum would not be complete.
-    pub(super) fn keep_total(&mut self, slot: Slot) {
+    pub(super) fn keep_total(&mut self, slot: ChunkPlace) {
         if self.keeps_totals() {
             self.totals[slot.range()].copy_from_slice(&self.merge[slot.range()]);
         }
     }
 
     /// The sum of a chunk's last update.
-    pub(super) fn total(&self, slot: Slot) -> &[f32] {
+    pub(super) fn total(&self, slot: ChunkPlace) -> &[f32] {
         &self.totals[slot.range()]
     }
 
@@ -200,7 +200,7 @@ fn add_from_arena(
     arenas: &Arenas,
     rank: u32,
     aggregator: &dyn Aggregator,
-    slot: Slot,
+    slot: ChunkPlace,
     sum: &mut [f32],
     first: bool,
 ) {

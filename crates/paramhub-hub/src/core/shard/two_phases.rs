@@ -8,18 +8,19 @@ use paramhub_kernels::squares::squares;
 use super::Shard;
 use super::timing::UpdateTiming;
 use crate::core::fault::Fault;
-use crate::core::layout::{BLOCK_ELEMENTS, Slot};
+use crate::core::layout::{BLOCK_ELEMENTS, ChunkPlace};
 
 impl Shard {
     /// Adds a sum's part of the norm; with the last chunk of the step, sends the norm to all ranks.
-    pub(super) fn hold(&mut self, index: u32, slot: Slot) {
+    pub(super) fn hold(&mut self, index: u32, slot: ChunkPlace) {
         let UpdateTiming::OnRelease(held) = &mut self.timing else {
             unreachable!("chunks are held in two phases only")
         };
         let factor = mean_factor(self.plan.workers());
         let blocks = slot.blocks(BLOCK_ELEMENTS);
-        let total = blocks
-            .map(|block| squares(self.sums.part(slot.offset + block.start..slot.offset + block.end), factor));
+        let total = blocks.map(|block| {
+            squares(self.sums.part(slot.array_offset + block.start..slot.array_offset + block.end), factor)
+        });
         held.squares[index as usize] = total.sum();
         if let Some(step) = self.exchange.held_step() {
             // The norm is added up in the order of slots, whatever the order of arrival.

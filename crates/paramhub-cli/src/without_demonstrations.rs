@@ -24,7 +24,6 @@ pub(crate) struct LeftOut {
 
 pub(crate) type TrainFlags = LeftOut;
 pub(crate) type WorkerFlags = LeftOut;
-pub(crate) type RankFlags = LeftOut;
 
 impl LeftOut {
     pub(crate) fn apply(self, _: &mut Config) {}
@@ -46,10 +45,6 @@ pub(crate) fn train(_: &Config) -> anyhow::Result<ExitCode> {
 }
 
 pub(crate) fn work(_: &WorkerFlags) -> anyhow::Result<ExitCode> {
-    refuse()
-}
-
-pub(crate) fn run_rank(_: &Config, _: &RankFlags) -> anyhow::Result<ExitCode> {
     refuse()
 }
 

@@ -90,7 +90,7 @@ impl Chunks {
         let rules = Rules {
             workers: spec.workers,
             members: spec.workers,
-            sites_from: spec.workers,
+            first_site: spec.workers,
             rank_0: Some(0),
             consistency: settings.consistency,
             reproducible: settings.reproducible,
@@ -195,7 +195,9 @@ impl Chunks {
             other => bail!("rank {rank} sent {other:?}, which this exchange does not understand"),
         }
         let exchange = &mut work.exchange;
-        exchange.settle(0, |rank, answer| pending.push(PendingAnswer { rank, slot, answer, version: 0 }));
+        exchange.mark_due_answers(0, |rank, answer| {
+            pending.push(PendingAnswer { rank, slot, answer, version: 0 })
+        });
         for pending in pending.iter_mut() {
             pending.version = exchange.answer_version(0, pending.rank);
             // The stream tracks its unsent answers itself, so for the chunk's exchange they count as sent.
@@ -217,8 +219,10 @@ impl Chunks {
     ) -> anyhow::Result<()> {
         let arrival = work.exchange.push(0, rank, header.step, answer)?;
         match arrival.fold {
-            Fold::Sum { first: true, .. } => self.aggregator.assign(&mut work.sum, payload, header.codec),
-            Fold::Sum { first: false, .. } => self.aggregator.add(&mut work.sum, payload, header.codec),
+            Fold::Sum { starts_sum: true, .. } => {
+                self.aggregator.assign(&mut work.sum, payload, header.codec)
+            }
+            Fold::Sum { starts_sum: false, .. } => self.aggregator.add(&mut work.sum, payload, header.codec),
             Fold::Park | Fold::Drop => bail!("nothing is parked or repeated here"),
         }
         if let SumAction::Update(update) = arrival.then {
