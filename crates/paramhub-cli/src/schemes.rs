@@ -30,7 +30,7 @@ fn heading(plan: &Plan) -> String {
     let place = match cluster.place {
         HubPlace::BesideWorkers => "beside workers".to_owned(),
         HubPlace::Dedicated { width } => {
-            format!("on machines of their own, each {width:.2} times as wide as a worker")
+            format!("on machines of their own, each with {width:.2} times a worker's bandwidth")
         }
         HubPlace::Sites => "at several sites".to_owned(),
     };
@@ -46,7 +46,7 @@ fn table(plan: &Plan) -> Table {
     table.set_header(["layer", "size", "scheme", "by hub", "by factors", "by factors-to-hub"]);
     for planned in plan.rows() {
         let mut row = vec![planned.layer.name.clone(), size(planned), planned.scheme.to_string()];
-        row.extend(Scheme::ALL.map(|scheme| words(plan.numbers(planned, scheme))));
+        row.extend(Scheme::ALL.map(|scheme| traffic_cell(plan.numbers(planned, scheme))));
         table.add_row(row);
     }
     let total = |name: &str, traffic| {
@@ -54,7 +54,7 @@ fn table(plan: &Plan) -> Table {
             name.to_owned(),
             String::new(),
             String::new(),
-            words(Some(traffic)),
+            traffic_cell(Some(traffic)),
             String::new(),
             String::new(),
         ]
@@ -76,8 +76,8 @@ fn size(planned: &PlannedLayer) -> String {
     }
 }
 
-/// The traffic of a worker, of a hub and of both, as table 1 of the paper has them.
-fn words(traffic: Option<Traffic>) -> String {
+/// The numbers that a worker, a hub and a machine with both move, as Poseidon's table 1 has them.
+fn traffic_cell(traffic: Option<Traffic>) -> String {
     let Some(Traffic { worker, hub, both }) = traffic else { return "-".to_owned() };
     [worker, hub, both].map(millions).join(" / ")
 }

@@ -302,8 +302,8 @@ impl Schedule {
     /// `step` is the newest step under way: changes that are superseded by then make room.
     ///
     /// # Errors
-    /// [`HyperparameterError::TooEarly`] if there is no room because all changes before this one are still to
-    /// come.
+    /// [`HyperparameterError::TooEarly`] if [`CHANGES_MAX`](Self::CHANGES_MAX) changes are kept and none of them is
+    /// superseded at `step`.
     pub fn change(
         &mut self,
         step: u32,

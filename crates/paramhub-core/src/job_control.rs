@@ -35,7 +35,7 @@ use std::time::Duration;
 
 use crate::auth::Namespace;
 use crate::service::HubEvent;
-pub use ending::FINISHING;
+pub use ending::LAST_CHECKPOINT_TIMEOUT;
 pub use event::{CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNeighbours};
 use job::Job;
 pub use opening::READING_SHARE;
@@ -43,7 +43,7 @@ pub use output::{Output, Recipient};
 use shutdown::Shutdown;
 pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
 use streams::Down;
-pub use streams::{AdmittedStreams, CONCLUDED, CUT_OFF, RESUME};
+pub use streams::{AdmittedStreams, CUT_OFF, OUTCOME_TIMEOUT, RESUME};
 pub use terms::{HubTerms, JobLimits, JobTerms, RouteTerms};
 
 /// The longest time between two checks of the deadlines.
@@ -122,7 +122,7 @@ impl JobControl {
             Event::Planned(terms) => self.admit(*terms, now),
             Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
             Event::Link { namespace } => self.link(namespace, now),
-            Event::CannotLink { namespace, reason } => self.fail_known(namespace, reason, now),
+            Event::CannotLink { namespace, reason } => self.fail_as_known(namespace, reason, now),
             Event::SitesUnreachable { namespace, reason } => self.lose_sites(namespace, reason, now),
             Event::Tell { namespace, rank, message } => self.notify_all(namespace, rank, &message),
             Event::Probe(order) => {
@@ -151,7 +151,7 @@ impl JobControl {
             CoreEvent::Faulted { culprit, message, cause } => {
                 self.faulted(namespace, culprit, message, cause, now);
             }
-            CoreEvent::Panicked { reason } => self.fail_known(namespace, reason, now),
+            CoreEvent::Panicked { reason } => self.fail_as_known(namespace, reason, now),
             CoreEvent::Left { route, port } => self.left(namespace, route, port, now),
             CoreEvent::Silence { neighbour, seconds } => self.silence(namespace, neighbour, seconds),
             CoreEvent::Moved { neighbour, by } => self.moved(namespace, neighbour, by, now),

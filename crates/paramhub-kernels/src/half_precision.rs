@@ -1,8 +1,8 @@
-//! One element or one slice of f16 and bf16.
+//! Converts f32 to and from f16 and bf16, and slices to and from f16.
 //!
-//! The scalar forms have no branches, so a loop over them vectorises, and they give the same bits as the F16C
-//! instructions for every input, including NaNs. They avoid subnormal operands when they compute in f32, so
-//! they give the same bits in a process that flushes subnormals (`torch.set_flush_denormal`).
+//! The scalar forms have no branches, so a loop over them vectorises. Those of f16 give the same bits as the F16C
+//! instructions for every input, including NaNs. All give the same bits in a process that flushes subnormals
+//! (`torch.set_flush_denormal`): a subnormal f32 rounds to zero in f16 either way.
 
 use crate::dispatch::{Body, Isa};
 
@@ -24,7 +24,7 @@ pub(crate) fn f16_to_f32(bits: u16) -> f32 {
     let normal = shifted + ((127 - 15) << 23);
     let not_finite = shifted | F32_INFINITY;
     let not_finite = if shifted > F16_INFINITY << 13 { not_finite | F32_QUIET } else { not_finite };
-    // The mantissa under an exponent of 2^-14 is 2^-14 more than the subnormal: the difference is exact.
+    // Read with the exponent -14, the mantissa is the subnormal plus 2^-14; subtracting that is exact.
     let subnormal = (f32::from_bits(shifted | F16_NORMAL_MIN) - f32::from_bits(F16_NORMAL_MIN)).to_bits();
     let magnitude = if shifted >= F16_INFINITY << 13 {
         not_finite
@@ -37,7 +37,7 @@ pub(crate) fn f16_to_f32(bits: u16) -> f32 {
 }
 
 /// Rounds to the nearest, ties to even; overflow gives infinity. A NaN becomes quiet and keeps the upper
-/// ten bits of its payload.
+/// nine bits of its payload.
 #[inline(always)]
 pub(crate) fn f32_to_f16(value: f32) -> u16 {
     let bits = value.to_bits();

@@ -1,4 +1,4 @@
-//! The worker's client: a job handle whose Push, Pull and PushPull move tensors through a hub.
+//! The worker's client: a [`Job`], through which a worker pushes and pulls tensors.
 //!
 //! ```no_run
 //! use paramhub_core::key::{Key, KeyTable};
@@ -10,7 +10,7 @@
 //! let job = member.init(Settings::new(keys))?;
 //!
 //! let weight = job.push_pull(0, vec![1.0_f32; 1000], vec![0.0_f32; 1000])?;
-//! let bias = job.push_pull(1, vec![1.0_f32; 10], vec![0.0_f32; 10])?; // small, late, and still not held up
+//! let bias = job.push_pull(1, vec![1.0_f32; 10], vec![0.0_f32; 10])?; // small, so it does not wait for the first
 //! let (_gradient, mean) = bias.wait()?;
 //! assert_eq!(mean, [1.0; 10]);
 //! weight.wait()?;
@@ -24,13 +24,13 @@
 //! path allocates nothing, locks nothing and logs nothing per chunk.
 //!
 //! Between a worker and a hub on the same host tensors do not travel at all: they lie in an arena that the
-//! hub maps, and a frame says only which chunk is ready. The client copies any buffer into the arena and
-//! back; those of [`Job::gradient_tensor`] and [`Job::parameter_tensor`] lie there already.
-//! [`Options::transport`] chooses otherwise.
+//! hub maps, and a frame says only which chunk is ready. The client copies buffers into the arena and back, but
+//! not those of [`Job::gradient_tensor`] and [`Job::parameter_tensor`], which lie there. [`Options::transport`]
+//! can ask for TCP instead.
 //!
-//! A request passes through these modules: [`Job`] checks it and claims its key, the inbox takes it to the
-//! I/O thread, a lane (one stream's sending side) sends its chunks by urgency, the inbound side writes the
-//! answers to their buffers, and the [`Handle`] gives the buffers back.
+//! This is the way of a request: [`Job`] checks it and claims its key, an inbox takes it to the I/O thread, the
+//! lane of each stream sends its chunks by urgency, `inbound` checks the answers and says where they belong, and
+//! the [`Handle`] gives the buffers back.
 #![forbid(unsafe_code)]
 
 mod arena;

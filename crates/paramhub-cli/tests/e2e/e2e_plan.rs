@@ -147,7 +147,7 @@ fn schemes_are_planned_without_a_job() {
     assert!(page.contains(&shown), "docs/poseidon.md shows otherwise:\n{shown}");
     let dedicated = ["--deployment", "ncc", "--interfaces", "8"];
     let shown = plan(model.into_iter().chain(dedicated)).finish().expect_code(0).stdout;
-    assert!(shown.contains("1 hub on machines of their own, each 8.00 times as wide"), "{shown}");
+    assert!(shown.contains("1 hub on machines of their own, each with 8.00 times a worker"), "{shown}");
     for (arguments, expected) in [
         (vec!["--model", "vgg19", "--workers", "8", "--schemes"], "--batch"),
         (vec!["--model", "vgg19", "--workers", "0", "--schemes", "--batch", "8"], "1 to 1024"),

@@ -143,7 +143,7 @@ pub struct ExchangeCost {
     pub arrangement: Arrangement,
     /// The busiest link of each kind that exists.
     pub loads: Vec<LinkLoad>,
-    /// Bytes that leave racks for others in a step, all racks together.
+    /// Bytes that leave racks for others in a step, all racks together; 0 if the rate between racks is not known.
     pub core_bytes: f64,
     /// Lower bound: no exchange is shorter than its busiest link takes.
     pub seconds: f64,

@@ -1,10 +1,14 @@
-//! How a job ends: the first cause counts, a last checkpoint is taken before a finished job ends, and the end is
-//! reported when every core has freed what it had.
+//! How a job ends. When all workers have left, it is finishing: its last checkpoint is copied to memory. Then, or
+//! when it fails, it is ending: cores free what they had, and the end is reported when the last has done so. The
+//! first cause counts.
+//!
+//! If a launcher says that the workers' processes have ended, the hub is concluding: their streams tell within
+//! [`OUTCOME_TIMEOUT`] whether the job has finished.
 
 use std::time::Duration;
 
 use super::job::{Concluding, Job, Phase};
-use super::{CONCLUDED, JobControl, Output};
+use super::{JobControl, OUTCOME_TIMEOUT, Output};
 use crate::auth::Namespace;
 use crate::placement::RouteId;
 use crate::service::{CauseKind, HubEvent, HubJobCounters, JobEnd, StopWhen};
@@ -12,7 +16,7 @@ use crate::wire::Failure;
 
 /// The time that the last checkpoint of a job whose workers have left may take to be in memory. It waits until
 /// an earlier checkpoint is written, which takes minutes if that is large.
-pub const FINISHING: Duration = Duration::from_secs(300);
+pub const LAST_CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(300);
 
 impl JobControl {
     /// The manager ends a job.
@@ -23,12 +27,12 @@ impl JobControl {
             (None, _) => {
                 self.report(HubEvent::Ended(JobEnd::failed(namespace, reason, CauseKind::Hearsay)));
             }
-            // Every worker has left: only the last checkpoint is missing, which will be there soon.
+            // Every worker has left: only the last checkpoint is missing.
             (Some(job), _) if job.is_finishing() => {}
             (Some(_), StopWhen::Now) => self.fail(namespace, CauseKind::Hearsay, None, reason, now),
             (Some(job), StopWhen::WorkersEnded) => {
                 // Each stream brings a Leave or an end without one, and both decide the job's outcome.
-                let until = now + CONCLUDED;
+                let until = now + OUTCOME_TIMEOUT;
                 job.concluding.get_or_insert(Concluding { until, reason });
             }
         }
@@ -39,8 +43,8 @@ impl JobControl {
     fn announce_end(&mut self, namespace: Namespace, reason: String) {
         if let Some(job) = self.jobs.get_mut(&namespace) {
             job.announced_end.get_or_insert(reason);
-            if job.writes && !job.is_finishing() && !job.is_ending() {
-                job.has_left_last = true;
+            if job.writes_checkpoints && !job.is_finishing() && !job.is_ending() {
+                job.has_last_checkpoint = true;
                 return self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: true });
             }
         }
@@ -71,8 +75,8 @@ impl JobControl {
         if !job.have_all_left() || job.is_finishing() || job.is_ending() {
             return;
         }
-        job.phase = Phase::Finishing { until: now + FINISHING };
-        if job.writes {
+        job.phase = Phase::Finishing { until: now + LAST_CHECKPOINT_TIMEOUT };
+        if job.writes_checkpoints {
             self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: false });
         } else {
             self.finished(namespace, now);
@@ -87,11 +91,12 @@ impl JobControl {
             _ => None,
         });
         for (namespace, reason) in late.collect::<Vec<_>>() {
-            self.fail_known(namespace, reason, now);
+            self.fail_as_known(namespace, reason, now);
         }
     }
 
-    /// Ends a job whose last checkpoint is in memory, or will not be taken.
+    /// Ends a finishing job whose last checkpoint has been copied to memory, from which a thread writes it, or will
+    /// not be taken.
     pub(super) fn last_checkpoint_taken(&mut self, namespace: Namespace, now: Duration) {
         if self.jobs.get(&namespace).is_some_and(|job| job.is_finishing()) {
             self.finished(namespace, now);
@@ -99,7 +104,7 @@ impl JobControl {
     }
 
     /// Ends a job for a reason that this hub has caused or can prove.
-    pub(super) fn fail_known(&mut self, namespace: Namespace, reason: String, now: Duration) {
+    pub(super) fn fail_as_known(&mut self, namespace: Namespace, reason: String, now: Duration) {
         self.fail(namespace, CauseKind::Known, None, reason, now);
     }
 
@@ -114,7 +119,7 @@ impl JobControl {
         now: Duration,
     ) {
         let Some(job) = self.jobs.get(&namespace).filter(|job| !job.is_ending()) else { return };
-        // The launcher has ended the rank that is now lost.
+        // The launcher has ended the workers for its own reason, and what follows from that does not count.
         let (cause, rank, reason) = match &job.announced_end {
             Some(announced) if cause != CauseKind::Known => (CauseKind::Known, None, announced.clone()),
             _ => (cause, rank, reason),
@@ -134,7 +139,7 @@ impl JobControl {
         let job = self.jobs.get_mut(&namespace).expect("an ending job is here");
         let routes = job.terms.routes.len();
         job.phase = Phase::Ending { routes, end, since: now };
-        if std::mem::take(&mut job.writes) {
+        if std::mem::take(&mut job.writes_checkpoints) {
             self.outputs.push(Output::StopCheckpoints(namespace));
         }
         let message = failure.as_ref().map(|failure| failure.message.clone());
@@ -177,7 +182,7 @@ fn late_last_checkpoint(job: &Job) -> String {
     format!(
         "its workers have left, but its last checkpoint was not taken within {} s: an earlier one is still being \
          written to {}, whose disk is slow or does not answer",
-        FINISHING.as_secs(),
+        LAST_CHECKPOINT_TIMEOUT.as_secs(),
         job.terms.checkpoint_folder
     )
 }

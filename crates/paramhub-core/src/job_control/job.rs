@@ -25,14 +25,14 @@ pub(super) struct Job {
     /// Whether a route has memory for snapshots.
     pub(super) has_snapshots: bool,
     /// Whether a thread writes its checkpoints.
-    pub(super) writes: bool,
+    pub(super) writes_checkpoints: bool,
     /// Whether it has taken a last checkpoint while it goes on, after which it takes no others.
-    pub(super) has_left_last: bool,
+    pub(super) has_last_checkpoint: bool,
     /// The step with which the chunks began, if it is a checkpoint's.
     pub(super) resumed_step: Option<u32>,
     /// Why the job has failed, unless it finishes: its launcher has announced that it ends the workers.
     pub(super) announced_end: Option<String>,
-    /// Set if the processes of its workers have ended.
+    /// Set if the processes of its workers have ended, but not all streams of theirs.
     pub(super) concluding: Option<Concluding>,
     /// What its closed routes have counted.
     pub(super) counters: JobCounters,
@@ -40,7 +40,7 @@ pub(super) struct Job {
     pub(super) left_out: Vec<u64>,
 }
 
-/// How far a job has come.
+/// How far a job has come, in this order. A job can fail in each phase before `Ending`.
 #[derive(Debug)]
 pub(super) enum Phase {
     /// Its checkpoint is being read; after `until` the job is refused.
@@ -76,8 +76,8 @@ impl Job {
             announced: Announced::default(),
             waits: Waits::default(),
             has_snapshots: false,
-            writes: false,
-            has_left_last: false,
+            writes_checkpoints: false,
+            has_last_checkpoint: false,
             resumed_step: None,
             announced_end: None,
             concluding: None,

@@ -122,9 +122,9 @@ impl JobControl {
     fn opened(&mut self, namespace: Namespace, now: Duration) {
         let job = self.jobs.get_mut(&namespace).expect("an opened job is here");
         job.phase = Phase::Connecting { until: now.saturating_add(job.terms.rendezvous) };
-        job.writes = job.terms.writes_checkpoints && job.has_snapshots;
+        job.writes_checkpoints = job.terms.writes_checkpoints && job.has_snapshots;
         let placement_hash = job.terms.placement().hash().to_hex().to_string();
-        let (writes, resumed_step) = (job.writes, job.resumed_step);
+        let (writes, resumed_step) = (job.writes_checkpoints, job.resumed_step);
         self.outputs.push(Output::AdmitStreams(namespace));
         if writes {
             self.outputs.push(Output::StartCheckpoints(namespace));

@@ -52,7 +52,9 @@ impl JobControl {
     pub(super) fn shut_down(&mut self, now: Duration) {
         self.outputs.push(Output::ReportLeaving);
         let mut of = BTreeSet::new();
-        for (&namespace, job) in self.jobs.iter().filter(|(_, job)| job.writes && !job.has_left_last) {
+        for (&namespace, job) in
+            self.jobs.iter().filter(|(_, job)| job.writes_checkpoints && !job.has_last_checkpoint)
+        {
             of.insert(namespace);
             // That of a job that finishes is being taken already.
             if !job.is_finishing() {
@@ -81,7 +83,7 @@ impl JobControl {
     /// Goes on to the next phase of shutting down, if nothing is left to wait for or the wait was long enough.
     pub(super) fn check_shutdown(&mut self, now: Duration) {
         if let Shutdown::LastCheckpoints { of, until } = &mut self.shutdown {
-            of.retain(|namespace| self.jobs.get(namespace).is_some_and(|job| job.writes));
+            of.retain(|namespace| self.jobs.get(namespace).is_some_and(|job| job.writes_checkpoints));
             if of.is_empty() || now >= *until {
                 self.end_jobs(now);
             }
@@ -97,7 +99,7 @@ impl JobControl {
     fn end_jobs(&mut self, now: Duration) {
         let living: Vec<Namespace> = self.jobs.keys().copied().collect();
         for namespace in living {
-            self.fail_known(namespace, "the hub is shutting down".to_string(), now);
+            self.fail_as_known(namespace, "the hub is shutting down".to_string(), now);
         }
         self.shutdown = Shutdown::EndingJobs { until: now + SHUTDOWN };
     }

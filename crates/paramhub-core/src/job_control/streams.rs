@@ -16,7 +16,7 @@ use crate::service::CauseKind;
 /// over another one.
 pub const RESUME: Duration = Duration::from_secs(RESUME_S);
 /// The time that frames of workers may take to arrive after the workers' processes have ended.
-pub const CONCLUDED: Duration = Duration::from_secs(10);
+pub const OUTCOME_TIMEOUT: Duration = Duration::from_secs(10);
 /// If the manager has been out of reach for this long and a rank is silent, too, the hub assumes that it is
 /// cut off itself.
 pub const CUT_OFF: Duration = Duration::from_secs(2);
@@ -139,7 +139,7 @@ impl JobControl {
             }
         }
         for (namespace, why) in cut_off {
-            self.fail_known(namespace, why, now);
+            self.fail_as_known(namespace, why, now);
         }
     }
 }

@@ -60,7 +60,8 @@ pub struct Cluster {
     pub encoding: ElementBytes,
 }
 
-/// The bytes on the link of one machine in a step.
+/// The bytes on the link of one machine in a step; numbers where a [`Cluster`] counts
+/// [numbers](ElementBytes::NUMBERS).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct LinkBytes {

@@ -1,8 +1,8 @@
 //! The neighbours at the other ends of a shard's streams.
 //!
-//! A port is one stream's place at a shard: one for each worker of the site, and one for each route of a
-//! neighbouring site that has chunks in common with this one. Both ends compute the same list from the same
-//! placements.
+//! A port is a shard's number for one of its streams: there is one for each worker of the site, and one for each
+//! route of another site that has chunks in common with this route. Every hub computes the ports of any route from
+//! the same placements, so the hub that dials knows the number of its stream here.
 
 use std::collections::BTreeMap;
 
@@ -17,9 +17,9 @@ const NONE: u32 = u32::MAX;
 /// The role of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// Contributions arrive from the worker of this number here.
+    /// Contributions arrive from the worker that is this member. Its number is not its rank.
     Worker(u32),
-    /// Contributions arrive from a part of the site that is this member.
+    /// Contributions arrive from a part of the site that is this member: a site below or beside this one.
     Below(u32),
     /// Sums leave, and answers arrive.
     Above,
@@ -48,10 +48,11 @@ pub(crate) struct SitePort {
 /// above.
 #[derive(Clone, Debug)]
 pub(crate) struct Ports {
-    workers: Vec<u32>,
+    /// The ranks of the workers.
+    ranks: Vec<u32>,
     sites: Vec<SitePort>,
     member_sites: Vec<SiteId>,
-    /// The number of members that are sites below this one, not beside it.
+    /// The number of members that are sites below this one, not beside it. They come first in `member_sites`.
     children: usize,
     /// The port of slot `s` and member site `j`, at `s * member_sites + j`.
     below: Vec<u32>,
@@ -71,7 +72,7 @@ impl Ports {
             let located = composed.placements[usize::from(other)].locate(chunk);
             located.expect("every site places every chunk").0
         };
-        // The order is by member and route, so both ends number the ports alike.
+        // The order is by member and route, so every hub numbers the ports alike.
         let mut found: BTreeMap<(usize, SiteId, RouteId), Vec<(usize, usize)>> = BTreeMap::new();
         for (slot, &chunk) in chunks.iter().enumerate() {
             for (index, &member) in member_sites.iter().enumerate() {
@@ -111,22 +112,22 @@ impl Ports {
 
     /// Number of ports.
     pub(crate) fn len(&self) -> u32 {
-        (self.workers.len() + self.sites.len()) as u32
+        (self.ranks.len() + self.sites.len()) as u32
     }
 
-    /// Number of workers that exchange here: the ports below this number are theirs.
+    /// Number of workers that exchange here. Theirs are the first ports.
     pub(crate) fn workers(&self) -> u32 {
-        self.workers.len() as u32
+        self.ranks.len() as u32
     }
 
     /// The ranks of the workers that exchange here, ascending.
     pub(crate) fn ranks(&self) -> &[u32] {
-        &self.workers
+        &self.ranks
     }
 
     /// Number of members that contribute: workers and sites.
     pub(crate) fn members(&self) -> u32 {
-        (self.workers.len() + self.member_sites.len()) as u32
+        (self.ranks.len() + self.member_sites.len()) as u32
     }
 
     /// Returns whether sites contribute here and receive answers.
@@ -136,7 +137,7 @@ impl Ports {
 
     /// The member that is rank 0, if rank 0 exchanges here.
     pub(crate) fn rank_0(&self) -> Option<u32> {
-        (self.workers.first() == Some(&0)).then_some(0)
+        (self.ranks.first() == Some(&0)).then_some(0)
     }
 
     pub(crate) fn side(&self, port: u32) -> Side {
@@ -150,26 +151,27 @@ impl Ports {
     pub(crate) fn neighbour(&self, port: u32) -> Neighbour {
         match self.site_port(port) {
             Some(site) => Neighbour::Site(site.site),
-            None => Neighbour::Worker(self.workers[port as usize]),
+            None => Neighbour::Worker(self.ranks[port as usize]),
         }
     }
 
     /// The neighbour that is the member of this number.
     pub(crate) fn member(&self, member: u32) -> Neighbour {
-        match self.workers.get(member as usize) {
+        match self.ranks.get(member as usize) {
             Some(&rank) => Neighbour::Worker(rank),
-            None => Neighbour::Site(self.member_sites[member as usize - self.workers.len()]),
+            None => Neighbour::Site(self.member_sites[member as usize - self.ranks.len()]),
         }
     }
 
-    /// Returns whether nothing more arrives from a member, or from any member below it, after it has left.
-    pub(crate) fn is_below(&self, member: u32) -> bool {
-        (member as usize) < self.workers.len() + self.children
+    /// Returns whether a member is a worker or a site below this one: then nothing more arrives from it, or from
+    /// what is below it, after it has left.
+    pub(crate) fn is_worker_or_child(&self, member: u32) -> bool {
+        (member as usize) < self.ranks.len() + self.children
     }
 
     /// The port by which a member contributes to a slot.
     pub(crate) fn of_member(&self, slot: u32, member: u32) -> u32 {
-        let Some(index) = (member as usize).checked_sub(self.workers.len()) else { return member };
+        let Some(index) = (member as usize).checked_sub(self.ranks.len()) else { return member };
         let port = self.below[slot as usize * self.member_sites.len() + index];
         debug_assert_ne!(port, NONE, "only members that contribute are answered");
         port
@@ -185,31 +187,31 @@ impl Ports {
         match side {
             Side::Worker(_) => true,
             Side::Below(member) => {
-                let index = member as usize - self.workers.len();
+                let index = member as usize - self.ranks.len();
                 self.below[slot as usize * self.member_sites.len() + index] == port
             }
             Side::Above => self.above[slot as usize] == port,
         }
     }
 
-    /// The reach of each slot, in order.
+    /// The reach of each slot, in order: how many members contribute to it, and whether its sum goes up.
     pub(crate) fn reach(&self) -> impl Iterator<Item = ChunkReach> + '_ {
         (0..self.above.len()).map(|slot| {
             let at = slot * self.member_sites.len();
             let sites =
                 self.below[at..at + self.member_sites.len()].iter().filter(|&&port| port != NONE).count();
-            ChunkReach { members: (self.workers.len() + sites) as u32, has_above: self.above[slot] != NONE }
+            ChunkReach { members: (self.ranks.len() + sites) as u32, has_above: self.above[slot] != NONE }
         })
     }
 
     /// The ports for sites, with their numbers.
     pub(crate) fn to_sites(&self) -> impl Iterator<Item = (u32, SitePort)> + '_ {
-        (self.workers.len() as u32..).zip(self.sites.iter().copied())
+        (self.ranks.len() as u32..).zip(self.sites.iter().copied())
     }
 
     /// The port of a rank.
     pub(crate) fn of_rank(&self, rank: u32) -> Option<u32> {
-        self.workers.binary_search(&rank).ok().map(|port| port as u32)
+        self.ranks.binary_search(&rank).ok().map(|port| port as u32)
     }
 
     /// The port at which the sums of a site's route arrive.
@@ -219,6 +221,6 @@ impl Ports {
     }
 
     fn site_port(&self, port: u32) -> Option<SitePort> {
-        (port as usize).checked_sub(self.workers.len()).map(|index| self.sites[index])
+        (port as usize).checked_sub(self.ranks.len()).map(|index| self.sites[index])
     }
 }

@@ -10,7 +10,8 @@ use super::fault::Fault;
 use super::{Core, CoreEvent};
 
 impl Core {
-    /// Handles heartbeats, silent workers, streams that are closing, and counters.
+    /// Sends heartbeats, judges silent neighbours, drops streams that took too long to close, and reports late and
+    /// awaited ranks and the counters.
     pub(super) fn tick(&mut self, now: Instant) {
         let since_tick = now - self.own_pauses.last_turn();
         let pause = self.own_pauses.turn(now);
@@ -18,6 +19,7 @@ impl Core {
         for token in self.lanes.tokens() {
             let Some(lane) = self.lanes.at_mut(token) else { continue };
             if !pause.is_zero() {
+                // While this thread did not run, no neighbour could be heard.
                 lane.forgive(pause, now);
             }
             if lane.is_overdue(now) {
@@ -53,6 +55,7 @@ impl Core {
         self.publish();
     }
 
+    /// Copies the counters to the report that other threads read.
     pub(super) fn publish(&mut self) {
         let mut report = self.mailbox.report.lock().expect("no thread panics while it counts");
         report.time.busy_ns = self.busy.as_nanos() as u64;
@@ -61,7 +64,7 @@ impl Core {
         report.jobs.extend(
             self.shards.values().map(|hosted| (hosted.shard.plan().namespace, hosted.shard.counters())),
         );
-        // The time of all shards of a job here together.
+        // The time of all shards of a job here together. Readers add the entries of a job.
         report.jobs.extend(self.scheduler.times().map(|(namespace, busy)| {
             (namespace, JobCounters { busy_ns: busy.as_nanos() as u64, ..JobCounters::default() })
         }));
@@ -83,7 +86,7 @@ impl Core {
         }
     }
 
-    /// Reports the ranks without which steps end.
+    /// Reports the ranks whose contributions steps did not wait for.
     fn report_late(&mut self) {
         for hosted in self.shards.values_mut() {
             while let Some(late) = hosted.shard.late_rank() {

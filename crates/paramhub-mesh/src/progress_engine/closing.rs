@@ -1,5 +1,5 @@
-//! The end of a mesh: it sends its last messages to every peer, and reads what still comes, so that no
-//! message to a peer is lost.
+//! The end of a mesh: it sends its last messages to every peer, and reads what still comes, because closing a
+//! connection with unread bytes would take from the peer what it has not read.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -13,50 +13,70 @@ use rustix::net::{SendFlags, Shutdown};
 pub(crate) struct ClosingConnection {
     socket: OwnedFd,
     last_messages: Vec<u8>,
-    gone: usize,
-    /// `true` if this rank's side is closed, or broken.
-    is_sent: bool,
-    is_over: bool,
+    sent_bytes: usize,
+    /// Whether all messages have been sent, and this rank's side is shut down.
+    has_sent_all: bool,
+    /// Whether the peer sends nothing more. It may still read.
+    peer_has_ended: bool,
+    is_broken: bool,
 }
 
 impl ClosingConnection {
     pub(crate) fn begin(socket: OwnedFd, last_messages: Vec<u8>) -> Self {
-        let mut connection =
-            ClosingConnection { socket, last_messages, gone: 0, is_sent: false, is_over: false };
+        let mut connection = ClosingConnection {
+            socket,
+            last_messages,
+            sent_bytes: 0,
+            has_sent_all: false,
+            peer_has_ended: false,
+            is_broken: false,
+        };
         connection.send_rest();
         connection
     }
 
-    fn send_rest(&mut self) {
-        while !self.is_sent && self.gone < self.last_messages.len() {
-            match rustix::net::send(&self.socket, &self.last_messages[self.gone..], SendFlags::NOSIGNAL) {
-                Ok(wrote) => self.gone += wrote,
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return,
-                Err(_) => (self.is_sent, self.is_over) = (true, true),
-            }
-        }
-        if !self.is_sent {
-            self.is_sent = true;
-            // Shut down writing only: closing with unread bytes would reset the connection and take from the
-            // peer what it has not read.
-            self.is_over = rustix::net::shutdown(&self.socket, Shutdown::Write).is_err();
+    fn is_over(&self) -> bool {
+        self.is_broken || (self.has_sent_all && self.peer_has_ended)
+    }
+
+    /// What the poller is to report: a peer that has ended would be readable without end.
+    fn interest(&self) -> Interest {
+        match (self.has_sent_all, self.peer_has_ended) {
+            (false, false) => Interest::BOTH,
+            (false, true) => Interest::WRITABLE,
+            (true, _) => Interest::READABLE,
         }
     }
 
+    fn send_rest(&mut self) {
+        while self.sent_bytes < self.last_messages.len() {
+            match rustix::net::send(&self.socket, &self.last_messages[self.sent_bytes..], SendFlags::NOSIGNAL)
+            {
+                Ok(wrote) => self.sent_bytes += wrote,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return,
+                Err(_) => return self.is_broken = true,
+            }
+        }
+        self.has_sent_all = true;
+        // Only writing: the peer may still send.
+        self.is_broken = rustix::net::shutdown(&self.socket, Shutdown::Write).is_err();
+    }
+
     fn drain(&mut self, scratch: &mut [u8]) {
-        while !self.is_over {
+        while !self.is_over() && !self.peer_has_ended {
             match rustix::io::read(&self.socket, &mut *scratch) {
-                Ok(0) => self.is_over = true,
+                Ok(0) => self.peer_has_ended = true,
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
-                Err(_) => self.is_over = true,
+                Err(_) => self.is_broken = true,
             }
         }
     }
 }
 
-/// Sends the rest and waits until every peer has closed, at most until `deadline`.
+/// Sends the rest and waits until every peer has ended, at most until `deadline`. The poller must have no other
+/// descriptors.
 pub(crate) fn close_all(
     mut connections: Vec<ClosingConnection>,
     poller: &Poller,
@@ -65,30 +85,72 @@ pub(crate) fn close_all(
 ) {
     let mut events = Events::with_capacity(connections.len() + 1);
     for (token, connection) in connections.iter_mut().enumerate() {
-        let interest = if connection.is_sent { Interest::READABLE } else { Interest::BOTH };
-        connection.is_over |= poller.add(&connection.socket, token as u64, interest).is_err();
+        let interest = connection.interest();
+        connection.is_broken |= poller.add(&connection.socket, token as u64, interest).is_err();
     }
-    while connections.iter().any(|connection| !connection.is_over) {
+    while connections.iter().any(|connection| !connection.is_over()) {
         let left = deadline.saturating_duration_since(Instant::now());
         if left == Duration::ZERO || poller.wait(&mut events, Some(left)).is_err() {
             return;
         }
         for event in events.iter() {
             let connection = &mut connections[event.token as usize];
-            if event.writable && !connection.is_sent {
-                connection.send_rest();
-                if connection.is_sent {
-                    connection.is_over |=
-                        poller.modify(&connection.socket, event.token, Interest::READABLE).is_err();
-                }
-            }
             if event.readable {
                 connection.drain(scratch);
             }
-            if connection.is_over {
+            if event.writable && !connection.has_sent_all && !connection.is_broken {
+                connection.send_rest();
+            }
+            if connection.is_over() {
                 // This fails only if the descriptor is not in the set.
                 let _ = poller.remove(&connection.socket);
+            } else {
+                let interest = connection.interest();
+                connection.is_broken |= poller.modify(&connection.socket, event.token, interest).is_err();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::net::Shutdown;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_peer_that_has_ended_receives_the_messages_that_its_socket_had_no_room_for() {
+        let (ours, mut peer) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let last_messages: Vec<u8> = (0..4_000_000_u32).map(|byte| byte as u8).collect();
+        let connection = ClosingConnection::begin(ours.into(), last_messages.clone());
+        assert!(!connection.has_sent_all, "the socket takes fewer bytes");
+        peer.shutdown(Shutdown::Write).unwrap();
+
+        let poller = Poller::new().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let closing =
+            std::thread::spawn(move || close_all(vec![connection], &poller, &mut [0; 4096], deadline));
+        let mut received = Vec::new();
+        peer.read_to_end(&mut received).unwrap();
+        assert!(received == last_messages, "{} bytes arrived", received.len());
+        closing.join().unwrap();
+    }
+
+    #[test]
+    fn what_a_peer_still_sends_is_read_before_its_connection_closes() {
+        let (ours, peer) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let connection = ClosingConnection::begin(ours.into(), b"leave".to_vec());
+        let poller = Poller::new().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let closing =
+            std::thread::spawn(move || close_all(vec![connection], &poller, &mut [0; 4096], deadline));
+        std::io::Write::write_all(&mut &peer, &vec![1; 1 << 20]).unwrap();
+        assert!(!closing.is_finished(), "the peer has not ended");
+        peer.shutdown(Shutdown::Write).unwrap();
+        closing.join().unwrap();
     }
 }

@@ -263,7 +263,7 @@ impl Chunks {
     }
 
     /// The same without waiting, for a caller that holds another chunk's parameters already.
-    pub(super) fn model_at_once(&self, slot: u32) -> Option<RwLockReadGuard<'_, Model>> {
+    pub(super) fn try_lock_parameters(&self, slot: u32) -> Option<RwLockReadGuard<'_, Model>> {
         self.chunks[slot as usize].model.try_read().ok()
     }
 

@@ -1,4 +1,5 @@
-//! A core's thread. It owns the streams of its workers and nothing else.
+//! A core's thread in this ablation: it owns the streams of its workers, and shares the chunks with all other
+//! cores.
 
 use std::net::TcpStream as Socket;
 use std::sync::Arc;
@@ -13,28 +14,31 @@ use paramhub_transport::{
 
 use super::chunks::{Chunks, PendingAnswer};
 
-/// The bytes of one read and of one write, as in a hub's core.
+/// The bytes that a stream receives, and that it sends, before the others have their turn, as in a hub's core.
 const RECEIVE_BUDGET_BYTES: usize = 256 << 10;
 const SEND_BUDGET_BYTES: usize = 1 << 20;
 const BATCH_FRAMES: usize = 32;
 const WAKER: u64 = u64::MAX;
 
+/// The thread and the streams of its workers.
 pub(super) struct ByWorkerCore {
     chunks: Arc<Chunks>,
     number: usize,
     poller: Poller,
     scratch: Scratch,
     /// The streams of the core's workers; `None` for those that have left.
-    senders: Vec<Option<WorkerSender>>,
-    /// Scratch space.
+    senders: Vec<Option<WorkerStream>>,
+    /// Answers that the frames of one read have made due.
     pending: Vec<PendingAnswer>,
 }
 
 /// One worker's stream.
-struct WorkerSender {
+struct WorkerStream {
     stream: TcpStream,
     rank: u32,
+    /// The slots whose acknowledgement is still to be sent.
     applied: ReadySet,
+    /// The slots whose parameters are still to be sent.
     parameters: ReadySet,
     /// The version in each slot's answer.
     versions: Vec<u32>,
@@ -43,6 +47,7 @@ struct WorkerSender {
     waits_writable: bool,
 }
 
+/// Passes the frames of one worker to the chunks.
 struct Sink<'a> {
     chunks: &'a Chunks,
     core: usize,
@@ -75,7 +80,7 @@ impl ByWorkerCore {
         for (token, (rank, socket)) in (0..).zip(workers) {
             let stream = TcpStream::new(socket, Direction::ToHub, chunks.chunk_bytes_max())?;
             poller.add(&stream, token, Interest::READABLE)?;
-            senders.push(Some(WorkerSender {
+            senders.push(Some(WorkerStream {
                 stream,
                 rank,
                 applied: ReadySet::new(chunks.len()),
@@ -128,7 +133,7 @@ impl ByWorkerCore {
         self.answer()
     }
 
-    /// Sends the answers in this core's outbox, whichever core put them there.
+    /// Sends the answers to this core's workers that its own frames, or another core, have made due.
     fn answer(&mut self) -> anyhow::Result<()> {
         let mut pending = std::mem::take(&mut self.pending);
         self.chunks.collect(self.number, &mut pending);
@@ -155,15 +160,15 @@ impl ByWorkerCore {
     fn flush(&mut self, index: usize) -> anyhow::Result<()> {
         let Some(sender) = &mut self.senders[index] else { return Ok(()) };
         let mut bytes = 0;
-        let mut is_full = false;
-        while sender.has_work() && !is_full {
+        let mut must_wait = false;
+        while sender.has_work() && !must_wait {
             let sent = sender.send(&self.chunks).with_context(|| format!("rank {}", sender.rank))?;
             bytes += sent.bytes;
-            is_full = sent.is_blocked || bytes >= SEND_BUDGET_BYTES;
+            must_wait = sent.is_blocked || bytes >= SEND_BUDGET_BYTES;
         }
-        if is_full != sender.waits_writable {
-            sender.waits_writable = is_full;
-            let interest = if is_full { Interest::BOTH } else { Interest::READABLE };
+        if must_wait != sender.waits_writable {
+            sender.waits_writable = must_wait;
+            let interest = if must_wait { Interest::BOTH } else { Interest::READABLE };
             self.poller.modify(&sender.stream, index as u64, interest)?;
         }
         Ok(())
@@ -176,12 +181,12 @@ struct Written {
     is_blocked: bool,
 }
 
-impl WorkerSender {
+impl WorkerStream {
     fn has_work(&self) -> bool {
         self.begun.is_some() || !self.applied.is_empty() || !self.parameters.is_empty()
     }
 
-    /// Writes the most urgent frames once.
+    /// Writes once: acknowledgements first, then the most urgent parameters.
     fn send(&mut self, chunks: &Chunks) -> anyhow::Result<Written> {
         let mut picks: [(u32, Answer); BATCH_FRAMES] = [(0, Answer::Applied); BATCH_FRAMES];
         let mut models = [const { None }; BATCH_FRAMES];
@@ -199,7 +204,8 @@ impl WorkerSender {
             if answer == Answer::Parameters {
                 // A core that waited for one chunk while it holds another could deadlock with a core that
                 // does the reverse.
-                let model = if count == 0 { Some(chunks.model(slot)) } else { chunks.model_at_once(slot) };
+                let model =
+                    if count == 0 { Some(chunks.model(slot)) } else { chunks.try_lock_parameters(slot) };
                 if model.is_none() {
                     self.parameters.insert(slot);
                     break;

@@ -41,7 +41,7 @@ fn the_last_checkpoint_is_taken_before_a_finished_job_is_freed() {
     assert!(matches!(outputs[..], [Output::TakeLastCheckpoint { goes_on: false, .. }]), "{outputs:?}");
     // The job has finished, whatever stop comes after that.
     assert!(hub.stop(StopWhen::Now).is_empty() && hub.stop(StopWhen::WorkersEnded).is_empty());
-    hub.now += CONCLUDED * 2;
+    hub.now += OUTCOME_TIMEOUT * 2;
     assert!(hub.check().is_empty());
     let outputs = hub.handle(Event::LastCheckpointTaken { namespace: job(1) });
     assert!(matches!(outputs[0], Output::StopCheckpoints(_)), "before the cores free what it copies");
@@ -54,7 +54,7 @@ fn the_last_checkpoint_is_taken_before_a_finished_job_is_freed() {
 fn a_disk_that_does_not_answer_keeps_a_finished_job_for_a_bounded_time() {
     let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
     hub.leave();
-    let outputs = hub.reach(FINISHING);
+    let outputs = hub.reach(LAST_CHECKPOINT_TIMEOUT);
     assert!(
         matches!(outputs[1], Output::StopCheckpoints(_)),
         "before the cores free what it copies: {outputs:?}"
@@ -96,7 +96,7 @@ fn a_job_whose_workers_have_ended_has_some_time_to_receive_what_they_sent() {
     hub.now += seconds(1.0);
     // A second order does not extend the first.
     hub.stop(StopWhen::WorkersEnded);
-    assert!(failure(&hub.reach(CONCLUDED - seconds(1.0))).ends_with("enough"));
+    assert!(failure(&hub.reach(OUTCOME_TIMEOUT - seconds(1.0))).ends_with("enough"));
     assert_eq!(end(&hub.close(1)).cause, CauseKind::Hearsay);
 
     let mut hub = Hub::running(|_| {});

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::cause::Cause;
 use super::{Job, JobPhase, Transition};
-use crate::job_control::FINISHING;
+use crate::job_control::LAST_CHECKPOINT_TIMEOUT;
 use crate::membership::Now;
 use crate::service::{CauseKind, ErrorCode, JobState, StopWhen, refusal};
 
@@ -18,9 +18,9 @@ const KEEP_TIMEOUT: Duration = Duration::from_secs(8);
 const CONCLUDE_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The time that the hubs of a job whose workers have ended may take to report how it ended there. The
-/// bound is for hubs that call but do not answer. They answer within seconds, or within [`FINISHING`] if a
+/// bound is for hubs that call but do not answer. They answer within seconds, or within [`LAST_CHECKPOINT_TIMEOUT`] if a
 /// last checkpoint takes longer, and then with a better reason; a hub that does not call is lost.
-const CONCLUDED_WITHIN_S: f64 = (FINISHING.as_secs() + 60) as f64;
+const CONCLUDED_WITHIN_S: f64 = (LAST_CHECKPOINT_TIMEOUT.as_secs() + 60) as f64;
 
 /// A question to the hubs of a job whose workers have ended.
 #[derive(Debug)]

@@ -13,8 +13,8 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::composition::Neighbour;
 use paramhub_core::exchange::Awaited;
 use paramhub_core::job_control::{
-    AdmittedStreams, CUT_OFF, CoreEvent, Event, FINISHING, FaultCause, HubTerms, JobControl, JobLimits,
-    LAST_CHECKPOINT, LateRank, OverdueEvent, OverdueNeighbours, SHUTDOWN,
+    AdmittedStreams, CUT_OFF, CoreEvent, Event, FaultCause, HubTerms, JobControl, JobLimits, LAST_CHECKPOINT,
+    LAST_CHECKPOINT_TIMEOUT, LateRank, OverdueEvent, OverdueNeighbours, SHUTDOWN,
 };
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{CauseKind, JobCounters, StopWhen};
@@ -26,7 +26,7 @@ use job::{Route, SimulatedJob, Writer};
 const INTERFACES: u16 = 2;
 const RENDEZVOUS: Duration = Duration::from_secs(20);
 /// Longer than any wait of a job that has a bound.
-const LONG: Duration = Duration::from_secs(60).saturating_add(FINISHING);
+const LONG: Duration = Duration::from_secs(60).saturating_add(LAST_CHECKPOINT_TIMEOUT);
 /// Longer than a hub takes to shut down, whatever its parts do.
 const STOPPED: Duration = Duration::from_secs(1).saturating_add(LAST_CHECKPOINT).saturating_add(SHUTDOWN);
 

@@ -103,7 +103,9 @@ impl Shard {
             false => Ok(()),
         };
         let stays = |port: u32| match ports.side(port) {
-            Side::Worker(member) | Side::Below(member) => ports.is_below(member) && !self.left[port as usize],
+            Side::Worker(member) | Side::Below(member) => {
+                ports.is_worker_or_child(member) && !self.left[port as usize]
+            }
             Side::Above => false,
         };
         if !(0..ports.len()).any(stays) {

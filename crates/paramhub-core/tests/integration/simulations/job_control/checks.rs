@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::job_control::{CONCLUDED, FINISHING, Output, READING_SHARE, RESUME};
+use paramhub_core::job_control::{LAST_CHECKPOINT_TIMEOUT, OUTCOME_TIMEOUT, Output, READING_SHARE, RESUME};
 use paramhub_core::service::{CauseKind, HubEvent, JobEnd};
 
 use super::{INTERFACES, RENDEZVOUS, Route, Simulation, Writer};
@@ -155,7 +155,7 @@ impl Simulation {
             due.push(announced("did not open all streams"));
         }
         if let Some((since, reason)) = &job.concluding
-            && now >= *since + CONCLUDED
+            && now >= *since + OUTCOME_TIMEOUT
             && !job.have_all_left()
         {
             due.push(announced(reason));
@@ -163,7 +163,8 @@ impl Simulation {
         if job.is_loading && job.loading_since.is_some_and(|since| now >= since + reading_limit()) {
             due.push("a checkpoint that is still being read".into());
         }
-        if job.finishing_since.is_some_and(|since| now >= since + FINISHING) && !job.last_taken {
+        if job.finishing_since.is_some_and(|since| now >= since + LAST_CHECKPOINT_TIMEOUT) && !job.last_taken
+        {
             due.push("its last checkpoint was not taken".into());
         }
         let is_cut = |since: Duration| {
