@@ -85,19 +85,19 @@ impl Ports {
                 found.entry((index, above, route_at(above, chunk))).or_default().push((slot, index));
             }
         }
-        let workers = composition.sites[usize::from(site)].workers.clone();
+        let ranks = composition.sites[usize::from(site)].workers.clone();
         let mut ports = Ports {
             sites: Vec::with_capacity(found.len()),
             children,
             below: vec![NONE; chunks.len() * member_sites.len()],
             above: vec![NONE; chunks.len()],
-            workers,
+            ranks,
             member_sites,
         };
         for ((index, site, route), slots) in found {
             let port = ports.len();
             let is_above = index == ports.member_sites.len();
-            let member = (ports.workers.len() + index) as u32;
+            let member = (ports.ranks.len() + index) as u32;
             let side = if is_above { Side::Above } else { Side::Below(member) };
             ports.sites.push(SitePort { side, site, route });
             for (slot, index) in slots {
