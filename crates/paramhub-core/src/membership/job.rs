@@ -8,7 +8,7 @@ mod calls;
 pub(crate) mod cause;
 mod ending;
 mod information_book;
-pub(crate) mod members;
+pub(crate) mod job_hubs;
 mod rank_assignments;
 mod rendezvous;
 #[cfg(test)]
@@ -35,7 +35,7 @@ use crate::settings::Settings;
 pub(crate) use calls::JobCall;
 use cause::Cause;
 use ending::PendingConclusion;
-use members::Member;
+use job_hubs::JobHub;
 use rank_assignments::RankAssignments;
 pub(crate) use rendezvous::JobSubmission;
 
@@ -106,7 +106,7 @@ pub struct Job {
     places: Vec<Place>,
     peer_addresses: Vec<Option<SocketAddr>>,
     /// The hubs that serve the job; empty while it is connecting.
-    members: Vec<Member>,
+    job_hubs: Vec<JobHub>,
     /// The sites of these hubs; `None` while the job is connecting.
     composition: Option<Arc<Composition>>,
     /// The way in which the sites reduce and why, for people.
@@ -177,7 +177,7 @@ impl Job {
             ended_at: None,
             places: vec![Place::default(); request.workers as usize],
             peer_addresses: vec![None; request.workers as usize],
-            members: Vec::new(),
+            job_hubs: Vec::new(),
             composition: None,
             reduction: String::new(),
             recorded_counters: JobCounters::default(),

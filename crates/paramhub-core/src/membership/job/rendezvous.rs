@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::calls::AnswersBySite;
-use super::members::Member;
+use super::job_hubs::JobHub;
 use super::rank_assignments::{describe_process, list_ranks, list_ranks_with_verb};
 use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
 use crate::auth::Incarnation;
@@ -205,7 +205,7 @@ impl Job {
         let (name, timeout_s) = (&self.name, self.options.rendezvous_timeout_s);
         let message = if self.agreed {
             let slow: Vec<String> =
-                self.members.iter().filter(|member| !member.allocated).map(Member::describe).collect();
+                self.job_hubs.iter().filter(|job_hub| !job_hub.allocated).map(JobHub::describe).collect();
             match slow.is_empty() {
                 true => format!("the placement of job `{name}` was not ready within {timeout_s} s"),
                 false => {
@@ -236,7 +236,7 @@ impl Job {
         self.summary = summary;
         self.placements = placements;
         self.information_book = Some(information_book);
-        self.members.iter_mut().for_each(|member| member.asked = true);
+        self.job_hubs.iter_mut().for_each(|job_hub| job_hub.asked = true);
         true
     }
 
@@ -256,7 +256,7 @@ impl Job {
         match (placed, &self.information_book, self.state) {
             (Some((site, placed)), Some(information_book), JobState::Running) => {
                 Ok(answers.of(site, || ServiceInitialised {
-                    resumed_step: self.members.iter().find_map(|member| member.resumed_step),
+                    resumed_step: self.job_hubs.iter().find_map(|job_hub| job_hub.resumed_step),
                     placement_hash: placed.hash.clone(),
                     imbalance: placed.imbalance,
                     roster: information_book.roster.clone(),
