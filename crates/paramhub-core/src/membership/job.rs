@@ -37,7 +37,7 @@ use cause::Cause;
 use ending::PendingConclusion;
 use job_hubs::JobHub;
 use rank_assignments::RankAssignments;
-pub(crate) use rendezvous::JobSubmission;
+pub(crate) use rendezvous::InitNext;
 
 /// The time that a rank whose InitService connection broke may take to call again before the job fails.
 pub(crate) const COME_BACK_S: f64 = 2.0;
@@ -275,7 +275,8 @@ impl Job {
         Transition::None
     }
 
-    /// The refusal of any call to a job that is over.
+    /// The refusal of a call to a job that is over. Its code is always `JobEnded`, and its message says why
+    /// the job has ended.
     pub(crate) fn ended_refusal(&self) -> ServiceError {
         let message = match (self.state, self.message.is_empty()) {
             (JobState::Finished, _) => format!("job `{}` has finished", self.name),
@@ -285,7 +286,8 @@ impl Job {
         refusal(ErrorCode::JobEnded, message)
     }
 
-    /// The refusal of a rank that waited when the job failed, or that hands in its settings after that.
+    /// The refusal of a rank that waited when the job failed, or that hands in its settings after that: the
+    /// failure itself, if its code is another than `JobEnded`, else [`ended_refusal`](Self::ended_refusal).
     fn failure_refusal(&self) -> ServiceError {
         match &self.failure {
             Some(failure) if failure.code != ErrorCode::JobEnded => failure.clone(),
