@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use paramhub_core::wire::Failure;
 use paramhub_transport::interface::{
-    Interface, InterfaceMonitor, LOOK, Selector, Subnet, Sysfs, UsableInterface, choose, interfaces,
+    Interface, InterfaceMonitor, LOOK_INTERVAL, Selector, Subnet, Sysfs, UsableInterface, choose, interfaces,
     leaves_by,
 };
 
@@ -157,7 +157,7 @@ fn watch_until_over(
     let addresses: Vec<IpAddr> = used.iter().map(|&(_, address)| address).collect();
     let mut watch = InterfaceMonitor::new(used);
     loop {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(LOOK_INTERVAL);
         // Held for a moment only, so that this thread does not keep the memory of a finished job alive.
         let Some(shared) = shared.upgrade() else { return };
         if shared.inbox.closed().is_some() {

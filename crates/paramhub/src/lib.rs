@@ -7,9 +7,9 @@
 //!
 //! # A worker
 //!
-//! [`Membership::from_env`] reads the variables that `paramhub run -n 4 -- ./worker` sets for each worker,
-//! [`Member::connect`] waits for the other workers, and [`Member::init`] agrees with them on the tensors and on
-//! what the hub does with them:
+//! [`Membership::from_env`] reads the environment variables that `paramhub run -n 4 -- ./worker` sets for
+//! each worker, [`Member::connect`] waits for the other workers, and [`Member::init`] agrees with them on the
+//! tensors and on what the hub does with them:
 //!
 //! ```no_run
 //! use paramhub::settings::{OptimizerChoice, Settings};
@@ -22,7 +22,8 @@
 //! let job = member.init(Settings { optimizer, ..Settings::new(keys) })?;
 //! # let (weight_gradient, weight) = (vec![0.0_f32; 128 * 64], vec![0.0_f32; 128 * 64]);
 //!
-//! // Fused Push and Pull: the gradient leaves at once, the new parameters arrive while this worker computes on.
+//! // Fused Push and Pull of key 0, the first of the table: the gradient leaves at once, and the new
+//! // parameters arrive while this worker computes on.
 //! let weight = job.push_pull(0, weight_gradient, weight)?;
 //! // ... the backward pass of the layers below ...
 //! let (weight_gradient, weight) = weight.wait()?;
@@ -33,7 +34,7 @@
 //! # A hub
 //!
 //! [`embedded::EmbeddedHub`] runs the connection manager and a hub inside this process. A job is created at the
-//! manager, which answers with the namespace and the secret that its workers need:
+//! manager, which answers with the namespace and the nonce, the job's secret, that its workers need:
 //!
 //! ```no_run
 //! use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
@@ -49,7 +50,8 @@
 //! # Either with a hub or without
 //!
 //! A [key-value store](collective::kvstore) exchanges through a hub or by collectives, as one argument
-//! selects. Operations of a [dependency engine](collective::engine) compute the gradients:
+//! selects. It exchanges in operations of a [dependency engine](collective::engine), which may run beside
+//! operations of yours that compute:
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -63,7 +65,8 @@
 //! let store = create(StoreKind::Hub, StoreOptions::at_hub(Arc::clone(&engine), config))?;
 //! let weight = [Array::new(&engine, vec![0.0; 128 * 64])];
 //! store.init(&"layer1.weight".into(), &weight[0])?;
-//! store.pushpull(&"layer1.weight".into(), &weight, &weight, 0)?;
+//! let priority = 0;
+//! store.pushpull(&"layer1.weight".into(), &weight, &weight, priority)?;
 //! engine.wait_for_var(weight[0].variable())?;
 //! store.leave()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())

@@ -1,5 +1,5 @@
-"""``python -m paramhub.torch.merge_traces DIR`` merges the rank-N.json of several hosts, which were copied into
-DIR, into trace.json."""
+"""``python -m paramhub.torch.merge_traces DIR`` merges the ranks' traces ``DIR/rank-N.json`` into one,
+``DIR/trace.json``, and prints its path. Copy the traces of several hosts into DIR before."""
 
 from __future__ import annotations
 

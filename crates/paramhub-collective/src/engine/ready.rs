@@ -12,62 +12,69 @@ use std::time::Duration;
 use super::spin::spin;
 use super::sync::{AtomicUsize, Condvar, Mutex, Ordering};
 
-/// The number of empty levels kept for the next priorities, so that they need no allocation.
+/// The number of empty levels that are kept for other priorities, so that these need no allocation.
 const SPARE: usize = 8;
 
-pub(super) struct ReadyPool<T> {
-    state: Mutex<PoolState<T>>,
+/// Ready operations, which the threads of one kind take by priority.
+pub(super) struct ReadyQueue<T> {
+    state: Mutex<ReadyQueueState<T>>,
     /// A copy of the length in the state, for threads that need only a hint.
     length: AtomicUsize,
-    call: Condvar,
+    wake: Condvar,
     spin: Duration,
 }
 
-struct PoolState<T> {
+/// The state of a [`ReadyQueue`], under its lock.
+struct ReadyQueueState<T> {
     levels: Levels<T>,
+    /// The number of threads that look for work.
     searching: usize,
+    /// The number of threads that sleep until they are woken.
     sleeping: usize,
     /// The number of searching threads that were woken and have yet to notice it.
-    called: usize,
+    woken: usize,
     closed: bool,
 }
 
-impl<T> ReadyPool<T> {
-    pub(super) fn new(spin: Duration) -> ReadyPool<T> {
+impl<T> ReadyQueue<T> {
+    pub(super) fn new(spin: Duration) -> ReadyQueue<T> {
         let levels = Levels { levels: BTreeMap::new(), spare: Vec::new(), length: 0 };
-        let state = PoolState { levels, searching: 0, sleeping: 0, called: 0, closed: false };
-        ReadyPool { state: Mutex::new(state), length: AtomicUsize::new(0), call: Condvar::new(), spin }
+        let state = ReadyQueueState { levels, searching: 0, sleeping: 0, woken: 0, closed: false };
+        ReadyQueue { state: Mutex::new(state), length: AtomicUsize::new(0), wake: Condvar::new(), spin }
     }
 
-    /// Returns whether the pool is empty; only a hint, for another thread may be putting an entry in.
+    /// Returns whether the queue is empty; only a hint, for another thread may be putting an entry in.
     pub(super) fn is_empty(&self) -> bool {
         self.length.load(Ordering::Relaxed) == 0
     }
 
+    /// Puts entries in, each with its priority, and wakes as many sleeping threads as are needed to take
+    /// them. `entries` runs under the lock, and so must not panic.
+    ///
     /// # Errors
-    /// The entries, if the pool is closed.
+    /// The entries, if the queue is closed.
     pub(super) fn put(&self, entries: impl IntoIterator<Item = (i32, T)>) -> Result<(), Vec<T>> {
-        let called = {
+        let woken = {
             let mut state = self.state.lock().expect("nothing panics under this lock");
             if state.closed {
                 return Err(entries.into_iter().map(|(_, entry)| entry).collect());
             }
             entries.into_iter().for_each(|(priority, entry)| state.levels.push(priority, entry));
             self.length.store(state.levels.length, Ordering::Relaxed);
-            let called = state.sleeping.min(state.levels.length.saturating_sub(state.searching));
-            state.sleeping -= called;
-            state.searching += called;
-            state.called += called;
-            called
+            let woken = state.sleeping.min(state.levels.length.saturating_sub(state.searching));
+            state.sleeping -= woken;
+            state.searching += woken;
+            state.woken += woken;
+            woken
         };
-        (0..called).for_each(|_| self.call.notify_one());
+        (0..woken).for_each(|_| self.wake.notify_one());
         Ok(())
     }
 
-    /// The first entry of the highest priority; waits for one. `None` once the pool is closed.
+    /// The first entry of the highest priority; waits for one. `None` once the queue is closed.
     pub(super) fn take(&self) -> Option<T> {
         let mut state = self.state.lock().expect("nothing panics under this lock");
-        let (mut searching, mut has_spun) = (false, false);
+        let (mut searching, mut may_spin) = (false, true);
         loop {
             if let Some(entry) = state.levels.pop() {
                 state.searching -= usize::from(searching);
@@ -77,10 +84,11 @@ impl<T> ReadyPool<T> {
             if state.closed {
                 return None;
             }
-            // One spinning thread is enough to take the next operation without a system call.
-            if !has_spun && state.searching == 0 && !self.spin.is_zero() {
+            // One spinning thread is enough to take the next operation without a system call. A thread spins
+            // once before it sleeps, and not again after it was woken.
+            if may_spin && state.searching == 0 && !self.spin.is_zero() {
                 state.searching += 1;
-                (searching, has_spun) = (true, true);
+                (searching, may_spin) = (true, false);
                 drop(state);
                 spin(self.spin, || !self.is_empty());
                 state = self.state.lock().expect("nothing panics under this lock");
@@ -88,14 +96,14 @@ impl<T> ReadyPool<T> {
             }
             state.searching -= usize::from(searching);
             state.sleeping += 1;
-            while state.called == 0 && !state.closed {
-                state = self.call.wait(state).expect("nothing panics under this lock");
+            while state.woken == 0 && !state.closed {
+                state = self.wake.wait(state).expect("nothing panics under this lock");
             }
             if state.closed {
                 return None;
             }
-            state.called -= 1;
-            (searching, has_spun) = (true, true);
+            state.woken -= 1;
+            (searching, may_spin) = (true, false);
         }
     }
 
@@ -104,12 +112,12 @@ impl<T> ReadyPool<T> {
         let mut state = self.state.lock().expect("nothing panics under this lock");
         state.closed = true;
         self.length.store(0, Ordering::Relaxed);
-        self.call.notify_all();
+        self.wake.notify_all();
         std::iter::from_fn(|| state.levels.pop()).collect()
     }
 }
 
-/// Entries by priority, and in order of arrival among equals.
+/// Entries by priority, and in order of arrival among equals. A level is the queue of one priority.
 struct Levels<T> {
     levels: BTreeMap<i32, VecDeque<T>>,
     spare: Vec<VecDeque<T>>,

@@ -14,7 +14,7 @@ use super::graph::{VariableQueue, enter, leave};
 use super::in_flight_limit::{InFlightLimit, PushRefusal};
 use super::kind::Kind;
 use super::operation::{Operation, OperationRole, Outcome};
-use super::ready::ReadyPool;
+use super::ready::ReadyQueue;
 
 /// The maximum of failures kept, of which `wait_for_all` reports the first.
 const UNREPORTED_MAX: usize = 1024;
@@ -27,7 +27,8 @@ thread_local! {
 pub(super) struct Shared {
     pub(super) id: u64,
     pub(super) in_flight_limit: InFlightLimit,
-    pools: [ReadyPool<Operation>; 3],
+    /// The ready operations of each kind.
+    ready: [ReadyQueue<Operation>; 3],
     observer: Option<Arc<dyn Observer>>,
     failures: Mutex<Failures>,
     closed: AtomicBool,
@@ -55,7 +56,7 @@ impl Shared {
         Shared {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             in_flight_limit: InFlightLimit::new(config.in_flight, config.spin),
-            pools: [(); 3].map(|()| ReadyPool::new(config.spin)),
+            ready: [(); 3].map(|()| ReadyQueue::new(config.spin)),
             observer: config.observer.clone(),
             failures: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -93,13 +94,13 @@ impl Shared {
         }
     }
 
-    /// Runs a thread of a pool.
+    /// Runs a thread, which takes the operations of this kind.
     pub(super) fn work(self: &Arc<Self>, kind: Kind) {
         ENGINE.set(self.id);
-        let pool = &self.pools[kind as usize];
+        let ready = &self.ready[kind as usize];
         let mut released = Released::default();
         let mut next = None;
-        while let Some(operation) = next.take().or_else(|| pool.take()) {
+        while let Some(operation) = next.take().or_else(|| ready.take()) {
             if let Some(outcome) = self.run(&operation) {
                 self.observe_end(&operation, outcome.is_ok());
                 self.end(&operation, outcome, &mut released);
@@ -149,8 +150,8 @@ impl Shared {
     /// Closes the engine: no operation begins any more, and those that have not begun are dropped.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
-        for pool in &self.pools {
-            self.drop_all(pool.close());
+        for ready in &self.ready {
+            self.drop_all(ready.close());
         }
         // This comes last, so that a thread whose push is refused knows that no operation begins any more.
         self.in_flight_limit.close();
@@ -184,7 +185,7 @@ impl Shared {
             return self.put(&mut released.runnable);
         };
         let entry = (head.priority, operation);
-        if let Err(operations) = self.pools[kind as usize].put([entry]) {
+        if let Err(operations) = self.ready[kind as usize].put([entry]) {
             self.drop_all(operations);
         }
     }
@@ -218,15 +219,15 @@ impl Shared {
         }
     }
 
-    /// Puts all operations into their pools but one, which the calling thread may run at once if its pool is
-    /// empty.
+    /// Puts all operations into the queues of their kinds but one, which the calling thread may run at once
+    /// if the queue of its kind is empty.
     fn keep_one(&self, released: &mut Released, own: Kind) -> Option<Operation> {
         let runnable = &mut released.runnable;
         if runnable.is_empty() {
             return None;
         }
         let mut kept: Option<usize> = None;
-        if self.pools[own as usize].is_empty() && !self.closed.load(Ordering::Relaxed) {
+        if self.ready[own as usize].is_empty() && !self.closed.load(Ordering::Relaxed) {
             for (at, operation) in runnable.iter().enumerate() {
                 let head = operation.0.head();
                 let before = kept.is_none_or(|kept| runnable[kept].0.head().priority < head.priority);
@@ -248,7 +249,7 @@ impl Shared {
             }
             let of_kind = runnable.extract_if(.., |operation| is_of_kind(operation));
             let entries = of_kind.map(|operation| (operation.0.head().priority, operation));
-            if let Err(operations) = self.pools[kind as usize].put(entries) {
+            if let Err(operations) = self.ready[kind as usize].put(entries) {
                 self.drop_all(operations);
             }
         }

@@ -45,7 +45,7 @@ impl OperationBody for WaitOperation {
     }
 
     fn run(&self, _operation: &Operation, _shared: &Arc<Shared>) -> Option<Outcome> {
-        unreachable!("waits are in no pool")
+        unreachable!("waits are in no ready queue")
     }
 
     /// Ends the wait; there is no closure to drop.
@@ -79,7 +79,7 @@ impl<F: FnOnce(Result<(), Arc<Failure>>) + Send> OperationBody for WaitCallback<
     }
 
     fn run(&self, _operation: &Operation, _shared: &Arc<Shared>) -> Option<Outcome> {
-        unreachable!("waits are in no pool")
+        unreachable!("waits are in no ready queue")
     }
 
     /// The operations that it waited for have ended, or were dropped with the engine: then the closure is not

@@ -35,7 +35,7 @@ use graph::{Dependencies, QueueAccess, QueuedOperation, VariableQueue, enter, le
 use in_flight_limit::{InFlightLimit, PushRefusal};
 use loom::thread;
 use queue::Access::{self, Mutate, Read};
-use ready::ReadyPool;
+use ready::ReadyQueue;
 use sync::{Arc, AtomicUsize, Mutex, Ordering};
 
 /// No bound: every interleaving.
@@ -237,15 +237,15 @@ fn a_failure_is_returned_by_one_wait_or_by_none_yet() {
 fn no_thread_sleeps_while_there_is_an_operation_for_it() {
     for batches in [&[1, 1][..], &[2], &[1, 2]] {
         explore(ALL, move || {
-            let pool = Arc::new(ReadyPool::new(Duration::ZERO));
+            let queue = Arc::new(ReadyQueue::new(Duration::ZERO));
             let threads: Vec<_> = (0..2)
                 .map(|_| {
-                    let pool = Arc::clone(&pool);
-                    thread::spawn(move || pool.take().unwrap())
+                    let queue = Arc::clone(&queue);
+                    thread::spawn(move || queue.take().unwrap())
                 })
                 .collect();
             for &batch in batches {
-                pool.put((0..batch).map(|_| (0, ()))).unwrap();
+                queue.put((0..batch).map(|_| (0, ()))).unwrap();
             }
             // Each thread takes one: a lost wakeup leaves a thread asleep for ever, which loom detects.
             threads.into_iter().for_each(|thread| thread.join().unwrap());
@@ -254,17 +254,17 @@ fn no_thread_sleeps_while_there_is_an_operation_for_it() {
 }
 
 #[test]
-fn a_closed_pool_lets_every_thread_go() {
+fn a_closed_queue_lets_every_thread_go() {
     explore(ALL, || {
-        let pool = Arc::new(ReadyPool::<()>::new(Duration::ZERO));
+        let queue = Arc::new(ReadyQueue::<()>::new(Duration::ZERO));
         let threads: Vec<_> = (0..2)
             .map(|_| {
-                let pool = Arc::clone(&pool);
-                thread::spawn(move || pool.take().is_some())
+                let queue = Arc::clone(&queue);
+                thread::spawn(move || queue.take().is_some())
             })
             .collect();
-        pool.put([(0, ())]).unwrap();
-        let left = pool.close().len();
+        queue.put([(0, ())]).unwrap();
+        let left = queue.close().len();
         let taken: usize = threads.into_iter().map(|thread| usize::from(thread.join().unwrap())).sum();
         assert_eq!(left + taken, 1);
     });

@@ -3,20 +3,22 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::job::{JobCall, JobSubmission};
+use super::job::{InitNext, JobCall};
 use super::{CallId, Job, Membership, Now, Output, WaitingCall, forgotten};
 use crate::auth::{Incarnation, Namespace};
 use crate::service::{ConnectService, ErrorCode, ServiceError, ServiceInitialised, StopWhen};
 use crate::settings::Settings;
 
-/// The continuation of an InitService call.
+/// What the caller does next with a call to InitService.
 #[derive(Debug)]
 pub enum Submission {
     /// The job runs: a repeated call, with its answer.
     Done(Arc<ServiceInitialised>),
-    /// The call waits.
+    /// The call waits, and its settings need no comparison: the caller reports at once that they
+    /// [agree](Membership::agree).
     Wait(WaitingCall),
-    /// The call waits. Its settings are to be compared with those of rank `first`.
+    /// The call waits. The caller compares its settings with those of rank `first`, and reports whether they
+    /// [agree](Membership::agree) or [disagree](Membership::disagree).
     Compare {
         /// The call.
         waiting: WaitingCall,
@@ -65,9 +67,9 @@ impl Membership {
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
         let deadline = arrived.monotonic + Duration::from_secs_f64(job.options.rendezvous_timeout_s);
         let (ticket, first) = match job.submit(rank, incarnation, settings, now)? {
-            JobSubmission::Done => return job.initialised_again(rank).map(Submission::Done),
-            JobSubmission::Wait { ticket } => (ticket, None),
-            JobSubmission::Compare { ticket, first, settings } => (ticket, Some((first, settings))),
+            InitNext::Done => return job.init_answer_again(rank).map(Submission::Done),
+            InitNext::Wait { ticket } => (ticket, None),
+            InitNext::Compare { ticket, first, settings } => (ticket, Some((first, settings))),
         };
         let call = self.wait(namespace, JobCall::Init { rank, ticket });
         let waiting = WaitingCall { call, deadline };

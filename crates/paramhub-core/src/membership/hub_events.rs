@@ -2,7 +2,7 @@
 
 use super::job::Transition;
 use super::job::cause::Cause;
-use super::job::members::describe_hub;
+use super::job::job_hubs::describe_hub;
 use super::{Job, LogEvent, Membership, Now, Output, bounded, stop_command};
 use crate::auth::Namespace;
 use crate::limits::CORES_MAX;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::composition::Place;
 use crate::limits::HUBS_MAX;
 use crate::membership::Now;
-use crate::membership::job::members::describe_hub;
+use crate::membership::job::job_hubs::describe_hub;
 use crate::placement::HubShape;
 use crate::service::{CoreCounters, ErrorCode, HubStatus, RegisterHub, ServiceError, refusal};
 use subtle::ConstantTimeEq;

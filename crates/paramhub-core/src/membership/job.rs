@@ -8,7 +8,7 @@ mod calls;
 pub(crate) mod cause;
 mod ending;
 mod information_book;
-pub(crate) mod members;
+pub(crate) mod job_hubs;
 mod rank_assignments;
 mod rendezvous;
 #[cfg(test)]
@@ -35,9 +35,9 @@ use crate::settings::Settings;
 pub(crate) use calls::JobCall;
 use cause::Cause;
 use ending::PendingConclusion;
-use members::Member;
+use job_hubs::JobHub;
 use rank_assignments::RankAssignments;
-pub(crate) use rendezvous::JobSubmission;
+pub(crate) use rendezvous::InitNext;
 
 /// The time that a rank whose InitService connection broke may take to call again before the job fails.
 pub(crate) const COME_BACK_S: f64 = 2.0;
@@ -106,7 +106,7 @@ pub struct Job {
     places: Vec<Place>,
     peer_addresses: Vec<Option<SocketAddr>>,
     /// The hubs that serve the job; empty while it is connecting.
-    members: Vec<Member>,
+    job_hubs: Vec<JobHub>,
     /// The sites of these hubs; `None` while the job is connecting.
     composition: Option<Arc<Composition>>,
     /// The way in which the sites reduce and why, for people.
@@ -177,7 +177,7 @@ impl Job {
             ended_at: None,
             places: vec![Place::default(); request.workers as usize],
             peer_addresses: vec![None; request.workers as usize],
-            members: Vec::new(),
+            job_hubs: Vec::new(),
             composition: None,
             reduction: String::new(),
             recorded_counters: JobCounters::default(),
@@ -275,7 +275,8 @@ impl Job {
         Transition::None
     }
 
-    /// The refusal of any call to a job that is over.
+    /// The refusal of a call to a job that is over. Its code is always `JobEnded`, and its message says why
+    /// the job has ended.
     pub(crate) fn ended_refusal(&self) -> ServiceError {
         let message = match (self.state, self.message.is_empty()) {
             (JobState::Finished, _) => format!("job `{}` has finished", self.name),
@@ -285,7 +286,8 @@ impl Job {
         refusal(ErrorCode::JobEnded, message)
     }
 
-    /// The refusal of a rank that waited when the job failed, or that hands in its settings after that.
+    /// The refusal of a rank that waited when the job failed, or that hands in its settings after that: the
+    /// failure itself, if its code is another than `JobEnded`, else [`ended_refusal`](Self::ended_refusal).
     fn failure_refusal(&self) -> ServiceError {
         match &self.failure {
             Some(failure) if failure.code != ErrorCode::JobEnded => failure.clone(),

@@ -21,7 +21,7 @@ use crate::service::{HubCommand, LinkStatus, ProbeOrder, ProbeOutcome, ProbeRepo
 use crate::membership::hubs::OfferedHub;
 use crate::membership::{LogEvent, Now};
 
-use crate::membership::job::members::describe_hub;
+use crate::membership::job::job_hubs::describe_hub;
 
 /// The time that a round may take: the most that hubs need, and as long again for commands and answers to
 /// travel.

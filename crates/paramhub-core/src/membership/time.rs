@@ -6,7 +6,8 @@ use std::time::Duration;
 /// distinguished.
 pub const REPORTED_BACK_MAX: Duration = Duration::from_secs(86_400);
 
-/// A moment on two clocks: one that never jumps, for waits, and the calendar's, for listings.
+/// A moment on two clocks: one that never jumps, for waits, and the calendar's, for listings. It has its name
+/// because a caller passes in the present one with each event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Now {
     /// The time since any fixed moment that lies at least [`REPORTED_BACK_MAX`] before the first event.

@@ -1,4 +1,5 @@
-//! The processes of a benchmark that are hubs: the first has a manager, further ones join it.
+//! The processes of a benchmark that are hubs. The first has a manager, and further ones join it; or the
+//! process runs a variant's own cores, which no manager knows.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -15,7 +16,12 @@ use super::raw;
 use super::spec::Spec;
 use super::usage;
 
-/// Serves until the launcher hangs up.
+/// Serves the workers until the benchmark's driver hangs up. If the benchmark asks for it, a raw server in
+/// this process moves the same bytes and does nothing with them (see [`raw`]).
+///
+/// # Errors
+/// If a server cannot start, the driver sends a command of a worker, or the hub has failed. A failure of the
+/// hub is noticed when the next command comes.
 pub(super) fn host(
     spec: &Spec,
     settings: HubProcessSettings,
@@ -45,7 +51,7 @@ pub(super) fn host(
                 core_seconds: usage::core_seconds(),
                 peak_bytes: usage::peak_bytes(),
             }))?,
-            _ => bail!("the launcher gave a hub a worker's order"),
+            _ => bail!("the launcher gave a hub a worker's command"),
         }
     }
     serving.stop();
@@ -56,12 +62,10 @@ pub(super) fn host(
 enum Serving {
     /// A hub and the manager of all hubs.
     First(EmbeddedHub),
-    Joined {
-        hub: RunningHub,
-        url: String,
-    },
-    /// Cores with workers of their own. No manager knows them.
-    ByWorker(CoreServer),
+    /// A further hub, and the URL of the first hub's manager, which it has joined.
+    Joined { hub: RunningHub, url: String },
+    /// The variant's own cores, which workers dial directly.
+    WithoutManager(CoreServer),
 }
 
 impl Serving {
@@ -71,7 +75,7 @@ impl Serving {
         extension: &dyn Extension,
     ) -> anyhow::Result<Serving> {
         if let Some(server) = extension.serve(spec)? {
-            return Ok(Serving::ByWorker(server));
+            return Ok(Serving::WithoutManager(server));
         }
         let free_port = |&ip: &IpAddr| SocketAddr::new(ip, 0);
         let hub = HubConfig {
@@ -97,11 +101,15 @@ impl Serving {
         match self {
             Serving::First(hub) => hub.url(),
             Serving::Joined { url, .. } => url,
-            Serving::ByWorker(_) => "",
+            Serving::WithoutManager(_) => "",
         }
     }
 
-    /// Creates the job, and lists the cores that workers dial directly.
+    /// The job, and the cores that workers dial directly: none at the first hub, which creates the job at its
+    /// manager. A variant's server made its job when it started.
+    ///
+    /// # Errors
+    /// If the manager refuses the job, or this hub is not the first.
     fn open(
         &self,
         name: String,
@@ -113,7 +121,7 @@ impl Serving {
                 let request = CreateService { name, workers, options };
                 Ok((hub.client().create_service(&request)?, Vec::new()))
             }
-            Serving::ByWorker(CoreServer { job, addresses }) => Ok((job.clone(), addresses.clone())),
+            Serving::WithoutManager(CoreServer { job, addresses }) => Ok((job.clone(), addresses.clone())),
             Serving::Joined { .. } => bail!("only the first hub creates the job"),
         }
     }
@@ -122,7 +130,7 @@ impl Serving {
         match self {
             Serving::First(hub) => hub.failure(),
             Serving::Joined { hub, .. } => hub.failure(),
-            Serving::ByWorker(_) => None,
+            Serving::WithoutManager(_) => None,
         }
     }
 
@@ -130,7 +138,7 @@ impl Serving {
         match self {
             Serving::First(hub) => hub.stop(),
             Serving::Joined { hub, .. } => hub.stop(),
-            Serving::ByWorker(_) => {}
+            Serving::WithoutManager(_) => {}
         }
     }
 }

@@ -59,7 +59,7 @@ impl JobEndpoints {
     }
 }
 
-/// A message from the launcher.
+/// A command of the benchmark's driver, a thread of the launcher.
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case")]
 #[allow(missing_docs, reason = "the fields are named after what they hold")]

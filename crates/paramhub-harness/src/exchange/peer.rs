@@ -131,7 +131,7 @@ impl Worker {
             let report = match command {
                 LauncherCommand::Turn { turn, start } => self.turn(turn, start)?,
                 LauncherCommand::Check { exchanges } => ProcessReport::Checked(self.check(exchanges)?),
-                _ => bail!("the launcher gave a worker a hub's order"),
+                _ => bail!("the launcher gave a worker a hub's command"),
             };
             connection.send(&report)?;
         }

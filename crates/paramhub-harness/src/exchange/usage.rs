@@ -1,4 +1,4 @@
-//! The resources that this process has used, and those that the machine has left.
+//! What the kernel reports of this process and its host.
 
 use std::time::Duration;
 
@@ -42,8 +42,8 @@ fn kilobytes(file: &str, field: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Processor seconds of each of this process's hub cores, by number; empty if the kernel does not report
-/// them. (A core publishes its own counters now and then, too seldom for one exchange.)
+/// Processor seconds of each of this process's hub cores, in order of their numbers; empty if the kernel does
+/// not report them. (A core publishes its own counters now and then, too seldom for one exchange.)
 pub(super) fn core_seconds() -> Vec<f64> {
     let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
     let mut cores: Vec<(usize, f64)> = threads
@@ -60,7 +60,7 @@ pub(super) fn core_seconds() -> Vec<f64> {
     cores.into_iter().map(|(_, seconds)| seconds).collect()
 }
 
-/// Bytes that went over a network's interfaces.
+/// Bytes that went over this host's network interfaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NetworkBytes {
     /// Bytes that left.
@@ -70,7 +70,8 @@ pub struct NetworkBytes {
 }
 
 /// Bytes of all interfaces of this process's host except loopback, since the interfaces exist; zero if the
-/// kernel does not report them. On a testbed a host is a namespace, whose interfaces are its own.
+/// kernel does not report them. On a testbed a host is a network namespace of Linux, whose interfaces are its
+/// own.
 pub fn network_bytes() -> NetworkBytes {
     let table = std::fs::read_to_string("/proc/self/net/dev").unwrap_or_default();
     let rows = table.lines().filter_map(|line| line.split_once(':'));

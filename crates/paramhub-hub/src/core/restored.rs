@@ -9,18 +9,22 @@ use super::plan::ShardPlan;
 /// chunk comes last: what the shard has copied is freed from the end, page by page as the shard takes its own
 /// memory. So a job that resumes from a checkpoint never needs more memory than another.
 pub(crate) struct Restored {
-    /// The version at which every chunk begins.
+    /// The version at which every chunk begins. It counts from version 0, `updates` from the optimizer's
+    /// first state.
     pub(crate) step: u32,
     /// The hyperparameters of each group.
     pub(crate) hyperparameters: Vec<Hyperparameters>,
     model: Vec<f32>,
     state: Vec<f32>,
-    /// For quantised slots for which the checkpoint has them: the parameters that ranks had.
+    /// For quantised slots: the parameters as the ranks last received them, where `has_received`.
     received: Vec<f32>,
+    /// For each slot, `true` if the checkpoint has what the ranks received.
     has_received: Vec<bool>,
-    /// The update count of each slot.
+    /// For each slot, the updates since its optimizer state was zero, which need not have been at version 0.
+    /// `u64::MAX` means that none is stored yet.
     pub(super) updates: Vec<u64>,
     slots: Vec<ChunkPlace>,
+    /// The number of state arrays that the optimizer keeps.
     state_slots: usize,
     block_elements: usize,
 }
@@ -28,7 +32,7 @@ pub(crate) struct Restored {
 /// The restored state that is still to be copied into a shard.
 pub(super) struct RestoreProgress {
     pub(super) restored: Restored,
-    /// The first slot that has not been restored.
+    /// The first slot that has not been copied.
     pub(super) at: u32,
 }
 
@@ -67,7 +71,7 @@ impl Restored {
         })
     }
 
-    /// Frees the memory of all slots up to this one: they have been copied.
+    /// Frees the memory of all slots up to and including this one: they have been copied or are not needed.
     pub(super) fn forget_up_to(&mut self, index: u32) {
         let slot = self.slots[index as usize];
         let lengths = [slot.array_offset, slot.array_offset * self.state_slots, slot.quantised_offset];
@@ -88,19 +92,20 @@ impl Restored {
         &self.state[range.start * self.state_slots..range.end * self.state_slots]
     }
 
-    /// Bytes that it takes at present.
+    /// Bytes of the parameters, the optimizer state and what ranks received that are still allocated.
     #[cfg(test)]
     pub(super) fn memory_bytes(&self) -> u64 {
         (self.model.capacity() + self.state.capacity() + self.received.capacity()) as u64 * 4
     }
 
-    /// Takes parameters of a slot's chunk from its element `first` on.
+    /// Stores parameters of a slot's chunk from its element `first` on.
     pub(crate) fn put_parameters(&mut self, index: u32, first: usize, values: &[f32]) {
         let start = self.slots[index as usize].array_offset + first;
         self.model[start..start + values.len()].copy_from_slice(values);
     }
 
-    /// Takes a slot of optimizer state in the same way.
+    /// Stores elements of one array of a slot's optimizer state in the same way. `state_slot` numbers the
+    /// array.
     pub(crate) fn put_state(&mut self, index: u32, state_slot: usize, first: usize, values: &[f32]) {
         let slot = self.slots[index as usize];
         let (mut at, end) = (0, first + values.len());
@@ -114,8 +119,8 @@ impl Restored {
         }
     }
 
-    /// Takes the parameters that ranks had of a slot's chunk in the same way. If gradients are no longer
-    /// quantised, ranks lack nothing.
+    /// Stores a slot's parameters as the ranks last received them, in the same way. If gradients are no
+    /// longer quantised, this stores nothing: ranks lack nothing.
     pub(crate) fn put_received(&mut self, index: u32, first: usize, values: &[f32]) {
         let slot = self.slots[index as usize];
         if slot.gradient.is_quantised() {
@@ -124,8 +129,8 @@ impl Restored {
         }
     }
 
-    /// The parameters that ranks have of a slot's quantised chunk. These are the chunk's own if the
-    /// checkpoint is of a job that did not quantise it.
+    /// The parameters of a slot's quantised chunk as the ranks last received them. These are the chunk's own
+    /// if the checkpoint is of a job that did not quantise it.
     pub(super) fn received(&self, index: u32) -> &[f32] {
         let slot = &self.slots[index as usize];
         match self.has_received[index as usize] {
@@ -134,7 +139,8 @@ impl Restored {
         }
     }
 
-    /// Notes that some elements of a slot's chunk have had this many updates; the smallest number counts.
+    /// Stores the number of updates that the optimizer state of some elements of a slot's chunk has had. The
+    /// smallest number counts.
     pub(crate) fn put_updates(&mut self, index: u32, updates: u64) {
         let known = &mut self.updates[index as usize];
         *known = updates.min(*known);

@@ -1,45 +1,51 @@
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::Instant;
 
-use paramhub_transport::interface::{InterfaceMonitor, LOOK, interfaces};
+use paramhub_transport::interface::{InterfaceMonitor, LOOK_INTERVAL, interfaces};
 use tracing::{info, warn};
 
 use super::Listening;
 use crate::events::ControllerEvent;
 
-/// Watches the interfaces until `stop` closes, and reports to the job controller which go down or come back.
-/// Interfaces are numbered as in the hub's shape, where each is listed `copies` times.
+/// Watches the interfaces, and reports to the job controller which go down or come back. Returns when `stop`
+/// gets a message or closes, or when the job controller is gone.
+///
+/// The reports number interfaces as the hub's shape does. The shape lists each interface of `listening`
+/// `copies` times, side by side: once for each of the streams that a worker keeps to a core through it, so
+/// that each stream has its own route.
 pub(crate) fn watch(
     listening: &[Listening],
     copies: u16,
     controller: &SyncSender<ControllerEvent>,
     stop: &Receiver<()>,
 ) {
-    let known = |(number, listening): (usize, &Listening)| {
+    let named = |(index, listening): (usize, &Listening)| {
         let name = listening.name.clone()?;
-        Some((number as u16, (name, listening.address.ip())))
+        Some((index, (name, listening.address.ip())))
     };
-    let (numbers, watched): (Vec<u16>, Vec<_>) = listening.iter().enumerate().filter_map(known).unzip();
-    let mut watch = InterfaceMonitor::new(watched);
+    // The monitor counts only what it watches: `indices` has the place of each of these in `listening`.
+    let (indices, watched): (Vec<usize>, Vec<_>) = listening.iter().enumerate().filter_map(named).unzip();
+    let mut monitor = InterfaceMonitor::new(watched);
     let mut is_blind = false;
-    while let Err(RecvTimeoutError::Timeout) = stop.recv_timeout(LOOK) {
+    while let Err(RecvTimeoutError::Timeout) = stop.recv_timeout(LOOK_INTERVAL) {
         let found = match interfaces() {
             Ok(found) => found,
             Err(error) => {
                 if !is_blind {
-                    warn!("the hub cannot look after its interfaces: {error}");
+                    warn!("the hub cannot read the state of its interfaces: {error}");
                 }
                 is_blind = true;
                 continue;
             }
         };
         is_blind = false;
-        for change in watch.look(&found, Instant::now()) {
+        for change in monitor.look(&found, Instant::now()) {
+            let index = indices[change.position];
             match &change.down {
                 Some(down) => warn!("{down}"),
-                None => info!("{} is back", listening[usize::from(numbers[change.position])].called()),
+                None => info!("{} is back", listening[index].called()),
             }
-            let first = numbers[change.position] * copies;
+            let first = index as u16 * copies;
             let event = ControllerEvent::Interfaces { numbers: first..first + copies, down: change.down };
             if controller.send(event).is_err() {
                 return;

@@ -11,7 +11,7 @@
 mod keys;
 mod meter;
 mod passes;
-mod slot;
+mod variable_cell;
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
@@ -29,7 +29,7 @@ use crate::trainer::{Epoch, Evaluate, Mean, Progress, Report, TrainConfig, Train
 use keys::{Keys, Updater};
 pub use meter::{Meter, Times};
 use passes::Passes;
-use slot::Slot;
+use variable_cell::VariableCell;
 
 /// Steps that may be pushed beside the newest before their losses have come.
 const STEPS_AHEAD: usize = 1;
@@ -127,7 +127,7 @@ struct Run<'a> {
     started: Instant,
     evaluating: Duration,
     /// The losses that have yet to come: for each step those of its shards.
-    pending: VecDeque<Vec<Slot<f64>>>,
+    pending: VecDeque<Vec<VariableCell<f64>>>,
     /// Steps whose losses have come.
     settled: usize,
     /// The mean loss of the epoch in which the last of these steps is.
@@ -168,9 +168,9 @@ impl Run<'_> {
             let examples = order.shard(step, rank).collect();
             let pushed = passes.push_forward(engine, self.data, examples, keys.variables());
             losses.push(pushed.map_err(StoreError::from)?);
-            let leave = rank + 1 == self.ranks.end && store.kind() != StoreKind::Local;
+            let count_as_sent = rank + 1 == self.ranks.end && store.kind() != StoreKind::Local;
             passes
-                .push_backward(engine, keys.variables(), keys.gradients(shard), leave)
+                .push_backward(engine, keys.variables(), keys.gradients(shard), count_as_sent)
                 .map_err(StoreError::from)?;
         }
         keys.push_exchange(*store, &self.updater)?;

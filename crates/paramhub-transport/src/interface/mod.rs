@@ -23,7 +23,7 @@ pub use rate::Rate;
 pub use route::leaves_by;
 pub use selector::{Pattern, Selector, Subnet};
 pub use sysfs::Sysfs;
-pub use watch::{DOWN_GRACE, InterfaceChange, InterfaceMonitor, LOOK};
+pub use watch::{DOWN_GRACE, InterfaceChange, InterfaceMonitor, LOOK_INTERVAL};
 
 /// A network interface of this host, in the process's own network namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]

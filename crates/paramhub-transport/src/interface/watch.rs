@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::Interface;
 
 /// How often to look, with two system calls each time, on a thread of the control plane.
-pub const LOOK: Duration = Duration::from_millis(500);
+pub const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// How long an interface may be down before it counts: a cable that is plugged in again, or a link that is
 /// negotiated again, must cause a pause but not end a job. With the time of a look and of the report this
 /// stays below five seconds.
@@ -105,7 +105,7 @@ mod tests {
         let all = [interface("eth0", "10.0.0.7"), interface("eth1", "10.0.1.7")];
         let mut watch = InterfaceMonitor::new(all.iter().map(|i| (i.name.clone(), i.networks[0].address())));
         let start = Instant::now();
-        let at = |looks: u32| start + LOOK * looks;
+        let at = |looks: u32| start + LOOK_INTERVAL * looks;
         let off = Interface { is_up: false, ..all[1].clone() };
         let cut = Interface { has_carrier: false, ..all[1].clone() };
         let moved = interface("eth1", "10.0.9.7");
@@ -138,7 +138,7 @@ mod tests {
         let start = Instant::now();
         for look in 0..40 {
             let found = if look % 4 == 3 { &up } else { &down };
-            assert_eq!(watch.look(found, start + LOOK * look), []);
+            assert_eq!(watch.look(found, start + LOOK_INTERVAL * look), []);
         }
     }
 }

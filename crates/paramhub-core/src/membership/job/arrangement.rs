@@ -6,7 +6,7 @@ use crate::composition::{ArrangeError, Arranged, Place, Reduction, arrange, choo
 use crate::placement::HubShape;
 use crate::service::JobState;
 
-use super::members::{Member, describe_hub};
+use super::job_hubs::{JobHub, describe_hub};
 use super::{Job, JobPhase, Transition, join_words};
 use crate::membership::hubs::OfferedHub;
 use crate::membership::probes::CoreBandwidth;
@@ -39,10 +39,10 @@ impl Job {
             return Transition::None;
         };
         self.reduction = reduction;
-        let members =
+        let job_hubs =
             (0..).zip(of_sites).flat_map(|(site, of_site)| of_site.into_iter().map(move |hub| (hub, site)));
-        self.members =
-            members.map(|(hub, site)| Member::new(numbers[hub], hubs[hub].0.clone(), site)).collect();
+        self.job_hubs =
+            job_hubs.map(|(hub, site)| JobHub::new(numbers[hub], hubs[hub].0.clone(), site)).collect();
         self.composition = Some(Arc::new(composition));
         self.state = JobState::Initialising;
         self.phase = JobPhase::Initialising;

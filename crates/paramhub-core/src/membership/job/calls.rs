@@ -88,9 +88,9 @@ impl Job {
             let Some(call) = self.end_call(id, now) else { continue };
             let answer = match call {
                 JobCall::Connect { rank, incarnation, .. } => {
-                    Answer::Connected(self.connected(rank, incarnation, &mut connected))
+                    Answer::Connected(self.connect_answer(rank, incarnation, &mut connected))
                 }
-                JobCall::Init { rank, .. } => Answer::Initialised(self.initialised(rank, &mut initialised)),
+                JobCall::Init { rank, .. } => Answer::Initialised(self.init_answer(rank, &mut initialised)),
                 JobCall::Stop(_) => Answer::Stopped(Ok(Box::new(self.status(now)))),
             };
             answers.push((id, answer));
@@ -117,7 +117,7 @@ impl Job {
             }
             JobCall::Init { rank, .. } => {
                 let transition = self.init_timed_out(now);
-                let answer = self.initialised(rank, &mut AnswersBySite::new());
+                let answer = self.init_answer(rank, &mut AnswersBySite::new());
                 (Answer::Initialised(answer), transition)
             }
             JobCall::Stop(when) => (Answer::Stopped(self.stop_timed_out(when, now)), Transition::None),

@@ -1,4 +1,5 @@
-//! This finds why a job has ended, if several report it: the first cause, wherever it was observed.
+//! This compares two causes of a job's end and finds which is nearer to the root. So a job keeps the first
+//! cause if several are reported, wherever it was observed.
 //!
 //! A worker that is killed, a hub that shuts down, a link that is cut: many observe it, at hubs, at launchers
 //! and here, and each process that ends because of it sends a report, too. Reports arrive in any order. A
@@ -9,10 +10,12 @@ use crate::service::CauseKind;
 
 use crate::membership::Now;
 
-/// The time by which a certain cause may be noticed later than its consequences: hubs look at their
-/// interfaces every few seconds, and a launcher's death is noticed by its supervisor.
+/// The time by which a cause of kind `Known` may begin later than its consequences, because it begins when it
+/// is noticed: a hub reports an interface once it has been down for some seconds, and a launcher's death is
+/// noticed by its supervisor.
 const NOTICED_LATE_S: f64 = 5.0;
-/// The same for hubs that the manager has lost: they last called some time before they were lost.
+/// The same for a cause of kind `HubLost`. It begins with the hub's last call, mostly before its
+/// consequences, so that little is enough: the second after which a hub calls again.
 const HUB_LOSS_DELAY_S: f64 = 1.0;
 
 /// One report of why a job has ended.
@@ -21,12 +24,15 @@ pub(crate) struct Cause {
     pub(crate) kind: CauseKind,
     /// The rank to which it happened, or which reported it.
     pub(crate) rank: Option<u32>,
+    /// The moment at which it began, on the manager's clock. A `HubLost` begins with the hub's last call, and
+    /// what a hub reports begins when the job ends at that hub. Any other cause begins when the manager
+    /// notices it or receives the report.
     pub(crate) began: Now,
     pub(crate) message: String,
 }
 
 impl Cause {
-    /// A cause that is certain and begins now.
+    /// A cause of kind `Known` that begins now.
     pub(crate) fn known(message: String, now: Now) -> Cause {
         Cause { kind: CauseKind::Known, rank: None, began: now, message }
     }
@@ -34,18 +40,20 @@ impl Cause {
     /// Returns whether `other` is likely a consequence of this cause. If either could be the consequence, the
     /// cause recorded first stays.
     pub(crate) fn explains(&self, other: &Cause) -> bool {
+        // A smaller kind is nearer to the root.
         if self.kind >= other.kind {
             return false;
         }
-        // A rank's own report explains more than the report that the rank was lost.
+        // A rank's own report tells more than the report that the rank was lost.
         if self.kind == CauseKind::PeerLost && self.rank.is_some() && self.rank == other.rank {
             return false;
         }
         let may_be_late_s = match (self.kind, other.kind) {
-            // A launcher notices only its workers' ends, and those soon.
+            // Hearsay comes from a launcher whose workers have ended, or from a hub that was told to end the
+            // job. It soon follows the end, and so may come before the cause is noticed.
             (_, CauseKind::Hearsay) | (CauseKind::Known, _) => NOTICED_LATE_S,
             (CauseKind::HubLost, _) => HUB_LOSS_DELAY_S,
-            // Ranks that are notified of a failure end a little later, too.
+            // Ranks that are notified of a failure end a little later than what failed.
             _ => 0.0,
         };
         self.began.seconds_since(other.began) <= may_be_late_s
@@ -77,7 +85,6 @@ mod tests {
     /// Checks that the first of these causes is recorded, in whichever order they are reported.
     fn is_the_root_in_every_order(causes: &[Cause]) {
         let mut order: Vec<usize> = (0..causes.len()).collect();
-        // Heap's algorithm.
         fn permute(order: &mut Vec<usize>, fixed: usize, look: &mut dyn FnMut(&[usize])) {
             if fixed == order.len() {
                 return look(order);

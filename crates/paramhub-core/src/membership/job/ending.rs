@@ -114,13 +114,13 @@ impl Job {
 
     /// Returns whether every hub has taken its part of the job's last checkpoint, or has none to take.
     pub(crate) fn is_kept(&self) -> bool {
-        self.state.has_ended() || self.members.iter().all(|member| !member.keeps || member.ended)
+        self.state.has_ended() || self.job_hubs.iter().all(|job_hub| !job_hub.keeps || job_hub.ended)
     }
 
     /// A hub has taken its part of the last checkpoint, or will not take it.
     pub(crate) fn hub_kept_last(&mut self, hub: u32) {
-        if let Some(member) = self.members.iter_mut().find(|member| member.hub == hub) {
-            member.keeps = false;
+        if let Some(job_hub) = self.job_hubs.iter_mut().find(|job_hub| job_hub.hub == hub) {
+            job_hub.keeps = false;
         }
     }
 
@@ -150,9 +150,9 @@ impl Job {
     /// Asks the hubs that hold the job.
     fn ask(&mut self, reason: String, when: StopWhen) -> Transition {
         let mut hubs = Vec::new();
-        for member in self.members.iter_mut().filter(|member| member.asked && !member.ended) {
-            member.keeps = when == StopWhen::WorkersEnding;
-            hubs.push(member.hub);
+        for job_hub in self.job_hubs.iter_mut().filter(|job_hub| job_hub.asked && !job_hub.ended) {
+            job_hub.keeps = when == StopWhen::WorkersEnding;
+            hubs.push(job_hub.hub);
         }
         if hubs.is_empty() { Transition::None } else { Transition::AskHubs { hubs, reason, when } }
     }
@@ -168,7 +168,7 @@ impl Job {
         self.concluding = None;
         self.assignments.forget_processes();
         let stop: Vec<u32> =
-            self.members.iter().filter(|member| member.asked && !member.ended).map(|m| m.hub).collect();
+            self.job_hubs.iter().filter(|job_hub| job_hub.asked && !job_hub.ended).map(|m| m.hub).collect();
         self.phase = if stop.is_empty() { JobPhase::Cleared } else { JobPhase::Ended };
         Transition::Ended { stop }
     }

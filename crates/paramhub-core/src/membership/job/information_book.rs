@@ -7,7 +7,7 @@ use crate::scheme::{HubEntry, HubPlace, InformationBook, Roster, WorkerEntry, ad
 use crate::service::{ErrorCode, ServiceError};
 
 use super::Job;
-use super::members::Member;
+use super::job_hubs::JobHub;
 use crate::service::refusal;
 
 impl Job {
@@ -16,16 +16,18 @@ impl Job {
     pub fn roster<'a>(&self, machines: impl Iterator<Item = (u32, &'a str)>) -> Roster {
         let is_beside_worker =
             |machine: &str| !machine.is_empty() && self.places.iter().any(|place| place.host == machine);
-        let hub = |(member, (_, machine)): (&Member, (u32, &str))| HubEntry {
-            addresses: addresses(&member.shape),
-            site: member.site,
+        let hub = |(job_hub, (_, machine)): (&JobHub, (u32, &str))| HubEntry {
+            addresses: addresses(&job_hub.shape),
+            site: job_hub.site,
             is_beside_worker: is_beside_worker(machine),
         };
-        let hubs: Vec<HubEntry> = self.members.iter().zip(machines).map(hub).collect();
+        let hubs: Vec<HubEntry> = self.job_hubs.iter().zip(machines).map(hub).collect();
         let is_any_beside_worker = hubs.iter().any(|hub| hub.is_beside_worker);
         let place = match self.has_several_sites() {
             true => HubPlace::Sites,
-            false => HubPlace::of_hubs(self.members.iter().map(|member| &member.shape), is_any_beside_worker),
+            false => {
+                HubPlace::of_hubs(self.job_hubs.iter().map(|job_hub| &job_hub.shape), is_any_beside_worker)
+            }
         };
         // Equal names are one machine. Each rank with an unknown machine counts as one of its own.
         let mut known: HashMap<&str, u32> = HashMap::new();

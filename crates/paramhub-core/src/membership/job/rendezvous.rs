@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::calls::AnswersBySite;
-use super::members::Member;
+use super::job_hubs::JobHub;
 use super::rank_assignments::{describe_process, list_ranks, list_ranks_with_verb};
 use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
 use crate::auth::Incarnation;
@@ -17,19 +17,23 @@ use crate::service::{
 };
 use crate::settings::Settings;
 
-/// The continuation of an InitService call.
+/// What the manager does next with a call to InitService.
 #[derive(Debug)]
-pub(crate) enum JobSubmission {
-    /// The job runs: a repeated call.
+pub(crate) enum InitNext {
+    /// The job runs already. The manager answers the call, which is a repeated one, at once.
     Done,
-    /// The call waits. `ticket` distinguishes it from the rank's other calls.
+    /// The call waits. `ticket` distinguishes it from the rank's other calls. Its settings need no
+    /// comparison, because they are the first, or because all ranks have agreed before. The manager calls
+    /// [`agree`](Job::agree) all the same.
     Wait { ticket: u64 },
-    /// The call waits once its settings have been compared with those of rank `first`.
+    /// The call waits. The manager compares its settings with those of rank `first`, and calls
+    /// [`agree`](Job::agree) if they agree.
     Compare { ticket: u64, first: u32, settings: Arc<Settings> },
 }
 
 impl Job {
-    /// Takes a rank's call to ConnectService. The ticket distinguishes the rank's calls.
+    /// Takes a rank's call to ConnectService. Returns the call's ticket, which distinguishes it from the
+    /// rank's other calls.
     pub(crate) fn connect(&mut self, call: &ConnectService, now: Now) -> Result<u64, ServiceError> {
         self.lease.renew(now.monotonic);
         if self.state.has_ended() {
@@ -55,8 +59,9 @@ impl Job {
         }
     }
 
-    /// The answer to a rank whose ConnectService has waited long enough for the others.
-    pub(super) fn connected(
+    /// The answer to a rank that waits in ConnectService, once every rank and the hubs are there, or the job
+    /// has ended.
+    pub(super) fn connect_answer(
         &self,
         rank: u32,
         incarnation: Incarnation,
@@ -85,8 +90,8 @@ impl Job {
         }
     }
 
-    /// A rank has waited in ConnectService for as long as it may. It gives up its assignment, and the answer
-    /// names the ranks or hubs that are missing.
+    /// A rank has waited in ConnectService until its time was over. It gives up its assignment, and the
+    /// answer names the ranks or hubs that are missing.
     pub(crate) fn connect_timed_out(&mut self, rank: u32, ticket: u64, hubs: &[OfferedHub]) -> ServiceError {
         let absent = self.assignments.absent();
         let gave_up = self.assignments.gave_up();
@@ -123,8 +128,8 @@ impl Job {
         refusal(ErrorCode::Missing, message)
     }
 
-    /// The connection on which a rank waited in ConnectService is gone. The rank is free, unless a newer call
-    /// holds it.
+    /// The connection on which a rank waited in ConnectService is gone. If the job is still connecting, this
+    /// frees the rank, unless a newer call holds it.
     pub(crate) fn connect_dropped(&mut self, rank: u32, ticket: u64) {
         if self.state == JobState::Connecting {
             self.assignments.release(rank, ticket);
@@ -138,7 +143,7 @@ impl Job {
         incarnation: Incarnation,
         settings: &Arc<Settings>,
         now: Now,
-    ) -> Result<JobSubmission, ServiceError> {
+    ) -> Result<InitNext, ServiceError> {
         self.lease.renew(now.monotonic);
         if self.state.has_ended() {
             return Err(self.failure_refusal());
@@ -161,19 +166,19 @@ impl Job {
             return Err(refusal(ErrorCode::BadRequest, message));
         }
         if self.state == JobState::Running {
-            return Ok(JobSubmission::Done);
+            return Ok(InitNext::Done);
         }
         let ticket = self.assignments.renew_ticket(rank);
         if self.agreed {
-            return Ok(JobSubmission::Wait { ticket });
+            return Ok(InitNext::Wait { ticket });
         }
         match &self.proposed {
             None => {
                 self.proposed = Some((rank, settings.clone()));
-                Ok(JobSubmission::Wait { ticket })
+                Ok(InitNext::Wait { ticket })
             }
             Some((first, settings)) => {
-                Ok(JobSubmission::Compare { ticket, first: *first, settings: settings.clone() })
+                Ok(InitNext::Compare { ticket, first: *first, settings: settings.clone() })
             }
         }
     }
@@ -193,19 +198,20 @@ impl Job {
     }
 
     /// The connection on which a rank waited in InitService is gone. The rank may call again within
-    /// [`COME_BACK_S`].
+    /// [`COME_BACK_S`](super::COME_BACK_S).
     pub(crate) fn init_dropped(&mut self, rank: u32, ticket: u64, now: Now) {
         if self.state == JobState::Initialising {
             self.assignments.mark_lost(rank, ticket, now);
         }
     }
 
-    /// A rank has waited in InitService for as long as it may: the job cannot go on without the others.
+    /// A rank has waited in InitService until its time was over. The job fails, and its message names what is
+    /// missing: settings of other ranks, the placement, or hubs that have not allocated.
     pub(crate) fn init_timed_out(&mut self, now: Now) -> Transition {
         let (name, timeout_s) = (&self.name, self.options.rendezvous_timeout_s);
         let message = if self.agreed {
             let slow: Vec<String> =
-                self.members.iter().filter(|member| !member.allocated).map(Member::describe).collect();
+                self.job_hubs.iter().filter(|job_hub| !job_hub.allocated).map(JobHub::describe).collect();
             match slow.is_empty() {
                 true => format!("the placement of job `{name}` was not ready within {timeout_s} s"),
                 false => {
@@ -222,8 +228,8 @@ impl Job {
         self.fail(ErrorCode::Missing, message, now)
     }
 
-    /// Takes the manager's own placement; the hubs are being asked to allocate. False if the job has ended
-    /// meanwhile.
+    /// Stores the placement that the manager has made; the hubs are being asked to allocate. Stores nothing
+    /// and returns false unless the job is initialising: it may have ended meanwhile.
     pub(crate) fn place(
         &mut self,
         summary: SettingsSummary,
@@ -236,17 +242,17 @@ impl Job {
         self.summary = summary;
         self.placements = placements;
         self.information_book = Some(information_book);
-        self.members.iter_mut().for_each(|member| member.asked = true);
+        self.job_hubs.iter_mut().for_each(|job_hub| job_hub.asked = true);
         true
     }
 
     /// The answer to a rank that calls InitService again while the job runs.
-    pub(crate) fn initialised_again(&self, rank: u32) -> Result<Arc<ServiceInitialised>, ServiceError> {
-        self.initialised(rank, &mut AnswersBySite::new())
+    pub(crate) fn init_answer_again(&self, rank: u32) -> Result<Arc<ServiceInitialised>, ServiceError> {
+        self.init_answer(rank, &mut AnswersBySite::new())
     }
 
-    /// The answer to a rank whose InitService has waited long enough.
-    pub(super) fn initialised(
+    /// The answer to a rank that waits in InitService, once the job runs or has ended.
+    pub(super) fn init_answer(
         &self,
         rank: u32,
         answers: &mut AnswersBySite<ServiceInitialised>,
@@ -256,7 +262,7 @@ impl Job {
         match (placed, &self.information_book, self.state) {
             (Some((site, placed)), Some(information_book), JobState::Running) => {
                 Ok(answers.of(site, || ServiceInitialised {
-                    resumed_step: self.members.iter().find_map(|member| member.resumed_step),
+                    resumed_step: self.job_hubs.iter().find_map(|job_hub| job_hub.resumed_step),
                     placement_hash: placed.hash.clone(),
                     imbalance: placed.imbalance,
                     roster: information_book.roster.clone(),

@@ -125,7 +125,7 @@ fn lose(job: &mut Job, hub: u32, message: &str) -> Transition {
 #[test]
 fn a_job_goes_from_rendezvous_to_its_end() {
     let mut job = running(3, 2);
-    assert_eq!(job.initialised_again(0).unwrap().placement_hash, "hash");
+    assert_eq!(job.init_answer_again(0).unwrap().placement_hash, "hash");
     assert_eq!(finish(&mut job, 0), Transition::None);
     assert_eq!(finish(&mut job, 0), Transition::None);
     assert_eq!(finish(&mut job, 1), Transition::Ended { stop: vec![] });
@@ -247,20 +247,14 @@ fn init_needs_connect_first() {
 #[test]
 fn settings_are_handed_out_once_and_never_copied() {
     let mut job = initialising(2, 1);
-    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(JobSubmission::Wait { .. })));
+    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(InitNext::Wait { .. })));
     assert!(job.agree(1).is_none());
     // The same rank again, as after a broken connection: it is compared with itself and counted once.
-    assert!(matches!(
-        job.submit(1, process(1), &settings(), now()),
-        Ok(JobSubmission::Compare { first: 1, .. })
-    ));
+    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(InitNext::Compare { first: 1, .. })));
     assert!(job.agree(1).is_none());
-    assert!(matches!(
-        job.submit(0, process(0), &settings(), now()),
-        Ok(JobSubmission::Compare { first: 1, .. })
-    ));
+    assert!(matches!(job.submit(0, process(0), &settings(), now()), Ok(InitNext::Compare { first: 1, .. })));
     assert!(Arc::try_unwrap(job.agree(0).unwrap()).is_ok());
-    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(JobSubmission::Wait { .. })));
+    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(InitNext::Wait { .. })));
     assert!(job.agree(1).is_none());
 }
 
@@ -271,7 +265,7 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
         panic!("a refusal ends the job");
     };
     assert_eq!((stop, phase(&job)), (vec![0, 2], JobPhase::Ended));
-    let refused = job.initialised_again(0).unwrap_err();
+    let refused = job.init_answer_again(0).unwrap_err();
     assert_eq!(refused.code, ErrorCode::DoesNotFit);
     assert!(refused.message.contains("hub 1 (10.0.0.1:7771)"), "{}", refused.message);
     assert_eq!(job.submit(0, process(0), &settings(), now()).unwrap_err(), refused);
@@ -285,7 +279,7 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
 fn a_hub_that_places_otherwise_fails_the_job_loudly() {
     let mut job = placing(1, 1);
     assert_eq!(job.hub_allocated(0, "other", None, now()), Transition::Ended { stop: vec![0] });
-    assert!(job.initialised_again(0).unwrap_err().message.contains("other, not hash"));
+    assert!(job.init_answer_again(0).unwrap_err().message.contains("other, not hash"));
 }
 
 #[test]
@@ -336,7 +330,7 @@ fn the_lease_runs_only_while_no_rank_waits() {
 #[test]
 fn a_rank_that_breaks_off_in_init_may_come_back_for_a_while() {
     let mut job = initialising(2, 1);
-    let Ok(JobSubmission::Wait { ticket }) = job.submit(0, process(0), &settings(), now()) else {
+    let Ok(InitNext::Wait { ticket }) = job.submit(0, process(0), &settings(), now()) else {
         panic!("the first call waits");
     };
     job.init_dropped(0, ticket, now());
@@ -345,7 +339,7 @@ fn a_rank_that_breaks_off_in_init_may_come_back_for_a_while() {
     // The rank has called again, and its first connection does not matter any more.
     job.init_dropped(0, ticket, now());
     assert_eq!(job.check_time(later(2.0 * COME_BACK_S)), Transition::None);
-    let Ok(JobSubmission::Compare { ticket, .. }) = job.submit(1, process(1), &settings(), now()) else {
+    let Ok(InitNext::Compare { ticket, .. }) = job.submit(1, process(1), &settings(), now()) else {
         panic!("the second rank is compared");
     };
     job.init_dropped(1, ticket, now());
@@ -360,14 +354,14 @@ fn init_timeouts_name_ranks_then_hubs() {
     job.submit(1, process(1), &settings(), now()).unwrap();
     job.agree(1);
     assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![] });
-    let refused = job.initialised_again(0).unwrap_err();
+    let refused = job.init_answer_again(0).unwrap_err();
     assert_eq!(refused.code, ErrorCode::Missing);
     assert_eq!(refused.message, "ranks 0 and 2 have not called InitService for job `x` within 60 s");
 
     let mut job = placing(1, 2);
     assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
     assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![0, 1] });
-    let message = job.initialised_again(0).unwrap_err().message;
+    let message = job.init_answer_again(0).unwrap_err().message;
     assert_eq!(message, "hub 1 (10.0.0.1:7771) did not allocate job `x` within 60 s");
 }
 
@@ -447,7 +441,7 @@ fn hubs_go_on_from_one_step() {
     // No chunk of the job is on this hub.
     assert_eq!(same.hub_allocated(1, "hash", None, now()), Transition::None);
     assert_eq!(same.hub_allocated(2, "hash", Some(7), now()), Transition::Advanced);
-    assert_eq!(same.initialised_again(0).unwrap().resumed_step, Some(7));
+    assert_eq!(same.init_answer_again(0).unwrap().resumed_step, Some(7));
 
     let mut apart = placing(1, 2);
     assert_eq!(apart.hub_allocated(0, "hash", Some(7), now()), Transition::None);

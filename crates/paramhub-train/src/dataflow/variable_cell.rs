@@ -3,15 +3,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use paramhub_collective::engine::{Engine, Variable};
 
-/// A handle of data that one operation leaves for a later one, with the variable that both mutate.
-pub(super) struct Slot<T> {
+/// A variable of the engine with its value, which one operation leaves for a later one. Both mutate the
+/// variable. Clones share the value.
+pub(super) struct VariableCell<T> {
     value: Arc<Mutex<Option<T>>>,
     variable: Variable,
 }
 
-impl<T> Slot<T> {
-    pub(super) fn new(engine: &Engine) -> Slot<T> {
-        Slot { value: Arc::default(), variable: engine.variable() }
+impl<T> VariableCell<T> {
+    pub(super) fn new(engine: &Engine) -> VariableCell<T> {
+        VariableCell { value: Arc::default(), variable: engine.variable() }
     }
 
     pub(super) fn variable(&self) -> &Variable {
@@ -33,14 +34,14 @@ impl<T> Slot<T> {
     }
 }
 
-impl<T> Clone for Slot<T> {
+impl<T> Clone for VariableCell<T> {
     fn clone(&self) -> Self {
-        Slot { value: Arc::clone(&self.value), variable: self.variable.clone() }
+        VariableCell { value: Arc::clone(&self.value), variable: self.variable.clone() }
     }
 }
 
-impl<T> fmt::Debug for Slot<T> {
+impl<T> fmt::Debug for VariableCell<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slot").field("is_full", &self.value().is_some()).finish_non_exhaustive()
+        f.debug_struct("VariableCell").field("is_full", &self.value().is_some()).finish_non_exhaustive()
     }
 }

@@ -17,7 +17,7 @@ const FAILURE_BYTES_MAX: usize = 1024;
 const AWAITED_BYTES_MAX: usize = 256;
 
 /// A hub's part in a job.
-pub(super) struct Member {
+pub(super) struct JobHub {
     pub(super) hub: u32,
     pub(super) shape: HubShape,
     /// The site of the hub.
@@ -39,12 +39,12 @@ pub(super) struct Member {
     pub(super) awaited: Option<(AwaitedRanks, Now)>,
 }
 
-impl Member {
+impl JobHub {
     /// A hub that will have a part in a job.
     pub(super) fn new(hub: u32, shape: HubShape, site: SiteId) -> Self {
         let counters = JobCounters::default();
         let (left_out, resumed_step, checkpoints) = (Vec::new(), None, None);
-        Member {
+        JobHub {
             hub,
             shape,
             site,
@@ -74,8 +74,8 @@ impl Job {
         resumed_step: Option<u32>,
         now: Now,
     ) -> Transition {
-        let Some(index) = self.member_index(hub) else { return Transition::None };
-        let Some(placed) = self.placements.get(usize::from(self.members[index].site)) else {
+        let Some(index) = self.job_hub_index(hub) else { return Transition::None };
+        let Some(placed) = self.placements.get(usize::from(self.job_hubs[index].site)) else {
             return Transition::None;
         };
         if self.state != JobState::Initialising {
@@ -85,29 +85,29 @@ impl Job {
             let message = format!(
                 "{} placed job `{}` otherwise than the manager ({placement_hash}, not {}): run one version of \
                  paramhub everywhere",
-                self.members[index].describe(),
+                self.job_hubs[index].describe(),
                 self.name,
                 placed.hash
             );
             return self.fail(ErrorCode::Internal, message, now);
         }
         // A hub without chunks has no checkpoint to resume.
-        let others = self.members.iter().find(|member| member.resumed_step.is_some());
+        let others = self.job_hubs.iter().find(|job_hub| job_hub.resumed_step.is_some());
         if let (Some(step), Some(other)) = (resumed_step, others)
             && other.resumed_step != resumed_step
         {
             let message = format!(
                 "{} found its checkpoint of step {step}, {} that of step {}: let all hubs share one folder of checkpoints, or \
                  say which step to resume",
-                self.members[index].describe(),
+                self.job_hubs[index].describe(),
                 other.describe(),
                 other.resumed_step.unwrap_or_default()
             );
             return self.fail(ErrorCode::DoesNotFit, message, now);
         }
-        self.members[index].resumed_step = resumed_step;
-        self.members[index].allocated = true;
-        if !self.members.iter().all(|member| member.allocated) {
+        self.job_hubs[index].resumed_step = resumed_step;
+        self.job_hubs[index].allocated = true;
+        if !self.job_hubs.iter().all(|job_hub| job_hub.allocated) {
             return Transition::None;
         }
         self.state = JobState::Running;
@@ -117,10 +117,10 @@ impl Job {
 
     /// A hub cannot hold its part.
     pub(crate) fn hub_refused(&mut self, hub: u32, reason: &str, now: Now) -> Transition {
-        let Some(index) = self.member_index(hub) else { return Transition::None };
-        self.members[index].ended = true;
+        let Some(index) = self.job_hub_index(hub) else { return Transition::None };
+        self.job_hubs[index].ended = true;
         let message =
-            format!("{} cannot serve job `{}`: {reason}", self.members[index].describe(), self.name);
+            format!("{} cannot serve job `{}`: {reason}", self.job_hubs[index].describe(), self.name);
         match self.fail(ErrorCode::DoesNotFit, message, now) {
             Transition::None => self.note_cleared(),
             transition => transition,
@@ -129,22 +129,23 @@ impl Job {
 
     /// A hub has reported its part in the job's checkpoints.
     pub(crate) fn hub_kept(&mut self, hub: u32, mut status: CheckpointStatus) {
-        if let Some(index) = self.member_index(hub) {
+        if let Some(index) = self.job_hub_index(hub) {
             status.failure.truncate(status.failure.floor_char_boundary(FAILURE_BYTES_MAX));
-            self.members[index].checkpoints = Some(status);
+            self.job_hubs[index].checkpoints = Some(status);
         }
     }
 
     /// The state of the job's checkpoints, if it takes any.
     pub fn checkpoints(&self) -> Option<CheckpointStatus> {
-        let of_hubs =
-            CheckpointStatus::of_hubs(self.members.iter().filter_map(|member| member.checkpoints.as_ref()));
+        let of_hubs = CheckpointStatus::of_hubs(
+            self.job_hubs.iter().filter_map(|job_hub| job_hub.checkpoints.as_ref()),
+        );
         of_hubs.or_else(|| self.recorded_checkpoints.clone())
     }
 
     /// A hub has a message for people.
     pub(crate) fn hub_noticed(&mut self, hub: u32, message: String) -> Transition {
-        if self.state.has_ended() || self.member_index(hub).is_none() {
+        if self.state.has_ended() || self.job_hub_index(hub).is_none() {
             return Transition::None;
         }
         self.message = message;
@@ -153,9 +154,9 @@ impl Job {
 
     /// Ranks keep the others waiting at a hub, or no longer do so.
     pub(crate) fn hub_awaits(&mut self, hub: u32, awaited: Option<AwaitedRanks>, now: Now) {
-        if let Some(index) = self.member_index(hub) {
+        if let Some(index) = self.job_hub_index(hub) {
             let workers = self.workers;
-            self.members[index].awaited = awaited.map(|mut awaited| {
+            self.job_hubs[index].awaited = awaited.map(|mut awaited| {
                 awaited.ranks.retain(|rank| *rank < workers);
                 awaited.key.truncate(awaited.key.floor_char_boundary(AWAITED_BYTES_MAX));
                 awaited.what.truncate(awaited.what.floor_char_boundary(AWAITED_BYTES_MAX));
@@ -166,7 +167,7 @@ impl Job {
 
     /// The ranks that keep the others waiting, at the hub where they have done so for longest.
     pub fn awaited(&self, now: Now) -> Option<AwaitedRanks> {
-        let reported = self.members.iter().filter_map(|member| member.awaited.as_ref());
+        let reported = self.job_hubs.iter().filter_map(|job_hub| job_hub.awaited.as_ref());
         let reported = reported.filter(|(awaited, _)| !self.state.has_ended() && !awaited.ranks.is_empty());
         let aged = reported.map(|(awaited, at)| AwaitedRanks {
             seconds: awaited.seconds + now.seconds_since(*at),
@@ -177,9 +178,9 @@ impl Job {
 
     /// The job is over at a hub.
     pub(crate) fn hub_ended(&mut self, hub: u32, end: &JobEnd, now: Now) -> Transition {
-        let Some(index) = self.member_index(hub) else { return Transition::None };
+        let Some(index) = self.job_hub_index(hub) else { return Transition::None };
         // A repeated report: the answer to the first was lost, or the hub was asked after the end.
-        if std::mem::replace(&mut self.members[index].ended, true) {
+        if std::mem::replace(&mut self.job_hubs[index].ended, true) {
             return Transition::None;
         }
         if self.state.has_ended() {
@@ -196,11 +197,11 @@ impl Job {
         }
         // A hub without chunks of the job has finished its part as soon as it has allocated. One that has not
         // allocated cannot have finished.
-        if !self.members[index].allocated {
-            let message = format!("{} ended it before it ran", self.members[index].describe());
+        if !self.job_hubs[index].allocated {
+            let message = format!("{} ended it before it ran", self.job_hubs[index].describe());
             return self.fail(ErrorCode::JobEnded, message, now);
         }
-        if self.state != JobState::Running || !self.members.iter().all(|member| member.ended) {
+        if self.state != JobState::Running || !self.job_hubs.iter().all(|job_hub| job_hub.ended) {
             return Transition::None;
         }
         self.end(JobState::Finished, now)
@@ -208,7 +209,7 @@ impl Job {
 
     /// A lost hub has joined again under another number and reports why the job ended there.
     pub(crate) fn former_hub_ended(&mut self, shape: &HubShape, end: &JobEnd, now: Now) -> Transition {
-        let was_here = self.members.iter().any(|member| member.shape.interfaces == shape.interfaces);
+        let was_here = self.job_hubs.iter().any(|job_hub| job_hub.shape.interfaces == shape.interfaces);
         if end.finished || !was_here {
             return Transition::None;
         }
@@ -217,9 +218,9 @@ impl Job {
 
     /// A hub is lost, with all that it held.
     pub(crate) fn hub_lost(&mut self, hub: u32, cause: Cause, now: Now) -> Transition {
-        let Some(index) = self.member_index(hub) else { return Transition::None };
+        let Some(index) = self.job_hub_index(hub) else { return Transition::None };
         // The hub had ended the job before it was lost.
-        if std::mem::replace(&mut self.members[index].ended, true) {
+        if std::mem::replace(&mut self.job_hubs[index].ended, true) {
             return Transition::None;
         }
         let was_over = self.state.has_ended();
@@ -233,45 +234,45 @@ impl Job {
     /// A hub has reported its counters.
     pub(crate) fn hub_counted(&mut self, hub: u32, counters: JobCounters, left_out: &[u64]) {
         let ranks = left_out.len().min(self.workers as usize);
-        if let Some(index) = self.member_index(hub) {
-            self.members[index].counters = counters;
-            self.members[index].left_out = left_out[..ranks].to_vec();
+        if let Some(index) = self.job_hub_index(hub) {
+            self.job_hubs[index].counters = counters;
+            self.job_hubs[index].left_out = left_out[..ranks].to_vec();
         }
     }
 
     /// For each rank, how many updates of chunks hubs have made without it because it was late.
     pub fn left_out(&self) -> Vec<u64> {
         let mut sum = self.recorded_left_out.clone();
-        self.members.iter().for_each(|member| add_by_rank(&mut sum, &member.left_out));
+        self.job_hubs.iter().for_each(|job_hub| add_by_rank(&mut sum, &job_hub.left_out));
         sum
     }
 
     /// The hubs that serve the job, site by site in placement order.
     pub fn hubs(&self) -> impl Iterator<Item = u32> + '_ {
-        self.members.iter().map(|member| member.hub)
+        self.job_hubs.iter().map(|job_hub| job_hub.hub)
     }
 
     /// Returns whether this hub was asked to hold part of the job.
     pub(crate) fn is_served_by(&self, hub: u32) -> bool {
-        self.member_index(hub).is_some()
+        self.job_hub_index(hub).is_some()
     }
 
     /// The hubs that have not yet reported that they freed the job, for a message.
     pub(crate) fn hubs_not_cleared(&self) -> String {
-        let holding = self.members.iter().filter(|member| member.asked && !member.ended);
-        join_words(&holding.map(Member::describe).collect::<Vec<_>>())
+        let holding = self.job_hubs.iter().filter(|job_hub| job_hub.asked && !job_hub.ended);
+        join_words(&holding.map(JobHub::describe).collect::<Vec<_>>())
     }
 
     /// The counters of all hubs together.
     pub fn counters(&self) -> JobCounters {
         let mut sum = self.recorded_counters;
-        self.members.iter().for_each(|member| sum += member.counters);
+        self.job_hubs.iter().for_each(|job_hub| sum += job_hub.counters);
         sum
     }
 
     fn note_cleared(&mut self) -> Transition {
-        let holds = |member: &Member| member.asked && !member.ended;
-        let cleared = self.state.has_ended() && !self.members.iter().any(holds);
+        let holds = |job_hub: &JobHub| job_hub.asked && !job_hub.ended;
+        let cleared = self.state.has_ended() && !self.job_hubs.iter().any(holds);
         if cleared && self.phase != JobPhase::Cleared {
             self.phase = JobPhase::Cleared;
             return Transition::Advanced;
@@ -279,8 +280,8 @@ impl Job {
         Transition::None
     }
 
-    fn member_index(&self, hub: u32) -> Option<usize> {
-        self.members.iter().position(|member| member.hub == hub)
+    fn job_hub_index(&self, hub: u32) -> Option<usize> {
+        self.job_hubs.iter().position(|job_hub| job_hub.hub == hub)
     }
 }
 
