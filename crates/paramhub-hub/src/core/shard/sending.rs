@@ -72,8 +72,10 @@ impl Shard {
             && bytes < WRITE_BYTES_MAX
             && let Some(slot) = outbox.parameters.pop_first()
         {
-            let elements = self.slots[slot as usize].elements as usize;
-            bytes += if has_arena { 0 } else { elements * size_of::<f32>() };
+            let chunk = &self.slots[slot as usize];
+            // A quantised chunk mostly leaves as a change, in the codec of its gradient.
+            let codec = if chunk.gradient.is_quantised() { chunk.gradient } else { chunk.parameter };
+            bytes += if has_arena { 0 } else { chunk.extent().bytes(codec) as usize };
             room = add(NextFrame::Answer(slot, Answer::Parameters));
         }
         // One for each write, because there is one buffer from which it can leave.
