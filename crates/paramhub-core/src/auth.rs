@@ -1,11 +1,18 @@
-//! Proofs that a peer knows a job's nonce, without revealing it (PHub section 3.1: access control by
-//! namespace and nonce).
+//! Proofs that a peer knows a secret, without revealing it (PHub section 3.1: access control by namespace and
+//! nonce).
 //!
-//! A proof is a BLAKE3 hash over a purpose and the proven parts, with the nonce as the key. Each purpose has
+//! A proof is a BLAKE3 hash over a purpose and the proven parts, with the secret as the key. Each purpose has
 //! its own label, so a proof for one purpose is worthless for another.
+//!
+//! Whoever knows a job's nonce may ask the manager for a rank. The manager gives the rank's process a secret
+//! of its own, with which it proves its streams: a rank cannot act as another rank or as a hub.
+
+mod stream_secrets;
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
+
+pub use stream_secrets::{Epoch, EpochSecret, StreamSecret, StreamSecrets};
 
 /// Names a job everywhere: 128 random bits, written as 32 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -26,7 +33,14 @@ pub struct Nonce(pub [u8; 32]);
 #[serde(try_from = "String", into = "String")]
 pub struct Incarnation(pub [u8; 16]);
 
-/// A keyed hash under a job's nonce, written as 64 hexadecimal digits. Compare proofs in [constant
+/// Known to one process alone, which repeats it to the manager with every ConnectService: whoever has it holds
+/// the rank. 256 random bits, written as 64 hexadecimal digits.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
+#[serde(try_from = "String", into = "String")]
+pub struct RankClaim(pub [u8; 32]);
+
+/// A keyed hash under a secret, written as 64 hexadecimal digits. Compare proofs in [constant
 /// time](Proof::matches).
 #[derive(Clone, Copy, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
@@ -42,10 +56,14 @@ pub enum Purpose {
     Init,
     /// A worker leaves before it has reached a hub.
     Leave,
-    /// A worker answers a hub's challenge on a data connection.
-    StreamWorker,
-    /// A hub answers a worker's challenge on a data connection.
+    /// The caller of a stream answers the hub's challenge.
+    StreamCaller,
+    /// A hub answers the challenge of a stream's caller.
     StreamHub,
+    /// A worker of protocol version 1 answers a hub's challenge.
+    StreamWorkerVersion1,
+    /// A hub answers the challenge of a worker of protocol version 1.
+    StreamHubVersion1,
     /// A rank of a mesh answers the challenge of the peer it dialled.
     MeshDialler,
     /// A rank of a mesh answers the challenge of the peer that dialled it.
@@ -60,8 +78,10 @@ impl Purpose {
             Purpose::Connect => b"paramhub v1 connect",
             Purpose::Init => b"paramhub v1 init",
             Purpose::Leave => b"paramhub v1 leave",
-            Purpose::StreamWorker => b"paramhub v1 stream worker",
-            Purpose::StreamHub => b"paramhub v1 stream hub",
+            Purpose::StreamCaller => b"paramhub v2 stream caller",
+            Purpose::StreamHub => b"paramhub v2 stream hub",
+            Purpose::StreamWorkerVersion1 => b"paramhub v1 stream worker",
+            Purpose::StreamHubVersion1 => b"paramhub v1 stream hub",
             Purpose::MeshDialler => b"paramhub v1 mesh dialler",
             Purpose::MeshListener => b"paramhub v1 mesh listener",
             Purpose::Derive => b"paramhub v1 derived secret",
@@ -69,15 +89,20 @@ impl Purpose {
     }
 }
 
+/// Proves knowledge of `secret` for one purpose, bound to `parts`. The hash covers the lengths, so bytes
+/// cannot move from one part to another.
+fn prove(secret: &[u8; 32], purpose: Purpose, parts: &[&[u8]]) -> Proof {
+    let mut hasher = blake3::Hasher::new_keyed(secret);
+    for part in std::iter::once(&purpose.label()).chain(parts) {
+        hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+    }
+    Proof(*hasher.finalize().as_bytes())
+}
+
 impl Nonce {
-    /// Proves knowledge of this nonce for one purpose, bound to `parts`. The hash covers the lengths, so
-    /// bytes cannot move from one part to another.
+    /// Proves knowledge of this nonce for one purpose, bound to `parts`.
     pub fn prove(&self, purpose: Purpose, parts: &[&[u8]]) -> Proof {
-        let mut hasher = blake3::Hasher::new_keyed(&self.0);
-        for part in std::iter::once(&purpose.label()).chain(parts) {
-            hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
-        }
-        Proof(*hasher.finalize().as_bytes())
+        prove(&self.0, purpose, parts)
     }
 
     /// A secret for something else that only this job's members may take part in, for example a mesh. Each
@@ -95,6 +120,13 @@ impl Nonce {
         incarnation: Incarnation,
     ) -> Proof {
         self.prove(purpose, &[&namespace.0, &rank.to_le_bytes(), &incarnation.0])
+    }
+}
+
+impl RankClaim {
+    /// Returns whether both claims are equal, in constant time.
+    pub fn matches(&self, other: &RankClaim) -> bool {
+        self.0.ct_eq(&other.0).into()
     }
 }
 
@@ -159,6 +191,9 @@ hexadecimal!(Namespace, "a namespace");
 hexadecimal!(Nonce, "a nonce");
 hexadecimal!(Incarnation, "an incarnation");
 hexadecimal!(Proof, "a proof");
+hexadecimal!(RankClaim, "a claim");
+hexadecimal!(EpochSecret, "an epoch's secret");
+hexadecimal!(StreamSecret, "a stream's secret");
 
 impl std::fmt::Display for Namespace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -178,17 +213,18 @@ impl std::fmt::Debug for Incarnation {
     }
 }
 
-impl std::fmt::Debug for Nonce {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Nonce(..)")
-    }
+macro_rules! hidden {
+    ($($name:ident),*) => {$(
+        /// Secrets stay out of logs.
+        impl std::fmt::Debug for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(concat!(stringify!($name), "(..)"))
+            }
+        }
+    )*};
 }
 
-impl std::fmt::Debug for Proof {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Proof(..)")
-    }
-}
+hidden!(Nonce, Proof, RankClaim, EpochSecret, StreamSecret);
 
 #[cfg(test)]
 mod tests {

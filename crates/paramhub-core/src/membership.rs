@@ -27,7 +27,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::auth::{Namespace, Nonce};
+use crate::auth::{Namespace, Nonce, Purpose, StreamSecret};
 use crate::combinations::{Feature, conflict_of};
 use crate::cost::Rate;
 use crate::limits::MESSAGE_BYTES_MAX;
@@ -41,7 +41,7 @@ pub use commands::CommandQueue;
 use hubs::Hubs;
 use job::Transition;
 pub use job::{Job, JobRecord, SettingsSummary, SitePlacement};
-pub use output::{Answer, CallId, LogEvent, Output, WaitingCall};
+pub use output::{Answer, CallId, Connected, LogEvent, Output, WaitingCall};
 use probes::Probes;
 pub use time::{Now, REPORTED_BACK_MAX};
 
@@ -165,9 +165,15 @@ impl Membership {
         self.jobs.insert(job.namespace, job);
     }
 
-    /// The secret of a job that is remembered.
-    pub fn nonce(&self, namespace: Namespace) -> Option<Nonce> {
-        self.jobs.get(&namespace).map(|job| job.nonce)
+    /// The secrets with one of which a rank must prove a call to the manager; none if the job is not
+    /// remembered.
+    pub fn call_secrets(
+        &self,
+        namespace: Namespace,
+        rank: u32,
+        purpose: Purpose,
+    ) -> [Option<StreamSecret>; 2] {
+        self.jobs.get(&namespace).map_or([None; 2], |job| job.call_secrets(rank, purpose))
     }
 
     /// A job that is remembered.

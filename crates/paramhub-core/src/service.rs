@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::auth::{Incarnation, Namespace, Nonce, Proof};
+use crate::auth::{Incarnation, Namespace, Nonce, Proof, RankClaim, StreamSecret};
 use crate::composition::Place;
 use crate::placement::{HubShape, Imbalance};
 use crate::scheme::Roster;
@@ -67,8 +67,13 @@ pub struct ConnectService {
     pub rank: u32,
     /// Distinguishes a retry of the same process from a second process with the same rank.
     pub incarnation: Incarnation,
-    /// The proof for [this call](crate::auth::Purpose::Connect), over namespace, rank and incarnation.
+    /// The proof for [this call](crate::auth::Purpose::Connect) by the nonce, over namespace, rank and
+    /// incarnation.
     pub proof: Proof,
+    /// The claim to the rank, the same in every call of the process. The first process to call has the rank,
+    /// and the answer has its [secrets](RankSecrets). Workers of protocol version 1 send none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claim: Option<RankClaim>,
     /// Host name of the worker, for messages.
     #[serde(default)]
     pub host: String,
@@ -100,6 +105,24 @@ pub struct ServiceConnected {
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = Vec<Option<String>>))]
     pub peer_addresses: Vec<Option<SocketAddr>>,
+    /// The job's epoch, which the rank's streams name.
+    #[serde(default)]
+    pub epoch: u64,
+    /// The secrets of the rank; `None` if the call has no claim.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secrets: Option<RankSecrets>,
+}
+
+/// The secrets of one rank in one epoch of a job.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct RankSecrets {
+    /// The secret with which the rank proves its streams to hubs, and its calls to the manager from here on.
+    pub rank: StreamSecret,
+    /// The secret that it shares with each other rank, in rank order; `None` for itself and for ranks that do
+    /// not listen for others, and empty if it does not listen itself.
+    #[serde(default)]
+    pub pairs: Vec<Option<StreamSecret>>,
 }
 
 /// `POST /v1/jobs/{namespace}/init`: InitService. In the body `rank`, `incarnation` and `proof` must precede
@@ -112,7 +135,8 @@ pub struct InitService {
     pub rank: u32,
     /// The incarnation given to [`ConnectService`].
     pub incarnation: Incarnation,
-    /// The proof for [this call](crate::auth::Purpose::Init), over namespace, rank and incarnation.
+    /// The proof for [this call](crate::auth::Purpose::Init) by the [rank's secret](RankSecrets), over
+    /// namespace, rank and incarnation.
     pub proof: Proof,
     /// The settings of this rank; those of all ranks must be equal.
     pub settings: Settings,
@@ -144,7 +168,8 @@ pub struct LeaveService {
     pub rank: u32,
     /// The incarnation given to [`ConnectService`].
     pub incarnation: Incarnation,
-    /// The proof for [this call](crate::auth::Purpose::Leave), over namespace, rank and incarnation.
+    /// The proof for [this call](crate::auth::Purpose::Leave) by the [rank's secret](RankSecrets), over
+    /// namespace, rank and incarnation.
     pub proof: Proof,
     /// The reason, for the other ranks.
     #[serde(default)]

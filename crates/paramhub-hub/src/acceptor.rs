@@ -1,4 +1,4 @@
-//! Accepts connections on every interface, proves that each knows its job's nonce, and passes it to the core
+//! Accepts connections on every interface, proves that each knows its secret of a job, and passes it to the core
 //! of its route. The time and the number of connections that have proved nothing are bounded.
 
 mod pending;
@@ -189,8 +189,16 @@ impl Acceptor {
                     let core = &self.cores[usize::from(hello.core)];
                     let (namespace, route, port) = (hello.namespace, admitted.route, admitted.port);
                     let (socket, memory) = (connection.socket, admitted.memory);
-                    let resumed_by = admitted.resumed_by;
-                    core.send(CoreCommand::Adopt { namespace, route, port, socket, memory, resumed_by });
+                    let (attempt, resumed_by) = (admitted.attempt, admitted.resumed_by);
+                    core.send(CoreCommand::Adopt {
+                        namespace,
+                        route,
+                        port,
+                        socket,
+                        memory,
+                        attempt,
+                        resumed_by,
+                    });
                 }
             }
             Ok(HandshakeStep::Probe(probe)) => {

@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::auth::{Incarnation, Namespace, StreamSecret, StreamSecrets};
 use paramhub_core::composition::{Composed, Neighbour, SiteId};
 use paramhub_core::job_control::AdmittedStreams;
 use paramhub_core::placement::RouteId;
+use paramhub_core::stream_order::check_attempt;
 use paramhub_core::wire::{Caller, Hello, Refusal};
 
 use crate::core::{Ports, Side};
@@ -35,14 +36,14 @@ struct JobTables {
 
 struct EndedJob {
     namespace: Namespace,
-    nonce: Nonce,
+    secrets: StreamSecrets,
     message: String,
 }
 
 /// What the acceptor checks a stream against.
 pub(crate) struct JobEntry {
     pub(crate) name: String,
-    pub(crate) nonce: Nonce,
+    pub(crate) secrets: StreamSecrets,
     /// The job's sites; the hub's place among them is in `site`, `ports` and the placements.
     pub(crate) composed: Arc<Composed>,
     pub(crate) site: SiteId,
@@ -52,13 +53,20 @@ pub(crate) struct JobEntry {
     /// Routes with chunks, by interface and core number.
     pub(crate) routes: HashMap<(u16, u16), RouteId>,
     pub(crate) incarnations: HashMap<u32, Incarnation>,
-    /// The ports that have their stream, with its interface, or `None` for a stream over shared memory. A
-    /// port keeps one of the two kinds for the life of the job: the shard keeps a port's tensors in an arena
-    /// or sends them, never both.
-    pub(crate) taken: HashMap<(RouteId, u32), Option<u16>>,
+    /// The ports that have their stream.
+    pub(crate) taken: HashMap<(RouteId, u32), TakenPort>,
     /// Whether a stream that breaks is replaced over another interface.
     pub(crate) continues: bool,
     pub(crate) memory: JobMemory,
+}
+
+/// A port's stream.
+pub(crate) struct TakenPort {
+    /// The interface; `None` for a stream over shared memory. A port keeps one of the two kinds for the life
+    /// of the job: the shard keeps a port's tensors in an arena or sends them, never both.
+    by: Option<u16>,
+    /// The stream's number among those of its caller.
+    attempt: u32,
 }
 
 /// The origin of a stream.
@@ -73,6 +81,10 @@ pub(crate) enum StreamOrigin {
 pub(crate) struct AdmittedStream {
     pub(crate) route: RouteId,
     pub(crate) port: u32,
+    /// The stream's number among those of its caller. An older stream must not displace a newer one.
+    pub(crate) attempt: u32,
+    /// The job's epoch.
+    pub(crate) epoch: u64,
     /// State values per parameter of the job's optimizer.
     pub(crate) state_slots: u8,
     /// The shared memory of the stream; `None` for TCP.
@@ -100,7 +112,7 @@ impl AdmittedStreams for Directory {
     fn through(&self, namespace: Namespace, interface: u16) -> Vec<(RouteId, u32, Neighbour)> {
         let jobs = self.jobs();
         let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
-        let through = entry.taken.iter().filter(|(_, by)| **by == Some(interface));
+        let through = entry.taken.iter().filter(|(_, taken)| taken.by == Some(interface));
         through.map(|(&(route, port), _)| (route, port, entry.ports[&route].neighbour(port))).collect()
     }
 }
@@ -113,20 +125,20 @@ impl Directory {
     /// Refuses further streams of a job, with `message`.
     pub(crate) fn remove(&self, namespace: Namespace, message: String) {
         let mut jobs = self.jobs();
-        if let Some(JobEntry { nonce, .. }) = jobs.living.remove(&namespace) {
+        if let Some(JobEntry { secrets, .. }) = jobs.living.remove(&namespace) {
             if jobs.ended.len() == ENDED_MAX {
                 jobs.ended.pop_front();
             }
-            jobs.ended.push_back(EndedJob { namespace, nonce, message });
+            jobs.ended.push_back(EndedJob { namespace, secrets, message });
         }
     }
 
-    /// The secret of a job that lives or has ended recently.
-    pub(crate) fn nonce(&self, namespace: Namespace) -> Option<Nonce> {
+    /// The secret with which the caller must prove its stream to a job that lives or has ended recently.
+    pub(crate) fn stream_secret(&self, hello: &Hello, version: u16) -> Option<StreamSecret> {
         let jobs = self.jobs();
-        let living = jobs.living.get(&namespace).map(|entry| entry.nonce);
-        living
-            .or_else(|| jobs.ended.iter().find(|ended| ended.namespace == namespace).map(|ended| ended.nonce))
+        let living = jobs.living.get(&hello.namespace).map(|entry| &entry.secrets);
+        let ended = || jobs.ended.iter().find(|ended| ended.namespace == hello.namespace);
+        living.or_else(|| ended().map(|ended| &ended.secrets))?.of(hello, version)
     }
 
     fn jobs(&self) -> MutexGuard<'_, JobTables> {
@@ -173,7 +185,7 @@ impl Directory {
                 "the two ends computed different placements: use the same release of paramhub on both ends";
             return refused(Refusal::Placement, format!("{who} of job `{name}`: {why}"));
         }
-        let resumes = matches!(hello.caller, Caller::Worker { resumes: true, .. });
+        let resumes = matches!(hello.caller, Caller::Worker { .. }) && hello.attempt.resumes();
         if resumes && !entry.continues {
             let why = format!(
                 "{who} of job `{name}` resumes a stream, but the job fails when an interface goes down: create it with \
@@ -209,12 +221,18 @@ impl Directory {
             }
             Caller::Hub { .. } | Caller::Prober => false,
         };
-        if is_other || (entry.taken.contains_key(&(route, port)) && !resumes) {
+        let taken = entry.taken.get(&(route, port));
+        if is_other || (taken.is_some() && !resumes) {
             let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
         }
+        let epoch = entry.secrets.epoch.number;
+        let attempt = match check_attempt(epoch, taken.map(|taken| taken.attempt), hello.attempt) {
+            Ok(attempt) => attempt,
+            Err(stale) => return refused(Refusal::Stale, format!("{who} of job `{name}`: {stale}")),
+        };
         // The tensors of such a stream are in shared memory, and it cannot be cut.
-        if resumes && entry.taken.get(&(route, port)) == Some(&None) {
+        if resumes && taken.is_some_and(|taken| taken.by.is_none()) {
             let why = format!(
                 "{who} of job `{name}` resumes a stream over shared memory, which goes by no interface: only a stream over TCP \
                  can be resumed, by another one"
@@ -238,8 +256,9 @@ impl Directory {
             }
             (StreamOrigin::Interfaces(_), _) => None,
         };
-        let replaces = entry.taken.insert((route, port), by).is_some();
+        let replaces = entry.taken.insert((route, port), TakenPort { by, attempt }).is_some();
         let resumed_by = by.filter(|_| replaces);
-        Ok(AdmittedStream { route, port, state_slots: entry.state_slots, memory, resumed_by })
+        let state_slots = entry.state_slots;
+        Ok(AdmittedStream { route, port, attempt, epoch, state_slots, memory, resumed_by })
     }
 }

@@ -14,6 +14,7 @@ use paramhub_core::job_control::{HubTerms, JobControl};
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
+use paramhub_core::wire::VERSION;
 use paramhub_transport::greeting::draw;
 use paramhub_transport::handshakes::raise_descriptor_limit;
 use paramhub_transport::host_identity;
@@ -155,7 +156,8 @@ impl ListeningHub {
         };
         let machine = config.host.clone().unwrap_or_else(host_identity);
         let keeps_checkpoints = Some(config.checkpoints.is_some());
-        let offer = RegisterHub { shape: shape.clone(), place, machine, keeps_checkpoints };
+        let offer =
+            RegisterHub { protocol: VERSION, shape: shape.clone(), place, machine, keeps_checkpoints };
         // The hub joins before it starts any thread, so that none runs on if the manager refuses the hub.
         let link = ManagerLink::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));

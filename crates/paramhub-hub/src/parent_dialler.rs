@@ -6,10 +6,10 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
-use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::auth::{Incarnation, Namespace, StreamSecrets};
 use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{CHALLENGE_BYTES, Caller, Hello};
+use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
 use paramhub_transport::dialling::{dial, dial_first};
 use paramhub_transport::greeting::greet;
 
@@ -50,7 +50,7 @@ impl ParentStream {
 /// The data that opens them.
 pub(crate) struct ParentDialler {
     pub(crate) namespace: Namespace,
-    pub(crate) nonce: Nonce,
+    pub(crate) secrets: StreamSecrets,
     pub(crate) site: SiteId,
     pub(crate) composed: Arc<Composed>,
     pub(crate) state_slots: u8,
@@ -76,6 +76,7 @@ impl ParentDialler {
                 port,
                 socket,
                 memory: None,
+                attempt: 0,
                 resumed_by: None,
             });
         }
@@ -89,13 +90,17 @@ impl ParentDialler {
             caller: Caller::Hub { site: self.site, route: above.route },
             interface: above.interface,
             core: above.core,
+            offered: Capabilities::default(),
+            required: Capabilities::default(),
+            attempt: Attempt::first(self.secrets.epoch.number),
             namespace: self.namespace,
             incarnation: Incarnation([0; 16]),
             placement: *self.composed.hash().as_bytes(),
             challenge: [0; CHALLENGE_BYTES],
         };
-        let state_slots =
-            greet(&mut socket, &self.nonce, hello, self.deadline).map_err(|error| error.to_string())?;
+        let secret = self.secrets.epoch.secret.of_hubs();
+        let welcome = greet(&mut socket, &secret, hello, self.deadline).map_err(|error| error.to_string())?;
+        let state_slots = welcome.state_slots;
         if state_slots != self.state_slots {
             return Err(format!(
                 "its optimizer keeps {state_slots} values of state a parameter, this hub's {}: register the same one \

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Incarnation;
 use paramhub_core::service::{ProbeOrder, ProbeOutcome, ProbeReport};
-use paramhub_core::wire::{CHALLENGE_BYTES, Caller, Hello, Refusal, VerdictError};
+use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello, Refusal, VerdictError};
 use paramhub_transport::dialling::{dial, dial_first, dial_from};
 use paramhub_transport::greeting::{GreetingError, greet};
 
@@ -149,6 +149,9 @@ fn dial_stream(
         caller: Caller::Prober,
         interface: 0,
         core: 0,
+        offered: Capabilities::default(),
+        required: Capabilities::default(),
+        attempt: Attempt::first(0),
         namespace: order.probe,
         incarnation: Incarnation([0; 16]),
         placement: [0; 32],
@@ -156,7 +159,7 @@ fn dial_stream(
     };
     loop {
         let mut stream = connect(to, from, deadline)?;
-        match greet(&mut stream, &order.nonce, hello, deadline) {
+        match greet(&mut stream, &order.nonce.into(), hello, deadline) {
             Ok(_) => return Ok(stream),
             Err(GreetingError::Verdict(VerdictError::Refused { refusal: Refusal::WrongNonce, .. }))
                 if Instant::now() + REDIAL < deadline =>

@@ -54,11 +54,25 @@ pub(crate) async fn allocate(registry: Arc<Registry>, namespace: Namespace, sett
 fn plan_of(job: &Job, roster: Roster) -> impl FnOnce(Settings) -> (JobPlan, Roster) + Send + use<> {
     let (name, namespace, nonce) = (job.name.clone(), job.namespace, job.nonce);
     let (options, composition) = (job.options, job.composition());
+    let (epoch, version_1_ranks) = (job.epoch, job.version_1_ranks());
     move |settings| {
         let composition = composition.expect("a job has sites before its ranks hand in settings");
         let composition = Arc::unwrap_or_clone(composition);
         let cluster = roster.cluster();
-        (JobPlan { name, namespace, nonce, options, composition, site: 0, hub: 0, cluster, settings }, roster)
+        let plan = JobPlan {
+            name,
+            namespace,
+            nonce,
+            epoch: epoch.expect("a job that has not ended is in an epoch"),
+            version_1_ranks,
+            options,
+            composition,
+            site: 0,
+            hub: 0,
+            cluster,
+            settings,
+        };
+        (plan, roster)
     }
 }
 

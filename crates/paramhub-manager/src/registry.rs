@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use paramhub_core::auth::{Namespace, Nonce, Proof, Purpose};
+use paramhub_core::auth::{Epoch, EpochSecret, Namespace, Nonce, Proof, Purpose, StreamSecret};
 use paramhub_core::membership::{Answer, Job, Membership, MembershipLimits};
 use paramhub_core::service::{
     CreateService, ErrorCode, JobState, JobStatus, LinkStatus, ServiceCreated, ServiceError, StopService,
@@ -86,6 +86,7 @@ impl Registry {
     ) -> Result<ServiceCreated, ServiceError> {
         check_request(&request)?;
         let (namespace, nonce) = (Namespace(random()?), Nonce(random()?));
+        let epoch = Some(Epoch { number: 1, secret: EpochSecret(random()?) });
         let order = self.with(|state| {
             state.membership.check_checkpoints(&request)?;
             state.membership.reserve(&request.name, namespace)
@@ -95,7 +96,7 @@ impl Registry {
         // ever.
         let writing = tokio::spawn(async move {
             let name = request.name.clone();
-            let job = Job::new(order, request, namespace, nonce, now());
+            let job = Job::new(order, request, namespace, nonce, epoch, now());
             let (store, record) = (registry.store.clone(), job.record(now()));
             let written = blocking(move || store.save(&[record], &[])).await.and_then(|written| {
                 written.map_err(|cause| {
@@ -144,23 +145,22 @@ impl Registry {
         }
     }
 
-    /// Checks whether the caller knows the job's nonce. A wrong namespace and a wrong proof get the same
-    /// answer.
+    /// Checks whether the caller knows the job's nonce or, once it has one, its rank's secret. A wrong
+    /// namespace and a wrong proof get the same answer.
     pub(crate) fn check_proof(
         &self,
         caller: CallingRank,
         purpose: Purpose,
         proof: &Proof,
     ) -> Result<(), ServiceError> {
-        let nonce = self.with(|state| state.membership.nonce(caller.namespace));
-        let known = nonce.is_some();
-        let expected = nonce.unwrap_or(Nonce([0; 32])).prove_rank(
-            purpose,
-            caller.namespace,
-            caller.rank,
-            caller.incarnation,
-        );
-        if expected.matches(proof) & known { Ok(()) } else { Err(wrong_nonce()) }
+        let CallingRank { namespace, rank, incarnation } = caller;
+        let secrets = self.with(|state| state.membership.call_secrets(namespace, rank, purpose));
+        let is_proven = secrets.map(|secret| {
+            let expected =
+                secret.unwrap_or(StreamSecret([0; 32])).prove_rank(purpose, namespace, rank, incarnation);
+            expected.matches(proof) & secret.is_some()
+        });
+        if is_proven[0] | is_proven[1] { Ok(()) } else { Err(wrong_nonce()) }
     }
 
     /// Gives a rank whose proof was checked a slot of its job.

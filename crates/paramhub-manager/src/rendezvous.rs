@@ -21,13 +21,13 @@ pub(crate) async fn connect(
     registry: &Arc<Registry>,
     caller: CallingRank,
     call: ConnectService,
-) -> Result<Arc<ServiceConnected>, ServiceError> {
+) -> Result<ServiceConnected, ServiceError> {
     let (mut call, deadline) = registry.with(|state| {
         let waiting = state.membership.connect(caller.namespace, &call, now())?;
         Ok::<_, ServiceError>((Caller::wait(registry, state, waiting.call), waiting.deadline))
     })?;
     match call.answer_by(deadline).await? {
-        Answer::Connected(connected) => connected,
+        Answer::Connected(connected) => connected.map(|connected| connected.answer()),
         other => unreachable!("ConnectService is answered with {other:?}"),
     }
 }

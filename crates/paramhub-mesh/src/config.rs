@@ -4,13 +4,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use paramhub_core::auth::Nonce;
 use paramhub_core::limits::WORKERS_MAX;
 
 use crate::error::{MeshError, MeshRank};
+use crate::secrets::MeshSecrets;
 
-/// The information that a rank needs to join a mesh. All but `rank`, `shares_memory` and the timeouts must be
-/// the same on every rank.
+/// The information that a rank needs to join a mesh. All but `rank`, `secrets`, `shares_memory` and the
+/// timeouts must be the same on every rank.
 #[derive(Clone, Debug)]
 pub struct MeshConfig {
     /// The mesh's name in messages.
@@ -19,9 +19,9 @@ pub struct MeshConfig {
     pub rank: u32,
     /// Ranks in the mesh.
     pub size: u32,
-    /// A secret that all ranks know and nothing else does. Two meshes must not share it: derive one from the
-    /// job's for each.
-    pub secret: Nonce,
+    /// The secrets with which the ranks prove themselves. Two meshes must not share them: derive those of each
+    /// mesh from the job's.
+    pub secrets: MeshSecrets,
     /// The address at which each rank listens, by rank: what
     /// [`MeshListener::address`](crate::MeshListener::address) returned there, with an IP address under which
     /// the others reach it. The caller exchanges the addresses. A rank does not use its own.
@@ -43,12 +43,12 @@ impl MeshConfig {
     pub const DEAD_AFTER: Duration = Duration::from_secs(30);
 
     /// A configuration with the default timeouts.
-    pub fn new(rank: u32, secret: Nonce, addresses: Vec<SocketAddr>) -> Self {
+    pub fn new(rank: u32, secrets: impl Into<MeshSecrets>, addresses: Vec<SocketAddr>) -> Self {
         MeshConfig {
             name: "default".into(),
             rank,
             size: u32::try_from(addresses.len()).unwrap_or(u32::MAX),
-            secret,
+            secrets: secrets.into(),
             addresses,
             shares_memory: true,
             join_timeout: Self::JOIN_TIMEOUT,

@@ -50,6 +50,7 @@ mod operation;
 mod probe;
 mod progress_engine;
 mod schedule;
+mod secrets;
 mod wire;
 
 pub use config::MeshConfig;
@@ -59,6 +60,7 @@ pub use handle::Handle;
 pub use join::MeshListener;
 pub use mesh::Mesh;
 pub use probe::{Bandwidths, Pairs, Probe};
+pub use secrets::MeshSecrets;
 // The types that these signatures use, so that a caller needs this crate alone.
 pub use paramhub_core::auth::Nonce;
 pub use paramhub_core::cost::Rate;

@@ -18,7 +18,8 @@
 //! +--------+---------+------+------+------+------+------+-------------+---------------+
 //! ```
 //! The verdict is that of a hub ([`paramhub_core::wire::Verdict`]), and a peer proves its knowledge as there;
-//! the parts are the whole Hello and the listener's challenge.
+//! the parts are the whole Hello, the listener's challenge and, for the listener, the head of the verdict. The
+//! secret is that of the two ranks ([`MeshSecrets`](crate::MeshSecrets)).
 //!
 //! # The memory
 //! After the handshakes rank 0 sends each other rank an Offer of memory to share, 56 bytes. If it has no
@@ -59,7 +60,7 @@
 //! | 10 | Leave | 0 | 0 | collectives begun | 0 | none |
 //! | 11 | Abort | 0 | 0 | the culprit's rank, or 2^64 - 1 | 0 | a text of at most 1024 bytes |
 
-use paramhub_core::auth::{Incarnation, Nonce, Proof, Purpose};
+use paramhub_core::auth::{Incarnation, Proof, Purpose, StreamSecret};
 use paramhub_core::limits::MESSAGE_BYTES_MAX;
 use paramhub_core::wire::{CHALLENGE_BYTES, Challenge};
 use thiserror::Error;
@@ -69,7 +70,7 @@ use crate::descriptor::DESCRIPTOR_BYTES;
 /// The first four bytes of every connection.
 pub(crate) const MAGIC: [u8; 4] = *b"PHUM";
 /// The version of handshake and frames; both ends must have the same.
-pub(crate) const VERSION: u16 = 2;
+pub(crate) const VERSION: u16 = 3;
 /// Bytes of a [`Hello`].
 pub(crate) const HELLO_BYTES: usize = 72;
 /// Bytes of an [`SegmentOffer`].
@@ -147,11 +148,19 @@ impl Hello {
         })
     }
 
-    /// The two proofs of a connection: the dialler's over the listener's challenge, then the listener's over
-    /// the dialler's.
-    pub(crate) fn proofs(&self, secret: &Nonce, listener_challenge: &Challenge) -> (Proof, Proof) {
-        let parts: [&[u8]; 2] = [&self.encode(), listener_challenge];
-        (secret.prove(Purpose::MeshDialler, &parts), secret.prove(Purpose::MeshListener, &parts))
+    /// The proof of the rank that dials.
+    pub(crate) fn dialler_proof(&self, secret: &StreamSecret, listener_challenge: &Challenge) -> Proof {
+        secret.prove(Purpose::MeshDialler, &[&self.encode(), listener_challenge])
+    }
+
+    /// The proof of the rank that is dialled, for a verdict that begins with `head`.
+    pub(crate) fn listener_proof(
+        &self,
+        secret: &StreamSecret,
+        listener_challenge: &Challenge,
+        head: &[u8],
+    ) -> Proof {
+        secret.prove(Purpose::MeshListener, &[&self.encode(), listener_challenge, head])
     }
 }
 
@@ -325,12 +334,19 @@ mod tests {
 
     #[test]
     fn proofs_depend_on_side_secret_and_every_field() {
-        let secret = Nonce([9; 32]);
-        let (dialler, listener) = hello().proofs(&secret, &[1; 32]);
-        assert!(!dialler.matches(&listener));
-        assert!(!dialler.matches(&hello().proofs(&Nonce([8; 32]), &[1; 32]).0));
-        assert!(!dialler.matches(&hello().proofs(&secret, &[2; 32]).0));
-        assert!(!dialler.matches(&Hello { rank: 4, ..hello() }.proofs(&secret, &[1; 32]).0));
+        let secret = StreamSecret([9; 32]);
+        let dialler = hello().dialler_proof(&secret, &[1; 32]);
+        let other_rank = Hello { rank: 4, ..hello() };
+        for other in [
+            hello().listener_proof(&secret, &[1; 32], b""),
+            hello().dialler_proof(&StreamSecret([8; 32]), &[1; 32]),
+            hello().dialler_proof(&secret, &[2; 32]),
+            other_rank.dialler_proof(&secret, &[1; 32]),
+        ] {
+            assert!(!dialler.matches(&other));
+        }
+        let listener = |head: &[u8]| hello().listener_proof(&secret, &[1; 32], head);
+        assert!(listener(b"a").matches(&listener(b"a")) && !listener(b"a").matches(&listener(b"b")));
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use paramhub_control::ManagerClient;
-use paramhub_core::auth::Nonce;
-use paramhub_mesh::{Mesh, MeshConfig, MeshListener};
+use paramhub_core::auth::StreamSecret;
+use paramhub_mesh::{Mesh, MeshConfig, MeshListener, MeshSecrets};
 use paramhub_worker::{Member, Membership};
 
 use crate::error::SyncError;
@@ -95,7 +95,6 @@ pub fn address_towards(url: &str) -> Result<IpAddr, String> {
 pub struct PeerListener {
     listener: MeshListener,
     rank: u32,
-    nonce: Nonce,
 }
 
 impl PeerListener {
@@ -113,7 +112,7 @@ impl PeerListener {
 
     /// For a caller that chooses the address on which it listens.
     pub fn new(listener: MeshListener, membership: &Membership) -> PeerListener {
-        PeerListener { listener, rank: membership.rank, nonce: membership.nonce }
+        PeerListener { listener, rank: membership.rank }
     }
 
     /// The address for [`Options::peer_address`](paramhub_worker::Options::peer_address).
@@ -141,7 +140,7 @@ impl PeerListener {
         member: &PeerAddresses,
         name: &str,
     ) -> Result<(MeshListener, MeshConfig), SyncError> {
-        let PeerListener { listener, rank, nonce } = self;
+        let PeerListener { listener, rank } = self;
         let silent = member.addresses.iter().position(Option::is_none);
         if let Some(peer) = silent {
             let reason = format!(
@@ -150,26 +149,33 @@ impl PeerListener {
             return Err(SyncError::Rendezvous { rank, reason: reason.into() });
         }
         let addresses = member.addresses.iter().flatten().copied().collect();
+        let secrets = MeshSecrets::Pairs(member.pair_secrets.as_slice().into());
         let config = MeshConfig {
             name: Arc::from(format!("{} of job {}", name, member.job)),
-            ..MeshConfig::new(rank, nonce.derive(name), addresses)
+            ..MeshConfig::new(rank, secrets.derive(name), addresses)
         };
         Ok((listener, config))
     }
 }
 
-/// The addresses at which the workers of a job listen for one another, known once all have connected to the
-/// manager.
+/// The addresses at which the workers of a job listen for one another, and the secrets with which they prove
+/// themselves, known once all have connected to the manager.
 #[derive(Clone, Debug)]
 pub struct PeerAddresses {
     job: String,
     addresses: Vec<Option<SocketAddr>>,
+    /// The secret that this rank shares with each other.
+    pair_secrets: Vec<Option<StreamSecret>>,
 }
 
 impl PeerAddresses {
-    /// The addresses that the manager gave to this member.
+    /// The addresses and secrets that the manager gave to this member.
     pub fn of(member: &Member) -> PeerAddresses {
-        PeerAddresses { job: member.job_name().to_owned(), addresses: member.peer_addresses().to_vec() }
+        PeerAddresses {
+            job: member.job_name().to_owned(),
+            addresses: member.peer_addresses().to_vec(),
+            pair_secrets: member.pair_secrets().to_vec(),
+        }
     }
 }
 

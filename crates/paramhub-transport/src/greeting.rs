@@ -7,8 +7,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::Nonce;
-use paramhub_core::wire::{CHALLENGE_BYTES, Hello, VERDICT_BYTES, Verdict, VerdictError, stream_proofs};
+use paramhub_core::auth::StreamSecret;
+use paramhub_core::wire::{
+    CHALLENGE_MESSAGE_BYTES, CallerHandshake, Hello, VERDICT_BYTES, VerdictError, Welcome,
+};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 use thiserror::Error;
@@ -30,30 +32,29 @@ pub enum GreetingError {
     Verdict(#[from] VerdictError),
 }
 
-/// Opens a stream to a hub over a blocking connection: proves, both ways, knowledge of the nonce. Draws the
-/// challenge of `hello`. Returns the number of state values that the job's optimizer keeps for each parameter,
-/// as the hub says.
+/// Opens a stream to a hub over a blocking connection: proves, both ways, knowledge of the secret. Draws the
+/// challenge of `hello`.
 pub fn greet(
     stream: &mut TcpStream,
-    nonce: &Nonce,
+    secret: &StreamSecret,
     hello: Hello,
     deadline: Instant,
-) -> Result<u8, GreetingError> {
-    open_stream(&mut TcpMessages { stream, deadline }, nonce, hello)
+) -> Result<Welcome, GreetingError> {
+    open_stream(&mut TcpMessages { stream, deadline }, secret, hello)
 }
 
 /// [`greet`] to a hub of this host, which receives the `offered` memory with the first message. Returns the
 /// descriptor that comes with the hub's messages as well, if one does.
 pub fn greet_locally(
     socket: &UnixStream,
-    nonce: &Nonce,
+    secret: &StreamSecret,
     hello: Hello,
     offered: &[BorrowedFd<'_>],
     deadline: Instant,
-) -> Result<(u8, Option<OwnedFd>), GreetingError> {
+) -> Result<(Welcome, Option<OwnedFd>), GreetingError> {
     let mut messages = LocalMessages { socket, deadline, offered, received: None };
-    let state_slots = open_stream(&mut messages, nonce, hello)?;
-    Ok((state_slots, messages.received))
+    let welcome = open_stream(&mut messages, secret, hello)?;
+    Ok((welcome, messages.received))
 }
 
 /// Random bytes from the system, as challenges, incarnations and tokens need them.
@@ -63,16 +64,21 @@ pub fn draw<const N: usize>() -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-fn open_stream(messages: &mut impl Messages, nonce: &Nonce, hello: Hello) -> Result<u8, GreetingError> {
-    let hello = Hello { challenge: draw().map_err(GreetingError::Random)?, ..hello };
-    messages.send(&hello.encode())?;
-    let mut hub_challenge = [0; CHALLENGE_BYTES];
-    messages.receive(&mut hub_challenge)?;
-    let (mine, theirs) = stream_proofs(nonce, &hello, &hub_challenge);
-    messages.send(&mine.0)?;
+fn open_stream(
+    messages: &mut impl Messages,
+    secret: &StreamSecret,
+    hello: Hello,
+) -> Result<Welcome, GreetingError> {
+    let challenge = draw().map_err(GreetingError::Random)?;
+    let mut handshake = CallerHandshake::begin(Hello { challenge, ..hello });
+    messages.send(handshake.hello_message())?;
+    let mut challenge_message = [0; CHALLENGE_MESSAGE_BYTES];
+    messages.receive(&mut challenge_message)?;
+    let proof = handshake.answer(secret, &challenge_message).map_err(VerdictError::from)?;
+    messages.send(&proof.0)?;
     let mut verdict = [0; VERDICT_BYTES];
     messages.receive(&mut verdict)?;
-    Ok(Verdict::open(&verdict, &theirs)?)
+    Ok(handshake.open(secret, &verdict)?)
 }
 
 /// Messages of known size over a blocking connection, each before a deadline.
@@ -274,6 +280,11 @@ impl PendingMessages {
     /// What has come of the message that is awaited.
     pub fn received(&self) -> &[u8] {
         &self.inbox[..self.received]
+    }
+
+    /// Drops the message that has come, of which nothing is needed any more.
+    pub fn forget_received(&mut self) {
+        self.received = 0;
     }
 
     /// Takes a message of which all `N` bytes have come.

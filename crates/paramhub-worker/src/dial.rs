@@ -1,4 +1,4 @@
-//! Opens a stream: dials a hub and proves, both ways, knowledge of the job's nonce.
+//! Opens a stream: dials a hub and proves, both ways, knowledge of the rank's secret.
 
 use std::io;
 use std::net::TcpStream;
@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
-use paramhub_core::auth::Nonce;
+use paramhub_core::auth::StreamSecret;
 use paramhub_core::wire::{Hello, VerdictError};
 use paramhub_transport::dialling::{dial_first, dial_from};
 use paramhub_transport::greeting::{GreetingError, greet, greet_locally};
@@ -19,7 +19,7 @@ use crate::interfaces::Interfaces;
 /// The configuration that the streams of one job share.
 pub(crate) struct Dialler<'a> {
     pub(crate) who: &'a WorkerId,
-    pub(crate) nonce: &'a Nonce,
+    pub(crate) secret: &'a StreamSecret,
     pub(crate) interfaces: &'a Interfaces,
     /// The deadline for opening all streams together.
     pub(crate) deadline: Instant,
@@ -51,9 +51,9 @@ impl Dialler<'_> {
         mut socket: TcpStream,
         hello: Hello,
     ) -> Result<(TcpStream, u8), WorkerError> {
-        let state_slots = greet(&mut socket, self.nonce, hello, self.deadline)
+        let welcome = greet(&mut socket, self.secret, hello, self.deadline)
             .map_err(|error| self.not_opened(hub, error))?;
-        Ok((socket, state_slots))
+        Ok((socket, welcome.state_slots))
     }
 
     /// Connects to the hub of this host that listens on `name`, if there is one.
@@ -73,11 +73,12 @@ impl Dialler<'_> {
             |error: io::Error| self.fail(hub, format!("the handshake over shared memory failed: {error}"));
         let rings = create_rings(RING_BYTES_DEFAULT).map_err(failed)?;
         let offered = [arena.as_fd(), rings.as_fd()];
-        let opened = greet_locally(&socket, self.nonce, hello, &offered, self.deadline);
-        let (state_slots, common) = opened.map_err(|error| match error {
+        let opened = greet_locally(&socket, self.secret, hello, &offered, self.deadline);
+        let (welcome, common) = opened.map_err(|error| match error {
             GreetingError::Connection(error) => failed(error),
             error => self.not_opened(hub, error),
         })?;
+        let state_slots = welcome.state_slots;
         Ok(LocalStream { socket: socket.into(), rings: Arc::new(rings), common, state_slots })
     }
 

@@ -5,11 +5,12 @@ use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
 use paramhub_core::arena::ArenaLayout;
-use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::auth::{Incarnation, Namespace, StreamSecret};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Codec;
 use paramhub_core::combinations::{Feature, Features};
@@ -21,7 +22,7 @@ use paramhub_core::resuming::{ResumeNotices, Retunes};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Caller, Direction, FACTORS_HEAD_BYTES, Hello, State};
+use paramhub_core::wire::{Attempt, Caller, Capabilities, Direction, FACTORS_HEAD_BYTES, Hello, State};
 use paramhub_transport::shm::{Arena, RING_BYTES_DEFAULT, Segment};
 use paramhub_transport::{Connection, ShmStream, TcpStream, Waker};
 
@@ -73,8 +74,10 @@ pub struct JobConfig {
     pub name: String,
     /// The job's namespace.
     pub namespace: Namespace,
-    /// The job's nonce.
-    pub nonce: Nonce,
+    /// The secret with which the rank proves its streams.
+    pub secret: StreamSecret,
+    /// The job's epoch.
+    pub epoch: u64,
     /// This worker's rank.
     pub rank: u32,
     /// Ranks in the job.
@@ -177,7 +180,8 @@ impl JobConfig {
             let (events, received) = sync_channel(2 * lanes.len() + INTERFACE_EVENTS_MAX);
             let redialler = Redialler {
                 who: who.clone(),
-                nonce: self.nonce,
+                secret: self.secret,
+                epoch: self.epoch,
                 selector: options.interfaces.clone(),
                 shared: Arc::downgrade(&shared),
                 chunk_bytes,
@@ -233,7 +237,7 @@ impl JobConfig {
             .map_err(|reason| WorkerError::Interfaces { who: who.clone(), reason: reason.into() })?;
         let dialler = Dialler {
             who,
-            nonce: &self.nonce,
+            secret: &self.secret,
             interfaces: &interfaces,
             deadline: deadline(options.dial_timeout),
         };
@@ -251,11 +255,14 @@ impl JobConfig {
             }
             let shape = &self.hubs[usize::from(route.hub)];
             let hub: Arc<str> = shape.interfaces[usize::from(route.interface)].address.as_str().into();
-            let caller = Caller::Worker { rank: self.rank, shares_parameters: false, resumes: false };
+            let caller = Caller::Worker { rank: self.rank, shares_parameters: false };
             let hello = Hello {
                 caller,
                 interface: route.interface,
                 core: route.core,
+                offered: Capabilities::default(),
+                required: Capabilities::default(),
+                attempt: Attempt::first(self.epoch),
                 namespace: self.namespace,
                 incarnation: self.incarnation,
                 placement: *placement.hash().as_bytes(),
@@ -269,7 +276,7 @@ impl JobConfig {
                         none => none.insert(self.arena().map_err(system("share memory"))?),
                     };
                     let shares_parameters = options.wants_shared_parameters(features);
-                    let caller = Caller::Worker { rank: self.rank, shares_parameters, resumes: false };
+                    let caller = Caller::Worker { rank: self.rank, shares_parameters };
                     let hello = Hello { caller, ..hello };
                     let stream = dialler.open_locally(&hub, socket, hello, arena.own.segment())?;
                     if let Some(common) = stream.common
@@ -320,7 +327,7 @@ impl JobConfig {
                 shape.interfaces.iter().map(|interface| interface.address.as_str().into()).collect();
             addresses.rotate_left(usize::from(route.interface));
             addresses.dedup();
-            let endpoint = StreamEndpoint { hello, addresses };
+            let endpoint = StreamEndpoint { hello, addresses, attempts: AtomicU32::new(0) };
             let route = id as RouteId;
             opened.streams.push(OpenedStream { route, hub, stream, source: leaves_from, endpoint });
         }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use paramhub_control::{ControlError, ManagerClient};
-use paramhub_core::auth::{Incarnation, Purpose};
+use paramhub_core::auth::{Incarnation, Purpose, RankClaim, StreamSecret};
 use paramhub_core::composition::Place;
-use paramhub_core::service::{ConnectService, InitService, LeaveService, ServiceConnected};
+use paramhub_core::service::{ConnectService, InitService, LeaveService, RankSecrets, ServiceConnected};
 use paramhub_core::settings::Settings;
 use paramhub_transport::greeting::draw;
 use paramhub_transport::host_identity;
@@ -31,6 +31,8 @@ pub struct Member {
     manager: ManagerClient,
     incarnation: Incarnation,
     connected: ServiceConnected,
+    /// This rank's secrets, with which it proves streams and further calls.
+    secrets: RankSecrets,
     /// The call as the manager has it, for renewals.
     call: ConnectService,
     /// The reason that the other ranks get if this worker gives up; `None` once the hubs know this worker.
@@ -53,16 +55,19 @@ impl Member {
         let manager = ManagerClient::new(&membership.url, None)
             .map_err(refused)?
             .with_retry_timeout(options.manager_retry_timeout);
-        let incarnation = draw().map(Incarnation).map_err(|error| WorkerError::System {
+        let random = |error: std::io::Error| WorkerError::System {
             who: who.clone(),
             what: "draw random numbers",
             reason: error.to_string().into(),
-        })?;
+        };
+        let incarnation = draw().map(Incarnation).map_err(random)?;
+        let claim = draw().map(RankClaim).map_err(random)?;
         let (namespace, rank) = (membership.namespace, membership.rank);
         let request = ConnectService {
             rank,
             incarnation,
             proof: membership.nonce.prove_rank(Purpose::Connect, namespace, rank, incarnation),
+            claim: Some(claim),
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
             process: std::process::id(),
             place: Place {
@@ -71,10 +76,18 @@ impl Member {
             },
             peer_address: options.peer_address,
         };
-        let connected =
+        let mut connected =
             manager.connect_service(namespace, &request, options.rendezvous_timeout).map_err(refused)?;
+        let secrets = connected.secrets.take().ok_or_else(|| WorkerError::Manager {
+            who: who.clone(),
+            call: "ConnectService",
+            cause: Arc::new(ControlError::Protocol {
+                url: membership.url.clone(),
+                cause: "its answer has no secret for the rank".into(),
+            }),
+        })?;
         let gives_up = Some("it ended before it had handed in its settings".to_owned());
-        Ok(Member { membership, options, manager, incarnation, connected, call: request, gives_up })
+        Ok(Member { membership, options, manager, incarnation, connected, secrets, call: request, gives_up })
     }
 
     /// This worker's rank.
@@ -90,6 +103,12 @@ impl Member {
     /// The address at which each rank listens for the others, in rank order: its [`Options::peer_address`].
     pub fn peer_addresses(&self) -> &[Option<SocketAddr>] {
         &self.connected.peer_addresses
+    }
+
+    /// The secret that this rank shares with each other rank, in rank order; `None` for itself and for ranks
+    /// without a peer address. Empty if this rank has none.
+    pub fn pair_secrets(&self) -> &[Option<StreamSecret>] {
+        &self.secrets.pairs
     }
 
     /// The job's name.
@@ -152,8 +171,8 @@ impl Member {
     /// Reports to the manager that this rank leaves the job without having reached a hub. Does not retry: the
     /// manager answered a moment ago.
     pub(crate) fn send_leave(&self, reason: String, finished: bool) -> Result<(), ControlError> {
-        let Membership { namespace, nonce, rank, .. } = self.membership;
-        let proof = nonce.prove_rank(Purpose::Leave, namespace, rank, self.incarnation);
+        let Membership { namespace, rank, .. } = self.membership;
+        let proof = self.secrets.rank.prove_rank(Purpose::Leave, namespace, rank, self.incarnation);
         let request = LeaveService { rank, incarnation: self.incarnation, proof, reason, finished };
         let manager = self.manager.clone().with_retry_timeout(Duration::ZERO);
         manager.leave_service(namespace, &request)
@@ -166,7 +185,7 @@ impl Member {
     }
 
     fn try_init(&self, settings: Settings) -> Result<Job, WorkerError> {
-        let Membership { namespace, nonce, rank, .. } = self.membership;
+        let Membership { namespace, rank, .. } = self.membership;
         let who = self.who();
         settings
             .check()
@@ -177,7 +196,7 @@ impl Member {
         let request = InitService {
             rank,
             incarnation: self.incarnation,
-            proof: nonce.prove_rank(Purpose::Init, namespace, rank, self.incarnation),
+            proof: self.secrets.rank.prove_rank(Purpose::Init, namespace, rank, self.incarnation),
             settings,
         };
         let timeout = Duration::try_from_secs_f64(self.connected.options.rendezvous_timeout_s)
@@ -189,7 +208,8 @@ impl Member {
         let job_config = JobConfig {
             name: self.connected.name.clone(),
             namespace,
-            nonce,
+            secret: self.secrets.rank,
+            epoch: self.connected.epoch,
             rank,
             workers: self.connected.workers,
             incarnation: self.incarnation,

@@ -2,14 +2,15 @@
 //! this host.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::Nonce;
+use paramhub_core::auth::StreamSecret;
 use paramhub_core::limits::RESUME_S;
 use paramhub_core::resuming::{AfterRound, Attempts, in_common};
-use paramhub_core::wire::{Caller, Direction, Hello, Refusal};
+use paramhub_core::wire::{Attempt, Direction, Hello, Refusal};
 use paramhub_transport::dialling::dial_from;
 use paramhub_transport::interface::Selector;
 use paramhub_transport::{Connection, TcpStream, Waker};
@@ -66,7 +67,9 @@ impl StreamEventSender {
 /// Opens the streams of a job again.
 pub(crate) struct Redialler {
     pub(crate) who: WorkerId,
-    pub(crate) nonce: Nonce,
+    pub(crate) secret: StreamSecret,
+    /// The job's epoch.
+    pub(crate) epoch: u64,
     pub(crate) selector: Selector,
     pub(crate) shared: Weak<Shared>,
     pub(crate) chunk_bytes: usize,
@@ -82,6 +85,9 @@ pub(crate) struct StreamEndpoint {
     pub(crate) hello: Hello,
     /// All addresses of the hub, that of the route first.
     pub(crate) addresses: Vec<Arc<str>>,
+    /// The number of the newest stream: 0 for the first. A stream whose handshake has failed here may have
+    /// opened at the hub, so each one that is begun has a number of its own.
+    pub(crate) attempts: AtomicU32,
 }
 
 /// How a lane's stream broke.
@@ -188,7 +194,7 @@ impl Redialler {
         let by = |patience| tries.by(Instant::now(), patience);
         let dialler = Dialler {
             who: &self.who,
-            nonce: &self.nonce,
+            secret: &self.secret,
             interfaces,
             deadline: by(CONNECT_TIMEOUT + HANDSHAKE_TIMEOUT),
         };
@@ -198,10 +204,10 @@ impl Redialler {
         let socket = dial_from(attempt.source, attempt.address, left).map_err(failed)?;
         let source = socket.local_addr().ok().map(|address| address.ip());
         unheard.push(socket.try_clone().map_err(failed)?);
-        let hello = self.endpoints[lane].hello;
-        let Caller::Worker { rank, .. } = hello.caller else { unreachable!("workers dial hubs as workers") };
-        let caller = Caller::Worker { rank, shares_parameters: false, resumes: true };
-        let (socket, _) = dialler.greet(hub, socket, Hello { caller, ..hello })?;
+        let endpoint = &self.endpoints[lane];
+        let number = endpoint.attempts.fetch_add(1, Ordering::Relaxed) + 1;
+        let attempt = Attempt::Numbered { epoch: self.epoch, number };
+        let (socket, _) = dialler.greet(hub, socket, Hello { attempt, ..endpoint.hello })?;
         let stream = TcpStream::new(socket, Direction::ToWorker, self.chunk_bytes)
             .and_then(|stream| stream.with_buffer_bytes(self.send_bytes, self.receive_bytes))
             .map_err(failed)?;

@@ -1,6 +1,7 @@
 //! Hubs that join a manager in a process of its own, which starts later, is killed, comes back, forgets the
 //! hubs or refuses them.
 
+use paramhub_core::wire::VERSION;
 use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
@@ -152,6 +153,7 @@ fn two_hubs_at_one_address_do_not_drive_each_other_out_for_ever() {
         if hubs.iter().any(|hub| hub.hub >= newest) {
             newest = client
                 .register_hub(&RegisterHub {
+                    protocol: VERSION,
                     shape: shape.clone(),
                     place: Default::default(),
                     machine: String::new(),

@@ -69,7 +69,7 @@ impl MeshCommunicator {
         let name = format!("communicator {number}");
         let config = MeshConfig {
             name: format!("{}, {name}", config.name).into(),
-            secret: config.secret.derive(&name),
+            secrets: config.secrets.derive(&name),
             addresses,
             ..config.clone()
         };

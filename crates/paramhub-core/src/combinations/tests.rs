@@ -3,7 +3,7 @@ use std::collections::HashSet;
 use proptest::prelude::*;
 
 use super::*;
-use crate::auth::{Namespace, Nonce};
+use crate::auth::{Epoch, EpochSecret, Namespace, Nonce};
 use crate::checkpoint::{Every, Resume};
 use crate::codec::{Codec, Dtype};
 use crate::composition::{Composition, OptimizeAt, Place, Reduction, arrange};
@@ -133,6 +133,8 @@ fn job(settings: Settings, options: JobOptions, composition: Composition) -> Job
         name: "digits".into(),
         namespace: Namespace([1; 16]),
         nonce: Nonce([2; 32]),
+        epoch: Epoch { number: 1, secret: EpochSecret([3; 32]) },
+        version_1_ranks: Vec::new(),
         options,
         composition,
         site: 0,

@@ -8,6 +8,7 @@ use crate::membership::Now;
 use crate::membership::job::job_hubs::describe_hub;
 use crate::placement::HubShape;
 use crate::service::{CoreCounters, ErrorCode, HubStatus, RegisterHub, ServiceError, refusal};
+use crate::wire::VERSION;
 use subtle::ConstantTimeEq;
 
 /// The most bytes of an interface's address.
@@ -49,8 +50,14 @@ impl Hubs {
         token: String,
         now: Now,
     ) -> Result<u32, ServiceError> {
-        let RegisterHub { shape, place, machine, keeps_checkpoints } = offer;
+        let RegisterHub { protocol, shape, place, machine, keeps_checkpoints } = offer;
         let hub = self.next;
+        if protocol < VERSION {
+            let message = format!(
+                "the hub speaks protocol version {protocol} and this connection manager needs version {VERSION}: use the                  same release of paramhub for both; workers may be of the release before"
+            );
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
         check_shape(hub, &shape)?;
         check_place(&place)?;
         check_place(&Place { host: machine.clone(), ..Place::default() })?;
@@ -209,7 +216,13 @@ mod tests {
     }
 
     fn offer(shape: HubShape) -> RegisterHub {
-        RegisterHub { shape, place: Place::default(), machine: String::new(), keeps_checkpoints: None }
+        RegisterHub {
+            protocol: VERSION,
+            shape,
+            place: Place::default(),
+            machine: String::new(),
+            keeps_checkpoints: None,
+        }
     }
 
     #[test]

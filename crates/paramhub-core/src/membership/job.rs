@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::auth::{Namespace, Nonce};
+use crate::auth::{Epoch, Namespace, Nonce};
 use crate::checkpoint::CheckpointStatus;
 use crate::composition::{Composition, Place};
 use crate::lease::Lease;
@@ -77,6 +77,9 @@ pub struct JobRecord {
     pub order: u64,
     /// The job's secret.
     pub nonce: Nonce,
+    /// Its epoch; the store of an earlier release has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<Epoch>,
     /// Its waits and lifetimes.
     pub options: JobOptions,
     /// The job as listings show it.
@@ -93,6 +96,8 @@ pub struct Job {
     pub namespace: Namespace,
     /// Its secret.
     pub nonce: Nonce,
+    /// Its epoch; `None` for a job of an earlier release, which has ended.
+    pub epoch: Option<Epoch>,
     /// Its number of ranks.
     pub workers: u32,
     /// Its waits and lifetimes.
@@ -161,12 +166,20 @@ pub struct SettingsSummary {
 }
 
 impl Job {
-    /// A job that no rank has joined yet.
-    pub fn new(order: u64, request: CreateService, namespace: Namespace, nonce: Nonce, now: Now) -> Self {
+    /// A job that no rank has joined yet, in its first epoch.
+    pub fn new(
+        order: u64,
+        request: CreateService,
+        namespace: Namespace,
+        nonce: Nonce,
+        epoch: Option<Epoch>,
+        now: Now,
+    ) -> Self {
         Job {
             order,
             namespace,
             nonce,
+            epoch,
             assignments: RankAssignments::new(request.workers),
             name: request.name,
             workers: request.workers,
@@ -201,9 +214,9 @@ impl Job {
     /// Restores a job of an earlier manager. A job that had not ended ends now, since its state was in that
     /// manager's memory.
     pub(crate) fn restore(record: JobRecord, now: Now) -> (Self, Transition) {
-        let JobRecord { order, nonce, options, status } = record;
+        let JobRecord { order, nonce, epoch, options, status } = record;
         let request = CreateService { name: status.name, workers: status.workers, options };
-        let mut job = Job::new(order, request, status.namespace, nonce, now);
+        let mut job = Job::new(order, request, status.namespace, nonce, epoch, now);
         job.assignments.restore(&status.connected);
         job.created_at = status.created_at;
         job.summary = SettingsSummary {
@@ -320,7 +333,13 @@ impl Job {
 
     /// The record that the store keeps.
     pub fn record(&self, now: Now) -> JobRecord {
-        JobRecord { order: self.order, nonce: self.nonce, options: self.options, status: self.status(now) }
+        JobRecord {
+            order: self.order,
+            nonce: self.nonce,
+            epoch: self.epoch,
+            options: self.options,
+            status: self.status(now),
+        }
     }
 }
 

@@ -4,10 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::auth::Namespace;
+use crate::auth::{EpochSecret, Namespace};
 use crate::cost::Rate;
 use crate::service::{
-    HubCommand, JobState, JobStatus, LinkStatus, ServiceConnected, ServiceError, ServiceInitialised,
+    HubCommand, JobState, JobStatus, LinkStatus, RankSecrets, ServiceConnected, ServiceError,
+    ServiceInitialised,
 };
 
 /// The number of a call that waits. No two calls of one manager have the same.
@@ -28,13 +29,41 @@ pub struct WaitingCall {
 #[derive(Clone, Debug)]
 pub enum Answer {
     /// To ConnectService.
-    Connected(Result<Arc<ServiceConnected>, ServiceError>),
+    Connected(Result<Connected, ServiceError>),
     /// To InitService.
     Initialised(Result<Arc<ServiceInitialised>, ServiceError>),
     /// To StopService.
     Stopped(Result<Box<JobStatus>, ServiceError>),
     /// To a call that lets hubs probe: what is known of the links between racks.
     Probed(Vec<LinkStatus>),
+}
+
+/// The answer to a rank's ConnectService: what the ranks of a site share, and what only this rank gets.
+#[derive(Clone, Debug)]
+pub struct Connected {
+    pub(super) shared: Arc<ServiceConnected>,
+    pub(super) rank: u32,
+    /// The secret of the epoch, if the rank gets its own.
+    pub(super) secret: Option<EpochSecret>,
+}
+
+impl Connected {
+    /// The answer with the rank's secrets. It grows with the number of ranks, so it is made when it is sent.
+    pub fn answer(&self) -> ServiceConnected {
+        let (rank, addresses) = (self.rank, &self.shared.peer_addresses);
+        let listens = addresses.get(rank as usize).is_some_and(Option::is_some);
+        let secrets = self.secret.map(|secret| {
+            let pair = |(other, address): (u32, &Option<_>)| {
+                (other != rank && address.is_some()).then(|| secret.of_pair(rank, other))
+            };
+            let pairs = match listens {
+                true => (0..).zip(addresses).map(pair).collect(),
+                false => Vec::new(),
+            };
+            RankSecrets { rank: secret.of_rank(rank), pairs }
+        });
+        ServiceConnected { secrets, ..ServiceConnected::clone(&self.shared) }
+    }
 }
 
 /// A consequence of an event, for the caller to carry out. Consequences are in order.

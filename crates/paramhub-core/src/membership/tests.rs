@@ -1,10 +1,11 @@
+use super::job::tests::epoch;
 use super::time::at;
 use super::*;
-use crate::auth::Incarnation;
-use crate::auth::Proof;
+use crate::auth::{Incarnation, Proof, RankClaim};
 use crate::composition::{Place, Reduction};
 use crate::placement::{HubShape, InterfaceShape};
 use crate::service::{ConnectService, HubReport, JobOptions, RegisterHub};
+use crate::wire::VERSION;
 
 fn new(now: Now) -> Membership {
     let hub_timeout = Duration::from_secs(10);
@@ -19,7 +20,7 @@ fn hub_at(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
     let place = Place { rack: rack.into(), host: String::new() };
     state
         .register_hub(
-            RegisterHub { shape, place, machine: String::new(), keeps_checkpoints: None },
+            RegisterHub { protocol: VERSION, shape, place, machine: String::new(), keeps_checkpoints: None },
             "token".into(),
             now,
         )
@@ -31,12 +32,13 @@ fn job_in(state: &mut Membership, name: &str, racks: &[&str], reduction: Reducti
     let namespace = Namespace([name.as_bytes()[0]; 16]);
     let options = JobOptions { reduction, ..JobOptions::default() };
     let request = CreateService { name: name.into(), workers: racks.len() as u32, options };
-    state.admit(Job::new(0, request, namespace, Nonce([2; 32]), now));
+    state.admit(Job::new(0, request, namespace, Nonce([2; 32]), Some(epoch()), now));
     for (rank, rack) in (0..).zip(racks) {
         let call = ConnectService {
             rank,
             incarnation: Incarnation([rank as u8; 16]),
             proof: Proof([0; 32]),
+            claim: Some(RankClaim([rank as u8; 32])),
             host: String::new(),
             process: 1,
             place: Place { rack: rack.to_string(), host: String::new() },

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{CoreCounters, HubEvent, JobCounters, JobOptions, ProbeOrder, StopWhen, is_default};
-use crate::auth::{Namespace, Nonce};
+use crate::auth::{Epoch, Namespace, Nonce};
 use crate::checkpoint::CheckpointStatus;
 use crate::composition::{Composition, Place, SiteId};
 use crate::placement::HubShape;
@@ -15,6 +15,9 @@ use crate::settings::Settings;
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RegisterHub {
+    /// The newest protocol version that the hub speaks. A hub of the first release does not say it.
+    #[serde(default = "version_1")]
+    pub protocol: u16,
     /// Interfaces and cores that the hub offers.
     pub shape: HubShape,
     /// The workers that the hub serves: with a host those on that host, otherwise with a rack those of that
@@ -29,6 +32,10 @@ pub struct RegisterHub {
     /// that they have none, CreateService refuses a job with `checkpoint_every` or `resume`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_checkpoints: Option<bool>,
+}
+
+fn version_1() -> u16 {
+    1
 }
 
 /// Answer to [`RegisterHub`].
@@ -121,6 +128,11 @@ pub struct JobPlan {
     pub namespace: Namespace,
     /// The job's secret.
     pub nonce: Nonce,
+    /// The job's epoch, from whose secret those of its ranks and hubs are derived.
+    pub epoch: Epoch,
+    /// The ranks whose workers speak protocol version 1, ascending: their streams are proved with the nonce.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub version_1_ranks: Vec<u32>,
     /// Waits and lifetimes.
     pub options: JobOptions,
     /// Every rank and every hub of the job, by site.

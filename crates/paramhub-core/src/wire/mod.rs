@@ -10,8 +10,9 @@ mod state;
 pub use control::{Failure, Notice, Retune};
 pub use factors::{FACTORS_HEAD_BYTES, Factors};
 pub use handshake::{
-    CHALLENGE_BYTES, Caller, Challenge, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal,
-    VERDICT_BYTES, VERSION, Verdict, VerdictError, stream_proofs,
+    Attempt, CHALLENGE_BYTES, CHALLENGE_MESSAGE_BYTES, Caller, CallerHandshake, Capabilities, Challenge,
+    HELLO_BYTES, HELLO_BYTES_MAX, HELLO_HEAD_BYTES, HandshakeError, Hello, HubHandshake, MAGIC, PROOF_BYTES,
+    Refusal, VERDICT_BYTES, VERSION, VERSION_OLDEST, Verdict, VerdictError, Welcome, hello_length,
 };
 pub use header::{Direction, FrameError, HEADER_BYTES, Header, Operation};
 pub use phases::{Norm, Release};

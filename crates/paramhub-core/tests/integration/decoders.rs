@@ -10,7 +10,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use paramhub_core::auth::{Incarnation, Namespace, Proof};
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::wire::{
-    Caller, Direction, Failure, Header, Hello, Norm, Notice, Operation, Refusal, Release, Verdict,
+    Attempt, Caller, Capabilities, Direction, Failure, Header, Hello, Norm, Notice, Operation, Refusal,
+    Release, Verdict, Welcome,
 };
 
 const INPUTS: usize = 2_000_000;
@@ -47,16 +48,19 @@ fn no_bytes_break_the_frame_decoder() {
 /// operation.
 fn sound_streams() -> Vec<Vec<u8>> {
     let hello = Hello {
-        caller: Caller::Worker { rank: 3, shares_parameters: false, resumes: false },
+        caller: Caller::Worker { rank: 3, shares_parameters: false },
         interface: 1,
         core: 2,
+        offered: Capabilities::ENCRYPTED,
+        required: Capabilities::default(),
+        attempt: Attempt::first(1),
         namespace: Namespace([1; 16]),
         incarnation: Incarnation([2; 16]),
         placement: [3; 32],
         challenge: [4; 32],
     };
     let message = "rank 3 has gone; start the job again".to_owned();
-    let refused = Verdict::Refused { refusal: Refusal::RankTaken, message: message.clone() };
+    let refused = Verdict::refused(Refusal::RankTaken, &message);
     let frames = [
         (Operation::Push, vec![0; 64]),
         (Operation::Pull, vec![]),
@@ -90,8 +94,9 @@ fn sound_streams() -> Vec<Vec<u8>> {
             }
         }
     }
-    let verdicts = [Verdict::Welcome { proof: Proof([5; 32]), state_slots: 2 }, refused];
-    let verdicts = verdicts.iter().map(|verdict| [&[1], verdict.encode().as_slice()].concat());
+    let welcome = Welcome { state_slots: 2, epoch: 1, ..Welcome::default() };
+    let verdicts = [Verdict::welcome(&welcome, |_| Proof([5; 32])), refused];
+    let verdicts = verdicts.iter().map(|verdict| [&[1], verdict.as_slice()].concat());
     verdicts.chain([to_hub, to_worker]).collect()
 }
 

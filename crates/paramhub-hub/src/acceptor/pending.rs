@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use paramhub_core::auth::{Namespace, Nonce, Proof};
+use paramhub_core::auth::{Namespace, Proof, StreamSecret};
 use paramhub_core::liveness::FINAL_MESSAGE_TIMEOUT;
 use paramhub_core::service::{ErrorCode, ServiceError};
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Caller, Challenge, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal,
-    Verdict, stream_proofs,
+    Caller, Capabilities, HELLO_BYTES_MAX, HELLO_HEAD_BYTES, HandshakeError, Hello, HubHandshake, MAGIC,
+    PROOF_BYTES, Refusal, Welcome, hello_length,
 };
 use paramhub_transport::greeting::{Discarded, PendingMessages, draw};
 use paramhub_transport::handshakes::has_unread_bytes;
@@ -20,6 +20,8 @@ use rustix::net::Shutdown;
 use super::RateLimitedWarnings;
 use crate::directory::{AdmittedStream, Directory, StreamOrigin};
 
+/// The capabilities of this release's hubs.
+const CAPABILITIES: Capabilities = Capabilities(0);
 /// Descriptors that a connection may send; further ones are closed.
 const DESCRIPTORS_MAX: usize = 4;
 
@@ -72,11 +74,11 @@ impl fmt::Display for ConnectionOrigin {
 }
 
 enum HandshakeState {
-    Hello,
-    Proof {
-        hello: Hello,
-        challenge: Challenge,
+    /// So many bytes of the Hello are awaited: its head, which tells its length, then all of it.
+    Hello {
+        wanted: usize,
     },
+    Proof(Box<HubHandshake>),
     /// The welcome is being sent.
     Welcome(Hello, Option<AdmittedStream>),
     /// The welcome is being sent to a stream that probes the network.
@@ -99,8 +101,9 @@ pub(super) enum HandshakeStep {
 impl PendingConnection {
     pub(super) fn new(socket: OwnedFd, origin: ConnectionOrigin, deadline: Instant) -> PendingConnection {
         // A proof is shorter than a Hello.
-        let messages = PendingMessages::new(HELLO_BYTES);
-        PendingConnection { socket, origin, deadline, messages, state: HandshakeState::Hello }
+        let messages = PendingMessages::new(HELLO_BYTES_MAX);
+        let state = HandshakeState::Hello { wanted: HELLO_HEAD_BYTES };
+        PendingConnection { socket, origin, deadline, messages, state }
     }
 
     pub(super) fn has_sent_all(&self) -> bool {
@@ -134,13 +137,13 @@ impl PendingConnection {
                     }
                     return self.discard();
                 }
-                HandshakeState::Hello | HandshakeState::Proof { .. } => {}
+                HandshakeState::Hello { .. } | HandshakeState::Proof(_) => {}
             }
-            let wanted = if matches!(self.state, HandshakeState::Hello) { HELLO_BYTES } else { PROOF_BYTES };
+            let wanted = if let HandshakeState::Hello { wanted } = self.state { wanted } else { PROOF_BYTES };
             let (socket, origin) = (&self.socket, &mut self.origin);
             let is_complete = self.messages.receive(wanted, |buffer| origin.read(socket, buffer))?;
             let heard = self.messages.received();
-            if matches!(self.state, HandshakeState::Hello)
+            if matches!(self.state, HandshakeState::Hello { .. })
                 && heard.iter().zip(&MAGIC).any(|(heard, magic)| heard != magic)
             {
                 // These bytes cannot become a Hello, so the caller is refused now, not after the timeout.
@@ -179,63 +182,14 @@ impl PendingConnection {
 
     fn answer(&mut self, directory: &Directory, warnings: &mut RateLimitedWarnings) -> io::Result<()> {
         match &self.state {
-            HandshakeState::Hello => match Hello::decode(&self.messages.take()) {
-                Ok(_) if has_unread_bytes(&self.socket)? => {
-                    return Err(io::Error::other("it sent more than a Hello before it was challenged"));
-                }
-                Ok(hello) => {
-                    let challenge: Challenge = draw()?;
-                    self.messages.queue(&challenge);
-                    self.state = HandshakeState::Proof { hello, challenge };
-                }
-                Err(error) => {
-                    self.skip_challenge();
-                    self.refuse(warnings, Refusal::Protocol, error.to_string());
-                }
-            },
-            HandshakeState::Proof { hello, challenge } => {
-                let hello = *hello;
-                // For an unknown job the proof is checked against a nonce that no job has, so that the check
-                // takes as long as for a known one.
-                let probes = hello.caller == Caller::Prober;
-                let nonce = match probes {
-                    true => directory.probe.nonce(hello.namespace),
-                    false => directory.nonce(hello.namespace),
-                };
-                let (worker, hub) = stream_proofs(&nonce.unwrap_or(Nonce([0; 32])), &hello, challenge);
-                let given = Proof(self.messages.take());
-                let is_proven = given.matches(&worker) && nonce.is_some();
-                if probes && is_proven && matches!(self.origin, ConnectionOrigin::Interfaces(..)) {
-                    let welcome = Verdict::Welcome { proof: hub, state_slots: 0 };
-                    self.messages.queue(&welcome.encode());
-                    self.state = HandshakeState::Probe(hello.namespace);
-                    return Ok(());
-                }
-                if probes {
-                    // This deserves no warning: the other hub tries again until this one knows of the probe.
-                    self.send_refusal(Refusal::WrongNonce, "this hub waits for no such probe".to_string());
-                    return Ok(());
-                }
-                if !is_proven {
-                    let message = "the job is unknown here or the secret is wrong: check PARAMHUB_JOB and PARAMHUB_SECRET";
-                    self.refuse(warnings, Refusal::WrongNonce, message.to_string());
-                    return Ok(());
-                }
-                let stream_origin = match &mut self.origin {
-                    ConnectionOrigin::Interfaces(_, interfaces) => {
-                        StreamOrigin::Interfaces(interfaces.clone())
-                    }
-                    ConnectionOrigin::Local(brought) => StreamOrigin::Local(std::mem::take(brought)),
-                };
-                match directory.admit(&hello, stream_origin) {
-                    Ok(admitted) => {
-                        let welcome = Verdict::Welcome { proof: hub, state_slots: admitted.state_slots };
-                        self.messages.queue(&welcome.encode());
-                        self.state = HandshakeState::Welcome(hello, Some(admitted));
-                    }
-                    Err((refusal, message)) => self.refuse(warnings, refusal, message),
+            HandshakeState::Hello { wanted } => {
+                let is_head = *wanted == HELLO_HEAD_BYTES;
+                match is_head {
+                    true => self.answer_head(warnings),
+                    false => self.answer_hello(warnings)?,
                 }
             }
+            HandshakeState::Proof(_) => self.answer_proof(directory, warnings),
             HandshakeState::Welcome(..) | HandshakeState::Probe(_) | HandshakeState::Refusal { .. } => {
                 unreachable!("nothing is asked after the verdict")
             }
@@ -243,13 +197,87 @@ impl PendingConnection {
         Ok(())
     }
 
+    /// Finds out from the first bytes of a Hello how many follow.
+    fn answer_head(&mut self, warnings: &mut RateLimitedWarnings) {
+        let head = self.messages.received().try_into().expect("the head of a Hello");
+        match hello_length(head) {
+            Ok(wanted) => self.state = HandshakeState::Hello { wanted },
+            Err(error) => self.refuse_hello(warnings, &error),
+        }
+    }
+
+    fn answer_hello(&mut self, warnings: &mut RateLimitedWarnings) -> io::Result<()> {
+        match HubHandshake::begin(self.messages.received(), draw()?) {
+            Ok(_) if has_unread_bytes(&self.socket)? => {
+                return Err(io::Error::other("it sent more than a Hello before it was challenged"));
+            }
+            Ok(handshake) => {
+                self.messages.forget_received();
+                self.messages.queue(handshake.challenge_message());
+                self.state = HandshakeState::Proof(Box::new(handshake));
+            }
+            Err(error) => self.refuse_hello(warnings, &error),
+        }
+        Ok(())
+    }
+
+    fn answer_proof(&mut self, directory: &Directory, warnings: &mut RateLimitedWarnings) {
+        let placeholder = HandshakeState::Refusal { closed: false };
+        let HandshakeState::Proof(handshake) = std::mem::replace(&mut self.state, placeholder) else {
+            unreachable!("a proof is awaited")
+        };
+        let hello = *handshake.hello();
+        // For an unknown job the proof is checked against a secret that no job has, so that the check takes as
+        // long as for a known one.
+        let probes = hello.caller == Caller::Prober;
+        let known = match probes {
+            true => directory.probe.nonce(hello.namespace).map(StreamSecret::from),
+            false => directory.stream_secret(&hello, handshake.version()),
+        };
+        let secret = known.unwrap_or(StreamSecret([0; 32]));
+        let given = Proof(self.messages.take());
+        let is_proven = handshake.is_proven(&secret, &given) && known.is_some();
+        if probes && is_proven && matches!(self.origin, ConnectionOrigin::Interfaces(..)) {
+            self.messages.queue(&handshake.welcome(&secret, &Welcome::default()));
+            self.state = HandshakeState::Probe(hello.namespace);
+            return;
+        }
+        if probes {
+            // This deserves no warning: the other hub tries again until this one knows of the probe.
+            let message = "this hub waits for no such probe";
+            return self.send_verdict(&handshake.refusal(Refusal::WrongNonce, message));
+        }
+        if !is_proven {
+            let message =
+                "the job is unknown here or the secret is wrong: check PARAMHUB_JOB and PARAMHUB_SECRET";
+            return self.refuse(warnings, &handshake, Refusal::WrongNonce, message);
+        }
+        let missing = hello.required.without(CAPABILITIES);
+        if !missing.is_empty() {
+            let message = format!("the caller requires what this hub cannot do: {missing}");
+            return self.refuse(warnings, &handshake, Refusal::Capability, &message);
+        }
+        let stream_origin = match &mut self.origin {
+            ConnectionOrigin::Interfaces(_, interfaces) => StreamOrigin::Interfaces(interfaces.clone()),
+            ConnectionOrigin::Local(brought) => StreamOrigin::Local(std::mem::take(brought)),
+        };
+        match directory.admit(&hello, stream_origin) {
+            Ok(admitted) => {
+                let AdmittedStream { epoch, state_slots, .. } = admitted;
+                let welcome = Welcome { granted: hello.offered.and(CAPABILITIES), epoch, state_slots };
+                self.messages.queue(&handshake.welcome(&secret, &welcome));
+                self.state = HandshakeState::Welcome(hello, Some(admitted));
+            }
+            Err((refusal, message)) => self.refuse(warnings, &handshake, refusal, &message),
+        }
+    }
+
     /// Refuses a caller with another protocol. A caller that takes this port for the connection manager's
     /// gets an HTTP answer.
     fn refuse_other_protocol(&mut self, warnings: &mut RateLimitedWarnings) {
         const HTTP: [&[u8; 4]; 5] = [b"GET ", b"POST", b"DELE", b"HEAD", b"PUT "];
         if !HTTP.iter().any(|method| self.messages.received().starts_with(*method)) {
-            self.skip_challenge();
-            return self.refuse(warnings, Refusal::Protocol, HandshakeError::Magic.to_string());
+            return self.refuse_hello(warnings, &HandshakeError::Magic);
         }
         let message = "this is a hub's data port: give the URL of its connection manager, which `hub ready: manager URL` and \
                        `manager ready: URL` name when they start";
@@ -263,18 +291,27 @@ impl PendingConnection {
         self.close_after_answer();
     }
 
-    /// Skips the challenge, since the caller expects the verdict after it.
-    fn skip_challenge(&mut self) {
-        self.messages.queue(&[0; CHALLENGE_BYTES]);
-    }
-
-    fn refuse(&mut self, warnings: &mut RateLimitedWarnings, refusal: Refusal, message: String) {
+    /// Refuses a caller whose Hello cannot be read, in the form in which it expects the answer.
+    fn refuse_hello(&mut self, warnings: &mut RateLimitedWarnings, error: &HandshakeError) {
+        let message = error.to_string();
         warnings.warn(Instant::now(), || format!("turned {} away: {message}", self.origin));
-        self.send_refusal(refusal, message);
+        let answer = HubHandshake::refuse_hello(self.messages.received(), &message);
+        self.send_verdict(&answer);
     }
 
-    fn send_refusal(&mut self, refusal: Refusal, message: String) {
-        self.messages.queue(&Verdict::Refused { refusal, message }.encode());
+    fn refuse(
+        &mut self,
+        warnings: &mut RateLimitedWarnings,
+        handshake: &HubHandshake,
+        refusal: Refusal,
+        message: &str,
+    ) {
+        warnings.warn(Instant::now(), || format!("turned {} away: {message}", self.origin));
+        self.send_verdict(&handshake.refusal(refusal, message));
+    }
+
+    fn send_verdict(&mut self, verdict: &[u8]) {
+        self.messages.queue(verdict);
         self.close_after_answer();
     }
 

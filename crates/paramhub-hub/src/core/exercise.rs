@@ -12,12 +12,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use paramhub_core::arena::ArenaLayout;
-use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce, StreamSecrets};
 use paramhub_core::codec::Codec;
 use paramhub_core::key::Key;
 use paramhub_core::settings::OptimizerChoice;
 use paramhub_core::stragglers::Stragglers;
-use paramhub_core::wire::{CHALLENGE_BYTES, Caller, Direction, Failure, Header, Hello, Operation};
+use paramhub_core::wire::{
+    Attempt, CHALLENGE_BYTES, Caller, Capabilities, Direction, Failure, Header, Hello, Operation,
+};
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings};
 use paramhub_transport::{Connection, FrameSink, Landing, Outgoing, Scratch, ShmStream, Stream, TcpStream};
 
@@ -28,6 +30,9 @@ use crate::local::JobMemory;
 
 /// A chunk that does not fit into the buffers of a socket from which nothing is read.
 const LARGE_CHUNK_BYTES: u32 = 512 << 10;
+
+/// The epoch of the jobs.
+const EPOCH: u64 = 3;
 
 /// Drives a core as the bytes of `random` select until there are none left, and returns how many frames the
 /// core has accepted: each counts when its answer has come and was right.
@@ -63,6 +68,8 @@ struct FuzzJob {
 /// A worker and its end of the stream.
 struct Worker {
     stream: Connection,
+    /// The stream's number among those of the worker.
+    attempt: u32,
     /// Streams that others have replaced, kept open until the newest has brought something.
     retired: Vec<Connection>,
     /// The worker's arena, if it exchanges over shared memory.
@@ -129,7 +136,11 @@ impl FuzzJob {
         let directory = Directory::default();
         let entry = JobEntry {
             name: plan.name.clone(),
-            nonce: Nonce([0; 32]),
+            secrets: StreamSecrets {
+                nonce: Nonce([0; 32]),
+                epoch: Epoch { number: EPOCH, secret: EpochSecret([0; 32]) },
+                version_1_ranks: Vec::new(),
+            },
             composed: plan.composed.clone(),
             site: 0,
             ports: [(0, plan.ports.clone())].into(),
@@ -155,10 +166,15 @@ impl FuzzJob {
         for rank in 0..workers {
             let (stream, arena) = match shape >> 5 >> rank & 1 {
                 1 => job.connect_locally(hub, rank),
-                _ => (job.connect(hub, rank, false).expect("a place is free"), None),
+                _ => {
+                    let (stream, adopt) = job.connect(rank, 0).expect("a place is free");
+                    hub.handle.send(adopt);
+                    (stream, None)
+                }
             };
             job.workers.push(Worker {
                 stream,
+                attempt: 0,
                 retired: Vec::new(),
                 arena,
                 to_send: VecDeque::new(),
@@ -172,11 +188,14 @@ impl FuzzJob {
         job
     }
 
-    fn hello(&self, rank: u32, resumes: bool) -> Hello {
+    fn hello(&self, rank: u32, attempt: u32) -> Hello {
         Hello {
-            caller: Caller::Worker { rank, shares_parameters: false, resumes },
+            caller: Caller::Worker { rank, shares_parameters: false },
             interface: 0,
             core: 0,
+            offered: Capabilities::default(),
+            required: Capabilities::default(),
+            attempt: Attempt::Numbered { epoch: EPOCH, number: attempt },
             namespace: self.plan.namespace,
             incarnation: Incarnation([rank as u8; 16]),
             placement: *self.plan.placement().hash().as_bytes(),
@@ -184,26 +203,29 @@ impl FuzzJob {
         }
     }
 
-    /// Admits a stream over TCP as the hub's acceptor does, unless it is refused.
-    fn connect(&self, hub: &SteppedHub, rank: u32, resumes: bool) -> Option<Connection> {
+    /// Admits a stream over TCP as the hub's acceptor does, unless it is refused. Returns the worker's end and
+    /// the command with which the acceptor passes the other end to the core.
+    fn connect(&self, rank: u32, attempt: u32) -> Option<(Connection, CoreCommand)> {
         let admitted =
-            self.directory.admit(&self.hello(rank, resumes), StreamOrigin::Interfaces(0..1)).ok()?;
+            self.directory.admit(&self.hello(rank, attempt), StreamOrigin::Interfaces(0..1)).ok()?;
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let worker =
             std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a stream");
         // Closing by reset keeps the ports from running out.
         rustix::net::sockopt::set_socket_linger(&worker, Some(Duration::ZERO)).expect("a socket");
         let socket = OwnedFd::from(listener.accept().expect("a stream").0);
-        hub.handle.send(CoreCommand::Adopt {
+        let adopt = CoreCommand::Adopt {
             namespace: self.plan.namespace,
             route: admitted.route,
             port: admitted.port,
             socket,
             memory: None,
+            attempt: admitted.attempt,
             resumed_by: admitted.resumed_by,
-        });
+        };
         let max = self.plan.frame_bytes_max();
-        Some(Connection::Tcp(TcpStream::new(worker, Direction::ToWorker, max).expect("a stream")))
+        let stream = TcpStream::new(worker, Direction::ToWorker, max).expect("a stream");
+        Some((Connection::Tcp(stream), adopt))
     }
 
     fn connect_locally(&self, hub: &SteppedHub, rank: u32) -> (Connection, Option<Segment>) {
@@ -213,7 +235,7 @@ impl FuzzJob {
         let brought =
             [&arena, &rings].map(|memory| memory.as_fd().try_clone_to_owned().expect("a descriptor"));
         let origin = StreamOrigin::Local(brought.into());
-        let Ok(admitted) = self.directory.admit(&self.hello(rank, false), origin) else {
+        let Ok(admitted) = self.directory.admit(&self.hello(rank, 0), origin) else {
             panic!("a place is free")
         };
         let (worker, socket) = UnixStream::pair().expect("sockets");
@@ -223,6 +245,7 @@ impl FuzzJob {
             port: admitted.port,
             socket: socket.into(),
             memory: admitted.memory,
+            attempt: admitted.attempt,
             resumed_by: admitted.resumed_by,
         });
         let max = self.plan.frame_bytes_max();
@@ -239,7 +262,7 @@ impl FuzzJob {
             7 => self.ask(rank, random()?, Operation::Pull),
             8..=10 => hub.turn(),
             11..=12 => self.read(rank),
-            13 => self.resume(hub, rank),
+            13 => self.resume(hub, rank, random()? % 2 == 1),
             14 => match random()? {
                 0..8 => self.corrupt(rank, random)?,
                 8..16 => self.leave(rank),
@@ -359,15 +382,24 @@ impl FuzzJob {
     }
 
     /// Replaces a worker's stream by another one, on which the worker repeats what may be lost. A stream over
-    /// shared memory stays.
-    fn resume(&mut self, hub: &mut SteppedHub, rank: usize) {
+    /// shared memory stays. With `overtakes` the new stream reaches the core before one that was opened before
+    /// it.
+    fn resume(&mut self, hub: &mut SteppedHub, rank: usize, overtakes: bool) {
         if self.workers[rank].has_ended {
             return;
         }
-        let stream = self.connect(hub, rank as u32, true);
+        let before = self.workers[rank].attempt;
+        let older = overtakes.then(|| self.connect(rank as u32, before + 1)).flatten();
+        let attempt = before + 1 + u32::from(overtakes);
+        let newer = self.connect(rank as u32, attempt);
+        assert!(self.connect(rank as u32, attempt).is_none(), "it is as old as the newest");
         let worker = &mut self.workers[rank];
-        assert_eq!(stream.is_none(), worker.arena.is_some(), "TCP alone is resumed");
-        if let Some(stream) = stream {
+        worker.attempt = attempt;
+        assert_eq!(newer.is_none(), worker.arena.is_some(), "TCP alone is resumed");
+        if let Some((stream, adopt)) = newer {
+            hub.handle.send(adopt);
+            // The worker drops its end of a stream that has not opened in time.
+            older.into_iter().for_each(|(_, adopt)| hub.handle.send(adopt));
             worker.retired.push(std::mem::replace(&mut worker.stream, stream));
             worker.to_send = worker.asked.iter().flatten().cloned().collect();
             if worker.has_left {

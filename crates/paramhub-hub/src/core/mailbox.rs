@@ -30,13 +30,14 @@ pub(crate) enum CoreCommand {
     /// The core answers with [`CoreEvent::Opened`], unless the job ends before.
     Open { plan: Box<ShardPlan>, restored: Option<Box<Restored>> },
     /// Serve a stream whose handshake is done. A stream that was `resumed_by` an interface replaces the
-    /// port's stream.
+    /// port's stream. If the port has had a stream with a higher `attempt`, this one is closed.
     Adopt {
         namespace: Namespace,
         route: RouteId,
         port: u32,
         socket: OwnedFd,
         memory: Option<LocalMemory>,
+        attempt: u32,
         resumed_by: Option<u16>,
     },
     /// Send a notice to a rank.

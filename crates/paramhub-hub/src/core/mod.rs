@@ -112,6 +112,8 @@ struct HostedShard {
     /// The job's number in [`JobScheduler`].
     job: usize,
     lane_of: Vec<Option<u64>>,
+    /// The attempt of each port's newest stream; `None` before its first.
+    attempts: Vec<Option<u32>>,
     memory: MemoryState,
     /// `true` if the job is over.
     ending: bool,
@@ -313,7 +315,10 @@ impl Core {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open { plan, restored } => self.open(*plan, restored.map(|restored| *restored)),
-                CoreCommand::Adopt { namespace, route, port, socket, memory, resumed_by } => {
+                CoreCommand::Adopt { namespace, route, port, socket, memory, attempt, resumed_by } => {
+                    if self.is_stale(namespace, route, port, attempt) {
+                        continue;
+                    }
                     if let Some(by) = resumed_by {
                         self.make_way(namespace, route, port, by);
                     }

@@ -7,6 +7,19 @@ use paramhub_core::wire::Operation;
 use super::{Core, CoreEvent};
 
 impl Core {
+    /// Whether a port has had a newer stream than this; if not, this is the newest from now on. The acceptor
+    /// admits streams in order, but passes each on when its welcome has left, and that of an older one can
+    /// leave later.
+    pub(super) fn is_stale(&mut self, namespace: Namespace, route: RouteId, port: u32, attempt: u32) -> bool {
+        let Some(&shard) = self.shard_of.get(&(namespace, route)) else { return false };
+        let newest = &mut self.shards.index_mut(shard).attempts[port as usize];
+        if newest.is_some_and(|newest| attempt < newest) {
+            return true;
+        }
+        *newest = Some(attempt);
+        false
+    }
+
     /// Replaces a port's stream: what the old one still brings is lost, as the worker knows.
     pub(super) fn make_way(&mut self, namespace: Namespace, route: RouteId, port: u32, by: u16) {
         let living =

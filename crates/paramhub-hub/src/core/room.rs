@@ -33,6 +33,7 @@ impl Core {
                     route,
                     job,
                     lane_of: vec![None; ports],
+                    attempts: vec![None; ports],
                     memory: MemoryState::Opening,
                     ending: false,
                     releases: false,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use paramhub_core::auth::{Namespace, Nonce};
+use paramhub_core::auth::{Epoch, EpochSecret, Namespace, Nonce};
 use paramhub_core::checkpoint::Resume;
 use paramhub_core::codec::Codec;
 use paramhub_core::combinations::{Caller, Feature, Features};
@@ -35,6 +35,8 @@ fn job(consistency: Consistency, options: JobOptions) -> JobPlan {
         name: "digits".into(),
         namespace: Namespace([1; 16]),
         nonce: Nonce([2; 32]),
+        epoch: Epoch { number: 1, secret: EpochSecret([3; 32]) },
+        version_1_ranks: Vec::new(),
         options,
         composition: Composition::flat(vec![shape()], 2),
         site: 0,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::Nonce;
+use paramhub_core::auth::StreamSecrets;
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::combinations::{Feature, Features, check_job};
 use paramhub_core::composition::{Composed, SiteId};
@@ -25,7 +25,7 @@ use crate::core::{Ports, Restored, ShardPlan, Snapshot, memory_bytes};
 /// What the hub keeps of one job, besides its phase.
 pub(crate) struct HubJob {
     pub(super) name: String,
-    pub(super) nonce: Nonce,
+    pub(super) secrets: StreamSecrets,
     /// The sites of the job, and where each of them placed its chunks.
     pub(super) composed: Arc<Composed>,
     /// The hub's site in the composition.
@@ -72,7 +72,11 @@ impl HubJob {
         let of_site = Features::of([(Feature::SeveralHubs, hubs > 1)]);
         let job = HubJob {
             name: job_plan.name.clone(),
-            nonce: job_plan.nonce,
+            secrets: StreamSecrets {
+                nonce: job_plan.nonce,
+                epoch: job_plan.epoch,
+                version_1_ranks: job_plan.version_1_ranks.clone(),
+            },
             composed: placed.composed,
             site: job_plan.site,
             ports: placed.ports,

@@ -76,7 +76,7 @@ impl JobController {
         let Some(job) = self.jobs.get(&namespace) else { return };
         let entry = JobEntry {
             name: job.name.clone(),
-            nonce: job.nonce,
+            secrets: job.secrets.clone(),
             composed: job.composed.clone(),
             site: job.site,
             ports: job.ports.clone(),
@@ -101,7 +101,7 @@ impl JobController {
         let cores = job.routes.iter().map(|&(id, route)| (id, self.cores[usize::from(route.core)].clone()));
         let dialler = ParentDialler {
             namespace,
-            nonce: job.nonce,
+            secrets: job.secrets.clone(),
             site: job.site,
             composed: job.composed.clone(),
             state_slots: job.state_slots,

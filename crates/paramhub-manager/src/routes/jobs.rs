@@ -82,7 +82,7 @@ pub(crate) async fn connect(
     let rank = CallingRank { namespace, rank: call.rank, incarnation: call.incarnation };
     registry.check_proof(rank, Purpose::Connect, &call.proof)?;
     registry.admit_rank(&slot, namespace)?;
-    Ok(Json(&*rendezvous::connect(&registry, rank, call).await?).into_response())
+    Ok(Json(rendezvous::connect(&registry, rank, call).await?).into_response())
 }
 
 /// InitService: hands in a rank's settings. Answered when all ranks agree and the hubs have allocated; at most

@@ -1,5 +1,5 @@
 use super::*;
-use paramhub_core::auth::{Nonce, Proof};
+use paramhub_core::auth::{Epoch, EpochSecret, Nonce, Proof, RankClaim};
 use paramhub_core::checkpoint::Resume;
 use paramhub_core::combinations::Caller;
 use paramhub_core::composition::{OptimizeAt, Place, Reduction};
@@ -10,6 +10,7 @@ use paramhub_core::service::{
     RegisterHub, StopWhen,
 };
 use paramhub_core::stragglers::Stragglers;
+use paramhub_core::wire::VERSION;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tracing::span::{Attributes, Id, Record as Values};
@@ -47,15 +48,24 @@ fn logged(happens: impl FnOnce(&mut Membership, u32, Namespace)) -> Vec<Level> {
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let place = Place::default();
-    let offer = RegisterHub { shape, place, machine: String::new(), keeps_checkpoints: None };
+    let offer =
+        RegisterHub { protocol: VERSION, shape, place, machine: String::new(), keeps_checkpoints: None };
     let hub = state.membership.register_hub(offer, "token".into(), now()).unwrap();
     let namespace = Namespace([1; 16]);
     let request = CreateService { name: "x".into(), workers: 1, options: JobOptions::default() };
-    state.membership.admit(Job::new(0, request, namespace, Nonce([2; 32]), now()));
+    state.membership.admit(Job::new(
+        0,
+        request,
+        namespace,
+        Nonce([2; 32]),
+        Some(Epoch { number: 1, secret: EpochSecret([3; 32]) }),
+        now(),
+    ));
     let call = ConnectService {
         rank: 0,
         incarnation: Incarnation([1; 16]),
         proof: Proof([0; 32]),
+        claim: Some(RankClaim([1; 32])),
         host: String::new(),
         process: 1,
         place: Place::default(),
@@ -102,6 +112,7 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let keeps_none = RegisterHub {
+        protocol: VERSION,
         shape,
         place: Place::default(),
         machine: String::new(),

@@ -3,6 +3,7 @@
 use crate::common::*;
 use paramhub_control::ManagerClient;
 use paramhub_core::service::{CreateService, ErrorCode, JobOptions, JobState, RegisterHub};
+use paramhub_core::wire::VERSION;
 use paramhub_manager::{Manager, ManagerConfig};
 
 fn create(name: &str) -> CreateService {
@@ -23,6 +24,7 @@ fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
         assert_eq!(code(&client.hubs()), ErrorCode::Unauthorized);
         assert_eq!(
             code(&client.register_hub(&RegisterHub {
+                protocol: VERSION,
                 shape: shape(),
                 place: Default::default(),
                 machine: String::new(),

@@ -8,6 +8,7 @@ use paramhub_core::service::{
     CauseKind, ErrorCode, HubCommand, HubEvent, HubJobCounters, HubReport, JobCounters, JobEnd, JobState,
     PollCommands, Presence, RegisterHub,
 };
+use paramhub_core::wire::VERSION;
 use paramhub_manager::ManagerConfig;
 
 /// A job that runs on the hubs that have joined.
@@ -222,6 +223,7 @@ fn a_poll_waits_and_a_command_is_repeated_until_it_is_acknowledged() {
     let (_manager, client) = start(config());
     let registered = client
         .register_hub(&RegisterHub {
+            protocol: VERSION,
             shape: shape(),
             place: Default::default(),
             machine: String::new(),
@@ -259,6 +261,7 @@ fn a_hub_that_comes_back_takes_the_place_of_its_former_self() {
     run(&client, "orphan", 1);
     let again = client
         .register_hub(&RegisterHub {
+            protocol: VERSION,
             shape: hub.shape.clone(),
             place: Default::default(),
             machine: String::new(),
@@ -277,6 +280,7 @@ fn a_hub_that_serves_an_unknown_job_is_ordered_to_stop_it() {
     let (_manager, client) = start(config());
     let registered = client
         .register_hub(&RegisterHub {
+            protocol: VERSION,
             shape: shape(),
             place: Default::default(),
             machine: String::new(),
@@ -298,6 +302,7 @@ fn only_the_hub_itself_polls_and_reports() {
     let (_manager, client) = start(config());
     let mut wrong_token = client
         .register_hub(&RegisterHub {
+            protocol: VERSION,
             shape: shape(),
             place: Default::default(),
             machine: String::new(),
@@ -315,6 +320,7 @@ fn stopping_the_manager_answers_all_waiting_callers() {
     let (manager, client) = start(config());
     let registered = client
         .register_hub(&RegisterHub {
+            protocol: VERSION,
             shape: shape(),
             place: Default::default(),
             machine: String::new(),

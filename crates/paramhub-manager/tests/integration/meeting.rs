@@ -17,7 +17,7 @@ fn ranks_meet_without_a_hub_and_the_job_finishes_with_the_last_of_them() {
     let connected = job.all_ranks(0..3, move |job, rank| {
         let mut request = job.connect_request(rank, process(rank));
         request.peer_address = own[rank as usize];
-        job.client.connect_service(job.namespace, &request, WAIT_TIMEOUT).unwrap()
+        job.connect_with(&request).unwrap()
     });
     assert!(connected.iter().all(|rank| rank.peer_addresses == addresses && rank.hubs.is_empty()));
     let state = || client.job("ring").unwrap().state;

@@ -186,7 +186,7 @@ fn a_rank_whose_connection_breaks_in_init_ends_the_job_for_the_others() {
     let _hub = Hub::join(&client, HubBehaviour::Serve);
     let job = Job::create(&client, "halved", 2);
     assert!(job.all_ranks(0..2, Job::connect).iter().all(Result::is_ok));
-    let proof = job.nonce.prove_rank(paramhub_core::auth::Purpose::Init, job.namespace, 1, process(1));
+    let proof = job.prove(paramhub_core::auth::Purpose::Init, 1);
     let call = paramhub_core::service::InitService {
         rank: 1,
         incarnation: process(1),

@@ -5,10 +5,10 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use paramhub_core::auth::{Nonce, Proof};
+use paramhub_core::auth::{Proof, StreamSecret};
 use paramhub_core::liveness::FINAL_MESSAGE_TIMEOUT;
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Challenge, PROOF_BYTES, Refusal, VERDICT_BYTES, Verdict, VerdictError,
+    CHALLENGE_BYTES, Challenge, PROOF_BYTES, Refusal, VERDICT_BYTES, Verdict, VerdictError, Welcome,
 };
 use paramhub_transport::Interest;
 use paramhub_transport::dialling::dialled;
@@ -16,6 +16,7 @@ use paramhub_transport::greeting::{Discarded, PendingMessages, draw};
 use paramhub_transport::handshakes::has_unread_bytes;
 use rustix::net::Shutdown;
 
+use crate::secrets::MeshSecrets;
 use crate::wire::{HELLO_BYTES, Hello};
 
 /// A connection whose peer has not proved that it knows the secret.
@@ -36,8 +37,8 @@ enum HandshakeState {
     Dialling(Hello),
     /// The dialler has sent its hello.
     AwaitsChallenge(Hello),
-    /// The dialler has sent its proof, and expects this proof from the listener.
-    AwaitsVerdict(Proof),
+    /// The dialler has answered this challenge.
+    AwaitsVerdict(Hello, Challenge),
     /// The listener expects a hello.
     AwaitsHello,
     /// The listener has sent this challenge.
@@ -103,10 +104,10 @@ impl JoinHandshake {
     /// Advances the handshake as far as it goes without blocking.
     pub(super) fn advance_handshake(
         &mut self,
-        secret: &Nonce,
+        secrets: &MeshSecrets,
         check_hello: &mut HelloCheck<'_>,
     ) -> HandshakeProgress {
-        match self.advance(secret, check_hello) {
+        match self.advance(secrets, check_hello) {
             Ok(progress) => progress,
             Err(error) => HandshakeProgress::Failed(match error.kind() {
                 io::ErrorKind::ConnectionRefused => "no program listens there".to_owned(),
@@ -116,7 +117,11 @@ impl JoinHandshake {
         }
     }
 
-    fn advance(&mut self, secret: &Nonce, check_hello: &mut HelloCheck<'_>) -> io::Result<HandshakeProgress> {
+    fn advance(
+        &mut self,
+        secrets: &MeshSecrets,
+        check_hello: &mut HelloCheck<'_>,
+    ) -> io::Result<HandshakeProgress> {
         if let HandshakeState::Dialling(hello) = self.state {
             dialled(&self.socket)?;
             self.messages.queue(&hello.encode());
@@ -136,7 +141,7 @@ impl JoinHandshake {
                 }
                 HandshakeState::Dialling(_) => unreachable!("the dialling is over"),
                 HandshakeState::AwaitsChallenge(_) => CHALLENGE_BYTES,
-                HandshakeState::AwaitsVerdict(_) => VERDICT_BYTES,
+                HandshakeState::AwaitsVerdict(..) => VERDICT_BYTES,
                 HandshakeState::AwaitsHello => HELLO_BYTES,
                 HandshakeState::AwaitsProof(..) => PROOF_BYTES,
             };
@@ -144,7 +149,7 @@ impl JoinHandshake {
             if !self.messages.receive(wanted, |buffer| Ok(rustix::io::read(socket, buffer)?))? {
                 return Ok(HandshakeProgress::Waits);
             }
-            if let Some(progress) = self.answer(secret, check_hello)? {
+            if let Some(progress) = self.answer(secrets, check_hello)? {
                 return Ok(progress);
             }
         }
@@ -153,23 +158,30 @@ impl JoinHandshake {
     /// Handles a message that has come whole.
     fn answer(
         &mut self,
-        secret: &Nonce,
+        secrets: &MeshSecrets,
         check_hello: &mut HelloCheck<'_>,
     ) -> io::Result<Option<HandshakeProgress>> {
         match &self.state {
             HandshakeState::AwaitsChallenge(hello) => {
+                let hello = *hello;
                 let challenge: Challenge = self.messages.take();
-                let (ours, theirs) = hello.proofs(secret, &challenge);
-                self.messages.queue(&ours.0);
-                self.state = HandshakeState::AwaitsVerdict(theirs);
+                let proof = hello.dialler_proof(&secret_with(secrets, hello.peer), &challenge);
+                self.messages.queue(&proof.0);
+                self.state = HandshakeState::AwaitsVerdict(hello, challenge);
             }
-            HandshakeState::AwaitsVerdict(expected) => {
+            HandshakeState::AwaitsVerdict(hello, challenge) => {
+                let (hello, challenge) = (*hello, *challenge);
+                let secret = secret_with(secrets, hello.peer);
+                let expected = |head: &[u8]| hello.listener_proof(&secret, &challenge, head);
                 return Ok(Some(match Verdict::open(&self.messages.take(), expected) {
                     Ok(_) => HandshakeProgress::Joined,
                     Err(VerdictError::Unproven) => HandshakeProgress::Refused(
                         "it does not know the mesh's secret: something else answers there".into(),
                     ),
                     Err(VerdictError::Refused { message, .. }) => HandshakeProgress::Refused(message),
+                    Err(error @ VerdictError::Capabilities(_)) => {
+                        HandshakeProgress::Refused(error.to_string())
+                    }
                     Err(VerdictError::Unreadable(error)) => HandshakeProgress::Refused(format!(
                         "it does not answer like a paramhub mesh: {error}"
                     )),
@@ -193,16 +205,19 @@ impl JoinHandshake {
                 }
             }
             HandshakeState::AwaitsProof(hello, challenge) => {
-                let hello = *hello;
-                let (theirs, ours) = hello.proofs(secret, challenge);
+                let (hello, challenge) = (*hello, *challenge);
+                let known = secrets.with(hello.rank);
+                // The check takes as long for a rank that there is not.
+                let secret = secret_with(secrets, hello.rank);
                 let proof = Proof(self.messages.take());
-                if !proof.matches(&theirs) {
+                if !proof.matches(&hello.dialler_proof(&secret, &challenge)) || known.is_none() {
                     let message = "the secret is wrong: do both ranks mean the same mesh?";
                     self.refuse(Some(hello.rank), Refusal::WrongNonce, message.into());
                 } else if let Err((refusal, message)) = check_hello(&hello) {
                     self.refuse(Some(hello.rank), refusal, message);
                 } else {
-                    self.messages.queue(&Verdict::Welcome { proof: ours, state_slots: 0 }.encode());
+                    let prove = |head: &[u8]| hello.listener_proof(&secret, &challenge, head);
+                    self.messages.queue(&Verdict::welcome(&Welcome::default(), prove));
                     self.state = HandshakeState::Welcomes(hello.rank);
                 }
             }
@@ -215,7 +230,7 @@ impl JoinHandshake {
 
     fn refuse(&mut self, rank: Option<u32>, refusal: Refusal, message: String) {
         self.refusal = rank.map(|rank| (rank, message.clone()));
-        self.messages.queue(&Verdict::Refused { refusal, message }.encode());
+        self.messages.queue(&Verdict::refused(refusal, &message));
         self.state = HandshakeState::Refuses { is_closed: false };
         self.deadline = self.deadline.map(|deadline| deadline.min(Instant::now() + FINAL_MESSAGE_TIMEOUT));
     }
@@ -229,4 +244,9 @@ impl JoinHandshake {
             Discarded::TooMuch => HandshakeProgress::Failed("it was refused and went on sending".to_owned()),
         })
     }
+}
+
+/// The secret of the connections with a rank, or one that nobody has where there is no such rank.
+fn secret_with(secrets: &MeshSecrets, rank: u32) -> StreamSecret {
+    secrets.with(rank).unwrap_or(StreamSecret([0; 32]))
 }

@@ -290,7 +290,7 @@ impl<'a> MeshJoin<'a> {
         let Some(handshake) = handshake else { return Ok(()) };
         let (config, ranks) = (self.config, &mut self.ranks);
         let progress =
-            handshake.advance_handshake(&config.secret, &mut |hello| check_hello(config, ranks, hello));
+            handshake.advance_handshake(&config.secrets, &mut |hello| check_hello(config, ranks, hello));
         if let Some((rank, why)) = handshake.take_refusal()
             && (config.rank + 1..config.size).contains(&rank)
         {

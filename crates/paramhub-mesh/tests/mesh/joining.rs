@@ -79,7 +79,7 @@ fn an_address_without_a_listener_is_named_in_the_error() {
 fn a_wrong_secret_is_refused_and_the_right_ranks_go_on() {
     let (listeners, addresses) = listeners(3);
     let wrong_rank = MeshListener::bind(addresses[0].ip()).unwrap();
-    let wrong = MeshConfig { secret: Nonce([1; 32]), ..soon(config(2, &addresses)) };
+    let wrong = MeshConfig { secrets: Nonce([1; 32]).into(), ..soon(config(2, &addresses)) };
     let wrong_rank = thread::spawn(move || wrong_rank.join(wrong));
     thread::sleep(Duration::from_millis(100));
     let ranks =
@@ -96,7 +96,7 @@ fn a_wrong_secret_is_refused_and_the_right_ranks_go_on() {
 #[test]
 fn a_wrong_secret_is_named_where_the_right_one_is_missed() {
     let (mut listeners, addresses) = listeners(2);
-    let wrong = MeshConfig { secret: Nonce([1; 32]), ..config(1, &addresses) };
+    let wrong = MeshConfig { secrets: Nonce([1; 32]).into(), ..config(1, &addresses) };
     let ranks = vec![(listeners.remove(0), soon(config(0, &addresses))), (listeners.remove(0), wrong)];
     let error = join_all(ranks).remove(0).unwrap_err().to_string();
     assert!(error.contains("said it was this rank, but the secret is wrong"), "{error}");

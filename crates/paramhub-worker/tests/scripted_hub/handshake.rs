@@ -2,19 +2,19 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::Proof;
-use paramhub_core::wire::{Caller, PROOF_BYTES, Refusal, Verdict};
+use paramhub_core::auth::StreamSecret;
+use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, HubHandshake, PROOF_BYTES, Refusal, Welcome};
 use paramhub_transport::greeting::{read_exact_by, write_all_by};
 use paramhub_worker::{JobConfig, Options, WorkerError};
 
 use super::hub::{Hub, WAIT_TIMEOUT, challenge, settings};
 
-/// Sends `verdict` after the worker's proof.
-fn conclude(mut socket: std::net::TcpStream, verdict: &Verdict) {
-    challenge(&mut socket);
+/// Sends the verdict that `conclude` makes after the worker's proof.
+fn conclude(mut socket: std::net::TcpStream, verdict: impl FnOnce(&HubHandshake) -> Vec<u8>) {
+    let handshake = challenge(&mut socket);
     let deadline = Instant::now() + WAIT_TIMEOUT;
     read_exact_by(&mut socket, &mut [0; PROOF_BYTES], deadline).unwrap();
-    write_all_by(&mut socket, &verdict.encode(), deadline).unwrap();
+    write_all_by(&mut socket, &verdict(&handshake), deadline).unwrap();
 }
 
 #[test]
@@ -22,9 +22,10 @@ fn a_hello_names_the_worker_and_its_route() {
     let hub = Hub::new(2);
     let job_config = hub.job_config(1, settings(&[1000]));
     let (job, peers) = hub.open(job_config.clone(), Options::default());
-    let caller = Caller::Worker { rank: 1, shares_parameters: false, resumes: false };
+    let caller = Caller::Worker { rank: 1, shares_parameters: false };
     for (core, peer) in peers.iter().enumerate() {
         assert_eq!((peer.hello.caller, peer.hello.interface, peer.hello.core), (caller, 0, core as u16));
+        assert_eq!(peer.hello.attempt, Attempt::first(job_config.epoch));
         assert_eq!(
             (peer.hello.namespace, peer.hello.incarnation),
             (job_config.namespace, job_config.incarnation)
@@ -50,19 +51,31 @@ fn a_core_without_chunks_is_not_dialled() {
 #[test]
 fn a_refusal_is_passed_on() {
     let refused = Hub::new(1).turn_away(Options::default(), |socket| {
-        let message = "rank 1 is connected from node-7 already".into();
-        conclude(socket, &Verdict::Refused { refusal: Refusal::RankTaken, message });
+        let message = "rank 1 is connected from node-7 already";
+        conclude(socket, |handshake| handshake.refusal(Refusal::RankTaken, message));
     });
     assert!(matches!(refused, WorkerError::Refused { refusal: Refusal::RankTaken, .. }), "{refused}");
     assert!(refused.to_string().contains("node-7 already"), "{refused}");
 }
 
 #[test]
-fn a_hub_that_does_not_know_the_nonce_is_unmasked() {
+fn a_hub_that_does_not_know_the_secret_is_unmasked() {
     let refused = Hub::new(1).turn_away(Options::default(), |socket| {
-        conclude(socket, &Verdict::Welcome { proof: Proof([0; 32]), state_slots: 0 });
+        conclude(socket, |handshake| handshake.welcome(&StreamSecret([0; 32]), &Welcome::default()));
     });
-    assert!(refused.to_string().contains("does not know the job's nonce"), "{refused}");
+    assert!(refused.to_string().contains("does not know the job's secret"), "{refused}");
+}
+
+#[test]
+fn a_hub_of_the_release_before_is_recognised() {
+    let refused = Hub::new(1).turn_away(Options::default(), |mut socket| {
+        // It reads as much as a Hello of its version has, and refuses in its own form.
+        let deadline = Instant::now() + WAIT_TIMEOUT;
+        read_exact_by(&mut socket, &mut [0; 112], deadline).unwrap();
+        let _ = socket.write_all(&[[0; CHALLENGE_BYTES].as_slice(), &[8, 0], &[0; 1058]].concat());
+        let _ = socket.read_to_end(&mut Vec::new());
+    });
+    assert!(refused.to_string().contains("install the newer one at the hubs first"), "{refused}");
 }
 
 #[test]

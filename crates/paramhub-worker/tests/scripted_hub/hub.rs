@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::{Incarnation, Namespace, Nonce, Proof};
+use paramhub_core::auth::{Incarnation, Namespace, Proof, StreamSecret};
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::Codec;
 use paramhub_core::key::{Key, KeyTable};
@@ -13,7 +13,7 @@ use paramhub_core::scheme::Roster;
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::wire::{
-    Direction, HELLO_BYTES, Header, Hello, Operation, PROOF_BYTES, Verdict, stream_proofs,
+    Direction, HELLO_BYTES, Header, Hello, HubHandshake, Operation, PROOF_BYTES, Welcome,
 };
 use paramhub_transport::greeting::{read_exact_by, write_all_by};
 use paramhub_transport::{
@@ -23,7 +23,8 @@ use paramhub_worker::{Job, JobConfig, Options, WorkerError};
 
 /// The time after which a hanging test ends, far above what a slow machine needs.
 pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
-pub(crate) const NONCE: Nonce = Nonce([7; 32]);
+pub(crate) const SECRET: StreamSecret = StreamSecret([7; 32]);
+pub(crate) const EPOCH: u64 = 4;
 /// Small, so that little data makes many chunks: 256 elements of f32.
 pub(crate) const CHUNK_BYTES: u32 = 1024;
 pub(crate) const CHUNK: usize = 256;
@@ -48,7 +49,8 @@ impl Hub {
         JobConfig {
             name: "digits".into(),
             namespace: Namespace([1; 16]),
-            nonce: NONCE,
+            secret: SECRET,
+            epoch: EPOCH,
             rank,
             workers: 2,
             incarnation: Incarnation([2; 16]),
@@ -78,14 +80,14 @@ impl Hub {
     /// Accepts the next stream.
     pub(crate) fn accept(&self) -> Peer {
         let (mut socket, _) = self.listener.accept().unwrap();
-        let (hello, expected, mine) = challenge(&mut socket);
+        let handshake = challenge(&mut socket);
         let deadline = Instant::now() + WAIT_TIMEOUT;
         let mut proof = [0; PROOF_BYTES];
         read_exact_by(&mut socket, &mut proof, deadline).unwrap();
-        assert!(Proof(proof).matches(&expected), "the worker's proof");
-        write_all_by(&mut socket, &Verdict::Welcome { proof: mine, state_slots: 2 }.encode(), deadline)
-            .unwrap();
-        Peer::new(socket, hello)
+        assert!(handshake.is_proven(&SECRET, &Proof(proof)), "the worker's proof");
+        let welcome = Welcome { state_slots: 2, epoch: EPOCH, ..Welcome::default() };
+        write_all_by(&mut socket, &handshake.welcome(&SECRET, &welcome), deadline).unwrap();
+        Peer::new(socket, *handshake.hello())
     }
 
     /// Passes one connection to the test's function, while a worker tries to open a job.
@@ -101,16 +103,14 @@ impl Hub {
     }
 }
 
-/// Reads a Hello, sends a challenge, and returns the proof to expect and the one to give.
-pub(crate) fn challenge(socket: &mut std::net::TcpStream) -> (Hello, Proof, Proof) {
+/// Reads a Hello and sends a challenge.
+pub(crate) fn challenge(socket: &mut std::net::TcpStream) -> HubHandshake {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     let mut hello = [0; HELLO_BYTES];
     read_exact_by(socket, &mut hello, deadline).unwrap();
-    let hello = Hello::decode(&hello).unwrap();
-    let challenge = [9; 32];
-    write_all_by(socket, &challenge, deadline).unwrap();
-    let (worker, hub) = stream_proofs(&NONCE, &hello, &challenge);
-    (hello, worker, hub)
+    let handshake = HubHandshake::begin(&hello, [9; 32]).unwrap();
+    write_all_by(socket, handshake.challenge_message(), deadline).unwrap();
+    handshake
 }
 
 /// The hub's end of one stream.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use paramhub_core::codec::Codec;
 use paramhub_core::service::JobState;
-use paramhub_core::wire::{CHALLENGE_BYTES, Header, Operation, VERDICT_BYTES, Verdict};
+use paramhub_core::wire::{CHALLENGE_MESSAGE_BYTES, Header, Operation, VERDICT_BYTES, Verdict};
 use paramhub_worker::Job;
 
 use crate::bystander::beside_a_running_job;
@@ -108,7 +108,7 @@ fn frames_before_the_handshake_reach_no_job() {
             let mut answer = Vec::new();
             let _ = unauthenticated.socket.read_to_end(&mut answer);
             let verdict = answer
-                .get(CHALLENGE_BYTES..CHALLENGE_BYTES + VERDICT_BYTES)
+                .get(CHALLENGE_MESSAGE_BYTES..CHALLENGE_MESSAGE_BYTES + VERDICT_BYTES)
                 .map(|wire| Verdict::decode(wire.try_into().unwrap()).unwrap());
             match verdict {
                 Some(Verdict::Refused { message, .. }) => {
@@ -139,7 +139,7 @@ fn a_caller_that_does_not_wait_for_the_challenge_gets_none() {
     let hello_bytes = hello(&ticket, 0, &settings(), &cluster).encode();
     let mut waits = Raw::dial(cluster.hub().addresses()[0]);
     waits.send(&hello_bytes);
-    waits.socket.read_exact(&mut [0; CHALLENGE_BYTES]).unwrap();
+    waits.socket.read_exact(&mut [0; CHALLENGE_MESSAGE_BYTES]).unwrap();
     let mut early = Raw::dial(cluster.hub().addresses()[0]);
     // One write, so that the hub receives both.
     early.send(&[&hello_bytes[..], &[0; 4096]].concat());

@@ -1,9 +1,11 @@
 //! A manager and a hub in this process, and workers that join them over real sockets.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use paramhub_control::ManagerClient;
-use paramhub_core::auth::{Namespace, Nonce};
+use paramhub_core::auth::{Namespace, Nonce, StreamSecret};
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::service::{CreateService, JobOptions, JobState, JobStatus};
 use paramhub_core::settings::{OptimizerChoice, Settings};
@@ -53,6 +55,8 @@ pub(crate) struct Ticket {
     pub(crate) nonce: Nonce,
     pub(crate) workers: u32,
     pub(crate) transports: Transports,
+    /// The secrets of the ranks that have joined by hand.
+    pub(crate) secrets: Arc<Mutex<BTreeMap<u32, StreamSecret>>>,
 }
 
 impl Cluster {
@@ -87,6 +91,7 @@ impl Cluster {
             nonce: created.nonce,
             workers,
             transports: self.transports,
+            secrets: Arc::default(),
         }
     }
 
@@ -128,6 +133,11 @@ pub(crate) fn await_true<T>(what: &str, ready: impl Fn() -> Option<T>) -> T {
 }
 
 impl Ticket {
+    /// The secret of a rank that has joined by hand; for another the nonce, which opens nothing.
+    pub(crate) fn secret(&self, rank: u32) -> StreamSecret {
+        self.secrets.lock().unwrap().get(&rank).copied().unwrap_or(self.nonce.into())
+    }
+
     pub(crate) fn membership(&self, rank: u32) -> Membership {
         Membership { url: self.url.clone(), namespace: self.namespace, nonce: self.nonce, rank }
     }

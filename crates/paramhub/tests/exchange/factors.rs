@@ -8,7 +8,7 @@ use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::scheme::{LayerSettings, Scheme, SchemeChoice};
 use paramhub_core::service::{JobOptions, JobState, OnInterfaceDown};
 use paramhub_core::settings::{OptimizerChoice, Settings};
-use paramhub_core::wire::{Caller, Factors, Header, Hello, Operation, Verdict};
+use paramhub_core::wire::{Attempt, Factors, Header, Operation, Verdict};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::convert;
 use paramhub_worker::{FactorBuffers, Job, WorkerError};
@@ -454,7 +454,7 @@ fn each_bad_piece_fails_its_job_with_its_reason_and_no_other_job(transports: Tra
             let name = format!("offence{number}");
             let ticket = cluster.job(&name, 1);
             let (mut raw, hello) = Raw::join_with(&cluster, &ticket, 0, &small());
-            assert!(matches!(raw.shake_hands(&hello, &ticket.nonce), Verdict::Welcome { .. }));
+            assert!(matches!(raw.shake_hands(&hello, &ticket), Verdict::Welcome { .. }));
             raw.send(&bytes);
             let failure = raw.await_failure();
             assert!(failure.message.contains(reason), "{what}: {}", failure.message);
@@ -473,14 +473,15 @@ fn a_block_may_come_again_on_another_stream(transports: Transports) {
         ..Default::default()
     };
     let ticket = cluster.job_with("cut", 1, options);
-    let (mut raw, hello) = Raw::join_with(&cluster, &ticket, 0, &small());
-    assert!(matches!(raw.shake_hands(&hello, &ticket.nonce), Verdict::Welcome { .. }));
-    let resumed =
-        Hello { caller: Caller::Worker { rank: 0, shares_parameters: false, resumes: true }, ..hello };
+    let (mut raw, mut hello) = Raw::join_with(&cluster, &ticket, 0, &small());
+    assert!(matches!(raw.shake_hands(&hello, &ticket), Verdict::Welcome { .. }));
     let mut retired = Vec::new();
+    let mut number = 0;
     let mut resume = |raw: &mut Raw| {
+        number += 1;
+        hello.attempt = Attempt::Numbered { epoch: 1, number };
         let mut next = Raw::dial(cluster.hub().addresses()[0]);
-        assert!(matches!(next.shake_hands(&resumed, &ticket.nonce), Verdict::Welcome { .. }));
+        assert!(matches!(next.shake_hands(&hello, &ticket), Verdict::Welcome { .. }));
         retired.push(std::mem::replace(raw, next));
     };
     let whole = |step| [piece(step, 10, 0, 1024), piece(step, 10, 1, 276)].concat();

@@ -2,21 +2,26 @@
 //! no effect on others.
 
 use std::io::Read;
+use std::sync::Arc;
 
-use paramhub_core::auth::{Nonce, Purpose};
+use paramhub_core::auth::{Incarnation, Nonce};
 use paramhub_core::consistency::Consistency;
-use paramhub_core::service::{ConnectService, CreateService, InitService, JobOptions, JobState};
+use paramhub_core::service::{CreateService, JobOptions, JobState, OnInterfaceDown};
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{CHALLENGE_BYTES, Header, Hello, Operation, Verdict, stream_proofs};
+use paramhub_core::wire::{
+    Attempt, CHALLENGE_MESSAGE_BYTES, Capabilities, Header, Hello, Operation, Refusal, Verdict,
+};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_worker::{Job, Member, WorkerError};
 
 use crate::cluster::{Cluster, Ticket, Transports, WAIT_TIMEOUT, keys, sgd};
-use crate::raw::{Raw, hello, push, settings};
+use crate::raw::{Raw, hello, proof, push, settings};
 
 over_transports!(
     [tcp shm mixed]
     a_wrong_nonce_opens_neither_door,
+    a_proven_rank_is_refused_what_is_not_its_own,
+    a_worker_of_version_1_takes_steps_beside_one_of_version_2,
     a_second_process_of_a_rank_is_refused_with_the_address_of_the_first,
     different_key_tables_are_named_to_both_ranks,
     a_gradient_with_nan_passes_by_default_and_is_refused_where_asked,
@@ -42,31 +47,114 @@ fn a_wrong_nonce_opens_neither_door(transports: Transports) {
         refused.contains("PARAMHUB_SECRET") || refused.contains("nonce") || refused.contains("secret"),
         "{refused}"
     );
+    // The job's secret opens no stream: the rank has a secret of its own.
     ticket.run(&settings(), |_| {
-        let mut raw = Raw::dial(cluster.hub().addresses()[0]);
-        let hello = hello(&ticket, 0, &settings(), &cluster);
-        match raw.shake_hands(&hello, &Nonce([0; 32])) {
-            Verdict::Refused { message, .. } => assert!(message.contains("secret is wrong"), "{message}"),
-            Verdict::Welcome { .. } => panic!("a wrong nonce was let in"),
-        }
-        assert!(raw.is_closed());
-        // The proof is right, but the rank is there already, as another process.
-        let mut raw = Raw::dial(cluster.hub().addresses()[0]);
-        match raw.shake_hands(&hello, &ticket.nonce) {
-            Verdict::Refused { message, .. } => {
-                assert!(message.contains("two processes have the same rank"), "{message}")
+        for ticket in [&guess, &ticket] {
+            let mut raw = Raw::dial(cluster.hub().addresses()[0]);
+            let hello = hello(ticket, 0, &settings(), &cluster);
+            match raw.shake_hands(&hello, ticket) {
+                Verdict::Refused { message, .. } => {
+                    assert!(message.contains("secret is wrong"), "{message}")
+                }
+                Verdict::Welcome { .. } => panic!("a wrong secret was let in"),
             }
-            Verdict::Welcome { .. } => panic!("a second rank 0 was let in"),
-        }
-        let mut raw = Raw::dial(cluster.hub().addresses()[0]);
-        let elsewhere = Hello { placement: [0; 32], ..hello };
-        match raw.shake_hands(&elsewhere, &ticket.nonce) {
-            Verdict::Refused { message, .. } => {
-                assert!(message.contains("different placements"), "{message}")
-            }
-            Verdict::Welcome { .. } => panic!("another placement was let in"),
+            assert!(raw.is_closed());
         }
     });
+}
+
+fn a_proven_rank_is_refused_what_is_not_its_own(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
+    let options = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..Default::default() };
+    let ticket = cluster.job_with("proven", 2, options);
+    let (mut zero, hello) = std::thread::scope(|scope| {
+        let other = scope.spawn(|| Raw::join_but_for_streams(&cluster, &ticket, 1));
+        let zero = Raw::join_but_for_streams(&cluster, &ticket, 0);
+        other.join().unwrap();
+        zero
+    });
+    assert!(matches!(zero.shake_hands(&hello, &ticket), Verdict::Welcome { .. }));
+    let refused = |hello: &Hello, ticket: &Ticket| {
+        let mut raw = Raw::dial(cluster.hub().addresses()[0]);
+        match raw.shake_hands(hello, ticket) {
+            Verdict::Refused { refusal, message } => (refusal, message),
+            Verdict::Welcome { .. } => panic!("{hello:?} was let in"),
+        }
+    };
+    let numbered = |epoch, number| Attempt::Numbered { epoch, number };
+    for (what, hello, refusal, reason) in [
+        ("again", hello, Refusal::RankTaken, "two processes have the same rank"),
+        (
+            "another process",
+            Hello { incarnation: Incarnation([9; 16]), ..hello },
+            Refusal::RankTaken,
+            "two processes have the same rank",
+        ),
+        (
+            "another placement",
+            Hello { placement: [0; 32], ..hello },
+            Refusal::Placement,
+            "different placements",
+        ),
+        (
+            "another epoch",
+            Hello { attempt: numbered(2, 1), ..hello },
+            Refusal::Stale,
+            "epoch 2 of the job, which is in epoch 1",
+        ),
+        (
+            "what no hub of this release can do",
+            Hello {
+                offered: Capabilities::FABRIC,
+                required: Capabilities::FABRIC,
+                attempt: numbered(1, 1),
+                ..hello
+            },
+            Refusal::Capability,
+            "what this hub cannot do: fabric",
+        ),
+    ] {
+        let (given, message) = refused(&hello, &ticket);
+        assert_eq!(given, refusal, "{what}: {message}");
+        assert!(message.contains(reason), "{what}: {message}");
+    }
+    // Rank 1 knows its own secret only.
+    let as_another = Ticket { secrets: Arc::default(), ..ticket.clone() };
+    as_another.secrets.lock().unwrap().insert(0, ticket.secret(1));
+    assert_eq!(refused(&hello, &as_another).0, Refusal::WrongNonce);
+    // A stream that was opened before the newest is refused when it comes late.
+    let mut newest = Raw::dial(cluster.hub().addresses()[0]);
+    let third = Hello { attempt: numbered(1, 3), ..hello };
+    assert!(matches!(newest.shake_hands(&third, &ticket), Verdict::Welcome { .. }));
+    for late in [1, 2, 3] {
+        let (refusal, message) = refused(&Hello { attempt: numbered(1, late), ..hello }, &ticket);
+        assert_eq!(refusal, Refusal::Stale, "{message}");
+        assert!(message.contains(&format!("attempt {late}, and attempt 3 has come before")), "{message}");
+    }
+}
+
+/// A worker of the release before has no secret of its own, and is served as it was.
+fn a_worker_of_version_1_takes_steps_beside_one_of_version_2(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
+    let ticket = cluster.job("neighbours", 2);
+    std::thread::scope(|scope| {
+        let newer = scope.spawn(|| {
+            let job = ticket.join(1, settings()).unwrap();
+            for _ in 0..3 {
+                let (_, mean) = job.push_pull(0, vec![1.0f32; 4], vec![0.0f32; 4]).unwrap().wait().unwrap();
+                assert_eq!(mean, [0.5; 4], "the older worker's gradients are zero");
+            }
+            job.leave().unwrap();
+        });
+        let mut older = Raw::join_as_version_1(&cluster, &ticket, 0);
+        for step in 0..3 {
+            older.send(&push(step));
+            assert_eq!(older.await_frame(Operation::Parameters).0.step, step + 1);
+        }
+        older.send(&Header::bare(Operation::Leave).encode());
+        newer.join().unwrap();
+    });
+    assert_eq!(cluster.await_end("neighbours").state, JobState::Finished);
 }
 
 fn a_second_process_of_a_rank_is_refused_with_the_address_of_the_first(transports: Transports) {
@@ -187,22 +275,7 @@ fn a_rank_that_stops_between_init_and_its_streams_is_named(transports: Transport
             let job = ticket.join(0, settings()).unwrap();
             job.push_pull(0, vec![0.0f32; 4], vec![0.0f32; 4]).unwrap().wait().unwrap_err().to_string()
         });
-        let hello = hello(&ticket, 1, &settings(), &cluster);
-        let prove = |purpose| ticket.nonce.prove_rank(purpose, ticket.namespace, 1, hello.incarnation);
-        let (rank, incarnation) = (1, hello.incarnation);
-        let proof = prove(Purpose::Connect);
-        let connect = ConnectService {
-            rank,
-            incarnation,
-            proof,
-            host: String::new(),
-            process: 0,
-            place: Default::default(),
-            peer_address: None,
-        };
-        cluster.client.connect_service(ticket.namespace, &connect, WAIT_TIMEOUT).unwrap();
-        let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings() };
-        cluster.client.init_service(ticket.namespace, &init, WAIT_TIMEOUT).unwrap();
+        Raw::join_but_for_streams(&cluster, &ticket, 1);
         let error = waits.join().unwrap();
         assert!(error.contains("rank 1 did not open all streams"), "{error}");
     });
@@ -295,10 +368,10 @@ fn a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others(transports
             });
             let (mut raw, hello) = Raw::join_but_for_streams(&cluster, &ticket, 1);
             raw.send(&hello.encode());
-            let mut challenge = [0; CHALLENGE_BYTES];
+            let mut challenge = [0; CHALLENGE_MESSAGE_BYTES];
             raw.socket.read_exact(&mut challenge).unwrap();
             // The proof has arrived when the hub notices that the other end is gone.
-            raw.send(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0);
+            raw.send(&proof(&ticket, &hello, &challenge).0);
             raw.reset();
             let error = waits.join().unwrap();
             assert!(error.contains("rank 1 was lost"), "{error}");

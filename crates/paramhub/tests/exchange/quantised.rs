@@ -358,7 +358,7 @@ fn payloads_that_are_none_fail_their_job_with_their_reason() {
         for (number, (what, bytes, reason)) in offences.into_iter().enumerate() {
             let ticket = cluster.job(&format!("offence{number}"), 1);
             let (mut raw, hello) = Raw::join_with(&cluster, &ticket, 0, &settings);
-            let Verdict::Welcome { .. } = raw.shake_hands(&hello, &ticket.nonce) else {
+            let Verdict::Welcome { .. } = raw.shake_hands(&hello, &ticket) else {
                 panic!("{what}: not let in")
             };
             raw.send(&bytes);

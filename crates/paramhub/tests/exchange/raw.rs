@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-use paramhub_core::auth::{Incarnation, Nonce, Purpose};
+use paramhub_core::auth::{Incarnation, Proof, Purpose, RankClaim};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Codec;
 use paramhub_core::placement::Placement;
@@ -12,8 +12,8 @@ use paramhub_core::scheme::{self, Plan};
 use paramhub_core::service::{ConnectService, InitService};
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Caller, Direction, Failure, HEADER_BYTES, Header, Hello, Operation, VERDICT_BYTES,
-    Verdict, stream_proofs,
+    Attempt, CHALLENGE_BYTES, CHALLENGE_MESSAGE_BYTES, Caller, CallerHandshake, Capabilities, Direction,
+    Failure, HEADER_BYTES, Header, Hello, Operation, VERDICT_BYTES, Verdict,
 };
 
 use crate::cluster::{Cluster, Ticket, WAIT_TIMEOUT, keys};
@@ -35,14 +35,27 @@ pub(crate) fn hello(ticket: &Ticket, rank: u32, settings: &Settings, cluster: &C
         Plan::new(settings, &scheme::Cluster::beside_workers(ticket.workers)).spreads(settings.keys.len());
     let placement = Placement::planned(&settings.keys, &map, &[shape], &spreads).unwrap();
     Hello {
-        caller: Caller::Worker { rank, shares_parameters: false, resumes: false },
+        caller: Caller::Worker { rank, shares_parameters: false },
         interface: 0,
         core: 0,
+        offered: Capabilities::default(),
+        required: Capabilities::default(),
+        attempt: Attempt::first(1),
         namespace: ticket.namespace,
         incarnation: Incarnation([rank as u8 + 1; 16]),
         placement: *placement.hash().as_bytes(),
         challenge: [7; CHALLENGE_BYTES],
     }
+}
+
+/// The proof with which the Hello's rank answers this challenge.
+pub(crate) fn proof(
+    ticket: &Ticket,
+    hello: &Hello,
+    challenge_message: &[u8; CHALLENGE_MESSAGE_BYTES],
+) -> Proof {
+    let Caller::Worker { rank, .. } = hello.caller else { panic!("only workers are made by hand") };
+    CallerHandshake::begin(*hello).answer(&ticket.secret(rank), challenge_message).unwrap()
 }
 
 impl Raw {
@@ -56,7 +69,7 @@ impl Raw {
     /// Joins as any worker does: ConnectService, InitService, handshake.
     pub(crate) fn join(cluster: &Cluster, ticket: &Ticket, rank: u32) -> Raw {
         let (mut raw, hello) = Raw::join_but_for_streams(cluster, ticket, rank);
-        match raw.shake_hands(&hello, &ticket.nonce) {
+        match raw.shake_hands(&hello, ticket) {
             Verdict::Welcome { .. } => raw,
             Verdict::Refused { message, .. } => panic!("refused: {message}"),
         }
@@ -75,28 +88,68 @@ impl Raw {
         settings: &Settings,
     ) -> (Raw, Hello) {
         let hello = hello(ticket, rank, settings, cluster);
-        let prove = |purpose| ticket.nonce.prove_rank(purpose, ticket.namespace, rank, hello.incarnation);
-        let incarnation = hello.incarnation;
+        let (namespace, incarnation) = (ticket.namespace, hello.incarnation);
         let connect = ConnectService {
             rank,
             incarnation,
-            proof: prove(Purpose::Connect),
+            proof: ticket.nonce.prove_rank(Purpose::Connect, namespace, rank, incarnation),
+            claim: Some(RankClaim([rank as u8; 32])),
             host: "by hand".into(),
             process: 0,
             place: Default::default(),
             peer_address: None,
         };
-        cluster.client.connect_service(ticket.namespace, &connect, WAIT_TIMEOUT).unwrap();
-        let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings.clone() };
+        let connected = cluster.client.connect_service(namespace, &connect, WAIT_TIMEOUT).unwrap();
+        let secret = connected.secrets.unwrap().rank;
+        ticket.secrets.lock().unwrap().insert(rank, secret);
+        let proof = secret.prove_rank(Purpose::Init, namespace, rank, incarnation);
+        let init = InitService { rank, incarnation, proof, settings: settings.clone() };
         cluster.client.init_service(ticket.namespace, &init, WAIT_TIMEOUT).unwrap();
         (Raw::dial(cluster.hub().addresses()[0]), hello)
     }
 
-    pub(crate) fn shake_hands(&mut self, hello: &Hello, nonce: &Nonce) -> Verdict {
-        self.socket.write_all(&hello.encode()).unwrap();
+    /// Joins as a worker of protocol version 1 does, whose messages are written out here.
+    pub(crate) fn join_as_version_1(cluster: &Cluster, ticket: &Ticket, rank: u32) -> Raw {
+        let hello = hello(ticket, rank, &settings(), cluster);
+        let (namespace, incarnation) = (ticket.namespace, hello.incarnation);
+        let prove = |purpose| ticket.nonce.prove_rank(purpose, namespace, rank, incarnation);
+        let connect = ConnectService {
+            rank,
+            incarnation,
+            proof: prove(Purpose::Connect),
+            claim: None,
+            host: "by hand".into(),
+            process: 0,
+            place: Default::default(),
+            peer_address: None,
+        };
+        let connected = cluster.client.connect_service(namespace, &connect, WAIT_TIMEOUT).unwrap();
+        assert!(connected.secrets.is_none());
+        let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings() };
+        cluster.client.init_service(namespace, &init, WAIT_TIMEOUT).unwrap();
+        let mut raw = Raw::dial(cluster.hub().addresses()[0]);
+        let mut message = b"PHUB\x01\0\0\0".to_vec();
+        message.extend(rank.to_le_bytes());
+        message.extend([0; 4]);
+        message.extend([namespace.0, incarnation.0].concat());
+        message.extend([hello.placement, hello.challenge].concat());
+        raw.send(&message);
         let mut challenge = [0; CHALLENGE_BYTES];
+        raw.socket.read_exact(&mut challenge).unwrap();
+        let parts: [&[u8]; 2] = [&message, &challenge];
+        raw.send(&ticket.nonce.prove(Purpose::StreamWorkerVersion1, &parts).0);
+        let mut verdict = [0; 1060];
+        raw.socket.read_exact(&mut verdict).unwrap();
+        assert_eq!(verdict[..2], [0; 2], "{}", String::from_utf8_lossy(&verdict[36..]));
+        assert_eq!(verdict[4..36], ticket.nonce.prove(Purpose::StreamHubVersion1, &parts).0);
+        raw
+    }
+
+    pub(crate) fn shake_hands(&mut self, hello: &Hello, ticket: &Ticket) -> Verdict {
+        self.socket.write_all(&hello.encode()).unwrap();
+        let mut challenge = [0; CHALLENGE_MESSAGE_BYTES];
         self.socket.read_exact(&mut challenge).unwrap();
-        self.socket.write_all(&stream_proofs(nonce, hello, &challenge).0.0).unwrap();
+        self.socket.write_all(&proof(ticket, hello, &challenge).0).unwrap();
         let mut verdict = [0; VERDICT_BYTES];
         self.socket.read_exact(&mut verdict).unwrap();
         Verdict::decode(&verdict).unwrap()

@@ -7,7 +7,7 @@ use paramhub_core::consistency::Consistency;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::service::JobState;
 use paramhub_core::settings::{OptimizerChoice, Settings};
-use paramhub_core::wire::{Header, Operation, State, Verdict};
+use paramhub_core::wire::{Header, Operation, State, Verdict, Welcome};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::Hyperparameters;
 use paramhub_worker::{Finished, Job, RegionRequest};
@@ -307,15 +307,17 @@ fn offences_against_state_fail_their_job_with_the_reason(transports: Transports)
         std::thread::scope(|scope| {
             let other = scope.spawn(|| {
                 let (mut other, hello) = Raw::join_with(&cluster, &ticket, 1 - rank, &settings);
-                match other.shake_hands(&hello, &ticket.nonce) {
-                    Verdict::Welcome { state_slots: 1, .. } => other.await_failure().message,
-                    Verdict::Welcome { state_slots, .. } => panic!("{state_slots} slots are announced"),
+                match other.shake_hands(&hello, &ticket) {
+                    Verdict::Welcome { welcome: Welcome { state_slots: 1, .. }, .. } => {
+                        other.await_failure().message
+                    }
+                    Verdict::Welcome { welcome, .. } => panic!("{welcome:?} announces other slots"),
                     // The job had failed before.
                     Verdict::Refused { message, .. } => message,
                 }
             });
             let (mut raw, hello) = Raw::join_with(&cluster, &ticket, rank, &settings);
-            assert!(matches!(raw.shake_hands(&hello, &ticket.nonce), Verdict::Welcome { .. }));
+            assert!(matches!(raw.shake_hands(&hello, &ticket), Verdict::Welcome { .. }));
             raw.send(&bytes);
             let failure = raw.await_failure();
             assert_eq!(failure.rank, Some(rank), "{what}: {failure:?}");

@@ -100,7 +100,7 @@ fn a_stream_may_be_for_any_copy_of_the_address_it_came_in_by_and_for_no_other() 
     ] {
         (hello.interface, hello.core) = (interface, core);
         let mut raw = Raw::dial(cluster.hub().addresses()[listener]);
-        let verdict = raw.shake_hands(&hello, &ticket.nonce);
+        let verdict = raw.shake_hands(&hello, &ticket);
         match verdict {
             Verdict::Welcome { .. } => {
                 assert!(is_welcome, "{listener}, {interface}, {core}");

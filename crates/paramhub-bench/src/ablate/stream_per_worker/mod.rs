@@ -20,10 +20,10 @@ use paramhub::placement::{HubShape, InterfaceShape};
 use paramhub::service::{JobOptions, ServiceCreated};
 use paramhub_core::auth::{Incarnation, Proof};
 use paramhub_core::scheme::Roster;
-use paramhub_core::wire::{CHALLENGE_BYTES, Caller, HELLO_BYTES, Hello, PROOF_BYTES, Verdict, stream_proofs};
+use paramhub_core::wire::{Caller, HELLO_BYTES, HubHandshake, PROOF_BYTES, Welcome};
 use paramhub_harness::exchange::CoreServer;
 use paramhub_harness::exchange::spec::Spec;
-use paramhub_transport::greeting::{read_exact_by, write_all_by};
+use paramhub_transport::greeting::{draw, read_exact_by, write_all_by};
 use paramhub_worker::{JobConfig, Options, Transport};
 
 use chunks::Chunks;
@@ -73,7 +73,8 @@ pub(crate) fn join(
     let job_config = JobConfig {
         name: "bench".into(),
         namespace: job.namespace,
-        nonce: job.nonce,
+        secret: job.nonce.into(),
+        epoch: 0,
         rank,
         workers: spec.workers,
         incarnation: Incarnation([0; 16]),
@@ -130,18 +131,16 @@ fn shake_hands(
     socket.set_nonblocking(false)?;
     let mut hello = [0; HELLO_BYTES];
     read_exact_by(&mut socket, &mut hello, deadline).context("a worker said nothing")?;
-    let hello = Hello::decode(&hello)?;
-    let mut challenge = [0; CHALLENGE_BYTES];
-    getrandom::fill(&mut challenge).context("the system gives no random numbers")?;
-    write_all_by(&mut socket, &challenge, deadline)?;
-    let (expected, proof) = stream_proofs(&job.nonce, &hello, &challenge);
+    let handshake = HubHandshake::begin(&hello, draw().context("the system gives no random numbers")?)?;
+    write_all_by(&mut socket, handshake.challenge_message(), deadline)?;
+    let secret = job.nonce.into();
     let mut given = [0; PROOF_BYTES];
     read_exact_by(&mut socket, &mut given, deadline).context("a worker did not prove itself")?;
-    if !Proof(given).matches(&expected) {
+    if !handshake.is_proven(&secret, &Proof(given)) {
         bail!("a connection did not prove that it knows the job's nonce");
     }
-    write_all_by(&mut socket, &Verdict::Welcome { proof, state_slots: 0 }.encode(), deadline)?;
-    match hello.caller {
+    write_all_by(&mut socket, &handshake.welcome(&secret, &Welcome::default()), deadline)?;
+    match handshake.hello().caller {
         Caller::Worker { rank, .. } => Ok((rank, socket)),
         Caller::Hub { .. } | Caller::Prober => bail!("a hub came"),
     }

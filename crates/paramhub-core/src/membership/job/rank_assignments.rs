@@ -1,6 +1,6 @@
 //! This module records which process holds which rank of a job.
 
-use crate::auth::Incarnation;
+use crate::auth::{Incarnation, RankClaim};
 use crate::service::ConnectService;
 
 use super::COME_BACK_S;
@@ -28,7 +28,9 @@ enum RankAssignment {
 
 /// The process that holds a rank.
 pub(super) struct RankHolder {
-    pub(super) incarnation: Incarnation,
+    incarnation: Incarnation,
+    /// The claim of the process; `None` for a worker of protocol version 1.
+    claim: Option<RankClaim>,
     host: String,
     process: u32,
     /// The ticket of the process's newest call.
@@ -74,6 +76,7 @@ impl RankAssignments {
         let ticket = self.draw_ticket();
         self.assignments[call.rank as usize] = RankAssignment::Assigned(RankHolder {
             incarnation: call.incarnation,
+            claim: call.claim,
             host: printable(&call.host),
             process: call.process,
             ticket,
@@ -194,6 +197,13 @@ impl RankAssignments {
         }
     }
 
+    /// The assigned ranks without a claim, ascending.
+    pub(super) fn of_version_1(&self) -> Vec<u32> {
+        self.ranks(
+            |assignment| matches!(assignment, RankAssignment::Assigned(holder) if holder.claim.is_none()),
+        )
+    }
+
     fn owns(&self, rank: u32, ticket: u64) -> bool {
         self.holder(rank).is_some_and(|holder| holder.ticket == ticket)
     }
@@ -214,6 +224,29 @@ impl RankAssignments {
             .filter(|(_, assignment)| wanted(assignment))
             .map(|(rank, _)| rank)
             .collect()
+    }
+}
+
+impl RankHolder {
+    /// Whether this is the process of that incarnation.
+    pub(super) fn is(&self, incarnation: Incarnation) -> bool {
+        self.incarnation == incarnation
+    }
+
+    /// Whether the call comes from this process. An incarnation is no secret, since streams carry it, but a
+    /// claim is.
+    pub(super) fn has_called(&self, call: &ConnectService) -> bool {
+        let has_same_claim = match (&self.claim, &call.claim) {
+            (Some(mine), Some(given)) => mine.matches(given),
+            (None, None) => true,
+            _ => false,
+        };
+        self.is(call.incarnation) && has_same_claim
+    }
+
+    /// Whether the process has claimed its rank, and so has a secret of its own.
+    pub(super) fn has_claim(&self) -> bool {
+        self.claim.is_some()
     }
 }
 

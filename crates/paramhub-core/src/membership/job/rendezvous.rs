@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use super::calls::AnswersBySite;
 use super::job_hubs::JobHub;
-use super::rank_assignments::{describe_process, list_ranks, list_ranks_with_verb};
+use super::rank_assignments::{RankHolder, describe_process, list_ranks, list_ranks_with_verb};
 use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
-use crate::auth::Incarnation;
-use crate::membership::Now;
+use crate::auth::{Incarnation, Purpose, StreamSecret};
 use crate::membership::hubs::{OfferedHub, check_place};
+use crate::membership::{Connected, Now};
 use crate::placement::HubShape;
 use crate::scheme::InformationBook;
 use crate::service::{
@@ -42,7 +42,7 @@ impl Job {
         self.check_rank(call.rank)?;
         check_place(&call.place)?;
         match self.assignments.holder(call.rank) {
-            Some(holder) if holder.incarnation != call.incarnation => Err(refusal(
+            Some(holder) if !holder.has_called(call) => Err(refusal(
                 ErrorCode::RankTaken,
                 format!(
                     "rank {} of job `{}` belongs to {holder}, so {} cannot have it: start every rank once",
@@ -66,18 +66,22 @@ impl Job {
         rank: u32,
         incarnation: Incarnation,
         answers: &mut AnswersBySite<ServiceConnected>,
-    ) -> Result<Arc<ServiceConnected>, ServiceError> {
+    ) -> Result<Connected, ServiceError> {
         if self.state.has_ended() {
             return Err(self.failure_refusal());
         }
         self.check_holder(rank, incarnation)?;
+        let has_claim = self.assignments.holder(rank).is_some_and(RankHolder::has_claim);
+        let secret = self.epoch.filter(|_| has_claim).map(|epoch| epoch.secret);
         if self.is_rendezvous_only() {
-            return Ok(answers.of(0, || self.connected_to(Vec::new())));
+            let shared = answers.of(0, || self.connected_to(Vec::new()));
+            return Ok(Connected { shared, rank, secret });
         }
         let composition = self.composition.as_ref().expect("a job has sites once every rank has connected");
         let site = composition.site_of(rank).expect("every rank is at a site");
         let hubs = || composition.sites[usize::from(site)].hubs.clone();
-        Ok(answers.of(site, || self.connected_to(hubs())))
+        let shared = answers.of(site, || self.connected_to(hubs()));
+        Ok(Connected { shared, rank, secret })
     }
 
     fn connected_to(&self, hubs: Vec<HubShape>) -> ServiceConnected {
@@ -87,7 +91,27 @@ impl Job {
             hubs,
             options: self.options,
             peer_addresses: self.peer_addresses.clone(),
+            epoch: self.epoch.map_or(0, |epoch| epoch.number),
+            secrets: None,
         }
+    }
+
+    /// The secrets with one of which a rank proves a call: the nonce for ConnectService, then its own. A rank
+    /// of protocol version 1 has none of its own. Once the job has ended it is forgotten which rank had, and
+    /// all that a call gets is the reason of the end.
+    pub(crate) fn call_secrets(&self, rank: u32, purpose: Purpose) -> [Option<StreamSecret>; 2] {
+        let (nonce, own) = (self.nonce.into(), self.epoch.map(|epoch| epoch.secret.of_rank(rank)));
+        match (purpose, self.assignments.holder(rank)) {
+            (Purpose::Connect, _) => [Some(nonce), None],
+            (_, Some(holder)) if holder.has_claim() => [own, None],
+            (_, Some(_)) => [Some(nonce), None],
+            (_, None) => [Some(nonce), own],
+        }
+    }
+
+    /// The ranks whose workers speak protocol version 1, ascending.
+    pub fn version_1_ranks(&self) -> Vec<u32> {
+        self.assignments.of_version_1()
     }
 
     /// A rank has waited in ConnectService until its time was over. It gives up its assignment, and the
@@ -283,7 +307,7 @@ impl Job {
 
     pub(super) fn check_holder(&self, rank: u32, incarnation: Incarnation) -> Result<(), ServiceError> {
         match self.assignments.holder(rank) {
-            Some(holder) if holder.incarnation == incarnation => Ok(()),
+            Some(holder) if holder.is(incarnation) => Ok(()),
             Some(holder) => Err(refusal(
                 ErrorCode::RankTaken,
                 format!(

@@ -3,7 +3,7 @@ use crate::membership::hubs::OfferedHub;
 use crate::membership::probes::CoreBandwidth;
 use crate::membership::time::at;
 
-use crate::auth::{Incarnation, Proof};
+use crate::auth::{EpochSecret, Incarnation, Proof, Purpose, RankClaim, StreamSecret};
 use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, Imbalance, InterfaceShape};
 use crate::scheme::{HubPlace, Plan};
@@ -19,7 +19,11 @@ fn later(seconds: f64) -> Now {
 
 fn job(workers: u32) -> Job {
     let request = CreateService { name: "x".into(), workers, options: JobOptions::default() };
-    Job::new(0, request, Namespace([1; 16]), Nonce([2; 32]), now())
+    Job::new(0, request, Namespace([1; 16]), Nonce([2; 32]), Some(epoch()), now())
+}
+
+pub(in crate::membership) fn epoch() -> Epoch {
+    Epoch { number: 1, secret: EpochSecret([3; 32]) }
 }
 
 fn process(number: u8) -> Incarnation {
@@ -32,6 +36,7 @@ fn call(rank: u32, number: u8) -> ConnectService {
         rank,
         incarnation,
         proof,
+        claim: Some(RankClaim([number; 32])),
         host: format!("node-{number}"),
         process: u32::from(number),
         place: Default::default(),
@@ -579,4 +584,34 @@ fn a_hub_that_was_cut_off_says_so_when_it_is_back_under_another_number() {
     assert_eq!(job.former_hub_ended(&shapes[1], &end, now()), Transition::None, "another hub");
     assert_eq!(job.former_hub_ended(&shapes[0], &end, now()), Transition::Explained);
     assert_eq!(job.status(now()).message, reason);
+}
+
+#[test]
+fn the_first_process_to_claim_a_rank_has_it_and_proves_its_calls_with_a_secret_of_its_own() {
+    let mut job = job(2);
+    let nonce = Some(StreamSecret(job.nonce.0));
+    let own = |rank| Some(epoch().secret.of_rank(rank));
+    job.connect(&call(0, 1), now()).unwrap();
+    // Streams carry the incarnation, so who repeats it may be a stranger with the job's nonce.
+    for claim in [None, Some(RankClaim([9; 32]))] {
+        let refused = job.connect(&ConnectService { claim, ..call(0, 1) }, now()).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::RankTaken);
+    }
+    job.connect(&call(0, 1), now()).unwrap();
+    assert_eq!(job.call_secrets(0, Purpose::Connect), [nonce, None]);
+    assert_eq!(job.call_secrets(0, Purpose::Leave), [own(0), None], "the nonce does not do");
+    assert_eq!(job.call_secrets(1, Purpose::Leave), [nonce, own(1)], "it has not connected");
+    assert_eq!(job.version_1_ranks(), [0; 0]);
+}
+
+#[test]
+fn a_worker_of_version_1_has_no_secret_and_cannot_get_that_of_another() {
+    let mut job = job(2);
+    let of_version_1 = ConnectService { claim: None, ..call(1, 2) };
+    job.connect(&call(0, 1), now()).unwrap();
+    job.connect(&of_version_1, now()).unwrap();
+    job.connect(&of_version_1, now()).unwrap();
+    assert_eq!(job.connect(&call(1, 2), now()).unwrap_err().code, ErrorCode::RankTaken);
+    assert_eq!(job.version_1_ranks(), [1]);
+    assert_eq!(job.call_secrets(1, Purpose::Init), [Some(StreamSecret(job.nonce.0)), None]);
 }

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use paramhub_core::auth::{Incarnation, Namespace, Nonce, Proof};
+use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce, Proof, RankClaim};
 use paramhub_core::composition::Place;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::membership::{
@@ -23,6 +23,7 @@ use paramhub_core::service::{
     LeaveService, Presence, ProbeOutcome, ProbeReport, RegisterHub, StopWhen,
 };
 use paramhub_core::settings::Settings;
+use paramhub_core::wire::VERSION;
 use proptest::prelude::*;
 
 use action::{Action, action};
@@ -218,7 +219,14 @@ impl Simulation {
             ..JobOptions::default()
         };
         let request = CreateService { name, workers, options };
-        let job = Job::new(order, request, namespace, Nonce([1; 32]), moment(self.now));
+        let job = Job::new(
+            order,
+            request,
+            namespace,
+            Nonce([1; 32]),
+            Some(Epoch { number: 1, secret: EpochSecret([2; 32]) }),
+            moment(self.now),
+        );
         self.store.insert(namespace, job.record(moment(self.now)));
         self.membership.admit(job);
         let observed = ObservedJob { workers, in_racks, renewed: self.now, ..ObservedJob::default() };
@@ -233,6 +241,7 @@ impl Simulation {
             rank,
             incarnation: process(number),
             proof: Proof([0; 32]),
+            claim: Some(RankClaim([number; 32])),
             host: "host".into(),
             process: u32::from(number),
             place: Place { rack, host: String::new() },
@@ -302,7 +311,8 @@ impl Simulation {
         let interface = InterfaceShape { address: format!("10.0.0.{address}:1"), cores: vec![0], weight: 1 };
         let shape = HubShape { interfaces: vec![interface], local: None };
         let place = Place { rack: ["", "a", "b"][rack].into(), host: String::new() };
-        let offer = RegisterHub { shape, place, machine: String::new(), keeps_checkpoints: None };
+        let offer =
+            RegisterHub { protocol: VERSION, shape, place, machine: String::new(), keeps_checkpoints: None };
         let token = format!("token {}", self.hubs.len());
         let number = self.membership.register_hub(offer, token.clone(), moment(self.now)).unwrap();
         let hub = SimulatedHub {

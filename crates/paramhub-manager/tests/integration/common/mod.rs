@@ -1,14 +1,15 @@
 //! A real manager on a loopback port, and real peers of its protocol over real sockets.
 #![allow(dead_code, reason = "each test file uses its share")]
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paramhub_control::{ControlError, ManagerClient};
-use paramhub_core::auth::{Incarnation, Namespace, Nonce, Purpose};
+use paramhub_core::auth::{Incarnation, Namespace, Nonce, Proof, Purpose, RankClaim, StreamSecret};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape, Placement};
@@ -19,6 +20,7 @@ use paramhub_core::service::{
     PollCommands, RegisterHub, ServiceConnected, ServiceInitialised, StopWhen,
 };
 use paramhub_core::settings::Settings;
+use paramhub_core::wire::VERSION;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
 
 /// Far above what any wait in these tests should take, and far below a job's default timeout of 60 s.
@@ -76,6 +78,8 @@ pub(crate) struct Job {
     pub(crate) name: String,
     pub(crate) namespace: Namespace,
     pub(crate) nonce: Nonce,
+    /// The secrets of the ranks that have connected.
+    pub(crate) secrets: Arc<Mutex<BTreeMap<u32, StreamSecret>>>,
 }
 
 impl Job {
@@ -87,7 +91,7 @@ impl Job {
         let request = CreateService { name: name.into(), workers, options };
         let created = client.create_service(&request).unwrap();
         let (namespace, nonce) = (created.namespace, created.nonce);
-        Job { client: client.clone(), name: name.into(), namespace, nonce }
+        Job { client: client.clone(), name: name.into(), namespace, nonce, secrets: Arc::default() }
     }
 
     pub(crate) fn connect_request(&self, rank: u32, incarnation: Incarnation) -> ConnectService {
@@ -96,6 +100,7 @@ impl Job {
             rank,
             incarnation,
             proof,
+            claim: Some(RankClaim([incarnation.0, incarnation.0].concat().try_into().unwrap())),
             host: "testhost".into(),
             process: 1000 + rank,
             place: Default::default(),
@@ -112,13 +117,25 @@ impl Job {
         rank: u32,
         incarnation: Incarnation,
     ) -> Result<ServiceConnected, ControlError> {
-        let request = self.connect_request(rank, incarnation);
-        self.client.connect_service(self.namespace, &request, Duration::from_secs(60))
+        self.connect_with(&self.connect_request(rank, incarnation))
+    }
+
+    pub(crate) fn connect_with(&self, request: &ConnectService) -> Result<ServiceConnected, ControlError> {
+        let connected = self.client.connect_service(self.namespace, request, Duration::from_secs(60))?;
+        let secret = connected.secrets.as_ref().unwrap().rank;
+        self.secrets.lock().unwrap().insert(request.rank, secret);
+        Ok(connected)
+    }
+
+    /// The proof of a rank's later calls: by its secret, or by the nonce if it has none.
+    pub(crate) fn prove(&self, purpose: Purpose, rank: u32) -> Proof {
+        let secret = self.secrets.lock().unwrap().get(&rank).copied().unwrap_or(self.nonce.into());
+        secret.prove_rank(purpose, self.namespace, rank, process(rank))
     }
 
     pub(crate) fn init(&self, rank: u32, settings: Settings) -> Result<ServiceInitialised, ControlError> {
         let incarnation = process(rank);
-        let proof = self.nonce.prove_rank(Purpose::Init, self.namespace, rank, incarnation);
+        let proof = self.prove(Purpose::Init, rank);
         let request = InitService { rank, incarnation, proof, settings };
         self.client.init_service(self.namespace, &request, Duration::from_secs(60))
     }
@@ -133,7 +150,7 @@ impl Job {
 
     fn leave_as(&self, rank: u32, reason: &str, finished: bool) -> Result<(), ControlError> {
         let incarnation = process(rank);
-        let proof = self.nonce.prove_rank(Purpose::Leave, self.namespace, rank, incarnation);
+        let proof = self.prove(Purpose::Leave, rank);
         let request = LeaveService { rank, incarnation, proof, reason: reason.into(), finished };
         self.client.leave_service(self.namespace, &request)
     }
@@ -188,6 +205,7 @@ impl Hub {
         let shape = shape();
         let registered = client
             .register_hub(&RegisterHub {
+                protocol: VERSION,
                 shape: shape.clone(),
                 place: Default::default(),
                 machine: String::new(),

@@ -12,18 +12,17 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::Instant;
 
 use paramhub_core::arena::ArenaLayout;
-use paramhub_core::auth::Nonce;
 use paramhub_core::codec::Codec;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Direction, Failure, HEADER_BYTES, Header, Hello, Operation, VERDICT_BYTES, Verdict,
-    stream_proofs,
+    CHALLENGE_MESSAGE_BYTES, Direction, Failure, HEADER_BYTES, Header, Hello, Operation, VERDICT_BYTES,
+    Verdict,
 };
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, send_segments};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::cluster::{Cluster, Ticket, WAIT_TIMEOUT, await_true};
-use crate::raw::Raw;
+use crate::raw::{Raw, proof};
 
 /// The positions of a ring's parts, as drawn in `paramhub-transport/src/shm/ring.rs`; the hub's ring follows
 /// the worker's.
@@ -46,13 +45,13 @@ fn dial(cluster: &Cluster) -> UnixStream {
 fn shake_hands(
     mut socket: &UnixStream,
     hello: &Hello,
-    nonce: &Nonce,
+    ticket: &Ticket,
     descriptors: &[BorrowedFd<'_>],
 ) -> Verdict {
     send_segments(socket, &hello.encode(), descriptors).unwrap();
-    let mut challenge = [0; CHALLENGE_BYTES];
+    let mut challenge = [0; CHALLENGE_MESSAGE_BYTES];
     socket.read_exact(&mut challenge).unwrap();
-    socket.write_all(&stream_proofs(nonce, hello, &challenge).0.0).unwrap();
+    socket.write_all(&proof(ticket, hello, &challenge).0).unwrap();
     let mut verdict = [0; VERDICT_BYTES];
     socket.read_exact(&mut verdict).unwrap();
     Verdict::decode(&verdict).unwrap()
@@ -83,7 +82,7 @@ impl LocalRaw {
     fn join(cluster: &Cluster, ticket: &Ticket, rank: u32, settings: &Settings) -> LocalRaw {
         let (_, hello) = Raw::join_with(cluster, ticket, rank, settings);
         let (socket, arena, rings) = (dial(cluster), arena(settings), rings());
-        match shake_hands(&socket, &hello, &ticket.nonce, &[arena.as_fd(), rings.as_fd()]) {
+        match shake_hands(&socket, &hello, &ticket, &[arena.as_fd(), rings.as_fd()]) {
             Verdict::Welcome { .. } => LocalRaw { socket, rings, written: 0, read: 0 },
             Verdict::Refused { message, .. } => panic!("refused: {message}"),
         }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::codec::Codec;
 use paramhub_core::service::{JobOptions, JobState, OnInterfaceDown};
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Caller, Header, Hello, Operation, Verdict};
+use paramhub_core::wire::{Attempt, Header, Hello, Operation, Verdict};
 
 use super::{
     BYTES, HUBS, LocalRaw, READER_SLEEPS, WRITER_SLEEPS, WRITTEN, arena, at_core, dial, punch, push, rings,
@@ -58,10 +58,10 @@ fn a_stream_over_shared_memory_is_not_resumed_over_tcp() {
         let options = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..Default::default() };
         let ticket = cluster.job_with("two-ways", 1, options);
         let mut local = LocalRaw::join(&cluster, &ticket, 0, &settings());
-        let resumes = Caller::Worker { rank: 0, shares_parameters: false, resumes: true };
-        let hello = Hello { caller: resumes, ..hello(&ticket, 0, &settings(), &cluster) };
+        let resumes = Attempt::Numbered { epoch: 1, number: 1 };
+        let hello = Hello { attempt: resumes, ..hello(&ticket, 0, &settings(), &cluster) };
         let mut other = Raw::dial(cluster.hub().addresses()[0]);
-        match other.shake_hands(&hello, &ticket.nonce) {
+        match other.shake_hands(&hello, &ticket) {
             Verdict::Refused { message, .. } => {
                 assert!(
                     message.contains("rank 0 of job `two-ways` resumes a stream over shared memory"),
@@ -98,7 +98,7 @@ fn memory_that_is_brought_twice_harms_its_own_job_at_most() {
                 [0, 1].map(|core| {
                     let (socket, own) = (dial(&cluster), rings());
                     let offer = [common.as_fd(), if arena_is_rings { common.as_fd() } else { own.as_fd() }];
-                    let verdict = shake_hands(&socket, &at_core(&hello, core), &ticket.nonce, &offer);
+                    let verdict = shake_hands(&socket, &at_core(&hello, core), &ticket, &offer);
                     assert!(matches!(verdict, Verdict::Welcome { .. }), "{verdict:?}");
                     LocalRaw { socket, rings: own, written: 0, read: 0 }
                 })
@@ -163,7 +163,7 @@ fn scribbles_in_flags_and_arenas_harm_no_other_job_and_end_none() {
                 let mut streams = [0, 1].map(|core| {
                     let (socket, rings) = (dial(&cluster), rings());
                     let offer = [shared.as_fd(), rings.as_fd()];
-                    let verdict = shake_hands(&socket, &at_core(&hello, core), &ticket.nonce, &offer);
+                    let verdict = shake_hands(&socket, &at_core(&hello, core), &ticket, &offer);
                     assert!(matches!(verdict, Verdict::Welcome { .. }), "{verdict:?}");
                     LocalRaw { socket, rings, written: 0, read: 0 }
                 });

@@ -3,19 +3,19 @@
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
 use paramhub_core::arena::ArenaLayout;
-use paramhub_core::auth::Nonce;
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{CHALLENGE_BYTES, Refusal, VERDICT_BYTES, Verdict, stream_proofs};
+use paramhub_core::wire::{CHALLENGE_MESSAGE_BYTES, Refusal, VERDICT_BYTES, Verdict};
 use paramhub_transport::shm::{Segment, create_rings, send_segments};
 use paramhub_worker::{Job, Member, Options, ParameterSharing, Transport};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::{arena, at_core, dial, rings, shake_hands};
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, Transports, await_true, keys};
-use crate::raw::{Raw, settings};
+use crate::cluster::{Cluster, Ticket, Transports, await_true, keys};
+use crate::raw::{Raw, proof, settings};
 
 fn memfd(flags: MemfdFlags, length: usize, seals: SealFlags) -> rustix::io::Result<OwnedFd> {
     let memory = memfd_create("by hand", flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -78,7 +78,7 @@ fn unusable_descriptors_are_refused_and_harm_no_job() {
         let before = descriptors();
         for (what, offer, reason) in &offers {
             let socket = dial(&cluster);
-            match shake_hands(&socket, &hello, &ticket.nonce, offer) {
+            match shake_hands(&socket, &hello, &ticket, offer) {
                 Verdict::Refused { refusal: Refusal::Memory, message } => {
                     assert!(message.contains(reason), "{what}: {message}");
                     assert!(message.contains("rank 0 of job `offers`"), "{what}: {message}");
@@ -89,14 +89,19 @@ fn unusable_descriptors_are_refused_and_harm_no_job() {
         await_true("what was refused is closed", || (descriptors() <= before).then_some(()));
         // A guessed secret gets no further than over TCP.
         let offer = [arena, rings];
-        match shake_hands(&dial(&cluster), &hello, &Nonce([0; 32]), &offer) {
+        match shake_hands(
+            &dial(&cluster),
+            &hello,
+            &Ticket { secrets: Arc::default(), ..ticket.clone() },
+            &offer,
+        ) {
             Verdict::Refused { refusal: Refusal::WrongNonce, message } => {
                 assert!(message.contains("secret is wrong"), "{message}");
             }
             other => panic!("a wrong nonce: {other:?}"),
         }
         let socket = dial(&cluster);
-        let verdict = shake_hands(&socket, &hello, &ticket.nonce, &offer);
+        let verdict = shake_hands(&socket, &hello, &ticket, &offer);
         assert!(matches!(verdict, Verdict::Welcome { .. }), "{verdict:?}");
     });
 }
@@ -132,17 +137,17 @@ fn more_descriptors_than_fit_into_a_message_are_refused_and_closed() {
             let bytes = [std::io::IoSlice::new(half)];
             assert_eq!(sendmsg(&socket, &bytes, &mut ancillary, SendFlags::NOSIGNAL).unwrap(), half.len());
         }
-        let mut challenge = [0; CHALLENGE_BYTES];
+        let mut challenge = [0; CHALLENGE_MESSAGE_BYTES];
         socket.read_exact(&mut challenge).unwrap();
         assert!(descriptors() < before + 20, "unauthenticated connections filled the hub's table");
-        socket.write_all(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0).unwrap();
+        socket.write_all(&proof(&ticket, &hello, &challenge).0).unwrap();
         let mut verdict = [0; VERDICT_BYTES];
         socket.read_exact(&mut verdict).unwrap();
         let verdict = Verdict::decode(&verdict).unwrap();
         assert!(matches!(verdict, Verdict::Refused { refusal: Refusal::Memory, .. }), "{verdict:?}");
     }
     await_true("what was refused is closed", || (descriptors() <= before).then_some(()));
-    let verdict = shake_hands(&dial(&cluster), &hello, &ticket.nonce, &[arena.as_fd(), rings.as_fd()]);
+    let verdict = shake_hands(&dial(&cluster), &hello, &ticket, &[arena.as_fd(), rings.as_fd()]);
     assert!(matches!(verdict, Verdict::Welcome { .. }), "{verdict:?}");
 }
 
@@ -156,7 +161,7 @@ fn streams_of_one_rank_must_bring_the_same_arena() {
     let open = |core: u16, arena: &Segment| {
         let (socket, rings) = (dial(&cluster), rings());
         let hello = at_core(&hello, core);
-        let verdict = shake_hands(&socket, &hello, &ticket.nonce, &[arena.as_fd(), rings.as_fd()]);
+        let verdict = shake_hands(&socket, &hello, &ticket, &[arena.as_fd(), rings.as_fd()]);
         (verdict, socket)
     };
     let (verdict, _first_stream) = open(0, &first);
@@ -187,10 +192,10 @@ fn a_worker_that_is_gone_before_it_is_let_in_is_named_to_the_others() {
             let (_, hello) = Raw::join_with(&cluster, &ticket, 1, &settings());
             let (mut socket, arena, rings) = (dial(&cluster), arena(&settings()), rings());
             send_segments(&socket, &hello.encode(), &[arena.as_fd(), rings.as_fd()]).unwrap();
-            let mut challenge = [0; CHALLENGE_BYTES];
+            let mut challenge = [0; CHALLENGE_MESSAGE_BYTES];
             socket.read_exact(&mut challenge).unwrap();
             // The proof has arrived when the hub notices that the other end is gone.
-            socket.write_all(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0).unwrap();
+            socket.write_all(&proof(&ticket, &hello, &challenge).0).unwrap();
             drop(socket);
             let error = waits.join().unwrap();
             assert!(error.contains("rank 1 was lost"), "{error}");

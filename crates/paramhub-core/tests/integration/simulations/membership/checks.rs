@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use paramhub_core::auth::Namespace;
+use paramhub_core::auth::{EpochSecret, Namespace};
 use paramhub_core::membership::{Answer, CallId, LogEvent};
 use paramhub_core::service::JobState;
 
@@ -22,8 +22,15 @@ impl Simulation {
                 let holder = *job.joined.entry(rank).or_insert(incarnation);
                 assert_eq!(holder, incarnation, "rank {rank} of {namespace} is there twice");
                 let rack = rack_of(job, rank);
-                let first = job.connected.entry(rack).or_insert_with(|| json(&*connected));
-                assert_eq!(*first, json(&*connected), "ranks of {namespace} have joined different jobs");
+                let mut answer = connected.answer();
+                let secrets = answer.secrets.take().expect("every rank here has a claim");
+                assert_eq!(
+                    secrets.rank,
+                    EpochSecret([2; 32]).of_rank(rank),
+                    "rank {rank} got another's secret"
+                );
+                let first = job.connected.entry(rack).or_insert_with(|| json(&answer));
+                assert_eq!(*first, json(&answer), "ranks of {namespace} have joined different jobs");
             }
             (Answer::Initialised(Ok(initialised)), Some(namespace), Some((rank, _))) => {
                 self.initialised(namespace, rank, json(&*initialised));

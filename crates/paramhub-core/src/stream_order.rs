@@ -1,0 +1,86 @@
+//! Which of several streams of one caller to one route counts: the newest of the job's epoch. A stream that
+//! was delayed on its way must not displace one that was opened after it.
+
+use thiserror::Error;
+
+use crate::wire::Attempt;
+
+/// Why a stream is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum StaleStream {
+    /// It belongs to another epoch of the job.
+    #[error("its stream belongs to epoch {given} of the job, which is in epoch {current}")]
+    Epoch {
+        /// The epoch of the stream.
+        given: u64,
+        /// The epoch of the job.
+        current: u64,
+    },
+    /// A newer stream is open, or was.
+    #[error("its stream is attempt {given}, and attempt {newest} has come before")]
+    Attempt {
+        /// The attempt of the stream.
+        given: u32,
+        /// The newest attempt so far.
+        newest: u32,
+    },
+    /// The attempts of the route are used up.
+    #[error("its stream has been opened too often")]
+    TooMany,
+}
+
+/// Returns the number of a stream, if the stream may count in the job's `epoch` after those before it, of
+/// which `newest` was the last; `None` if there was none. Whether a first stream may come beside another is
+/// not decided here: that would be of another process.
+///
+/// # Errors
+/// If the stream is of another epoch or not newer.
+pub fn check_attempt(epoch: u64, newest: Option<u32>, attempt: Attempt) -> Result<u32, StaleStream> {
+    match (attempt, newest) {
+        (Attempt::Numbered { epoch: given, .. }, _) if given != epoch => {
+            Err(StaleStream::Epoch { given, current: epoch })
+        }
+        (Attempt::Numbered { number: given @ 1.., .. }, Some(newest)) if given <= newest => {
+            Err(StaleStream::Attempt { given, newest })
+        }
+        (Attempt::Numbered { number, .. }, _) => Ok(number),
+        (Attempt::Unnumbered { resumes: false }, _) => Ok(0),
+        (Attempt::Unnumbered { resumes: true }, newest) => {
+            newest.unwrap_or(0).checked_add(1).ok_or(StaleStream::TooMany)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbered(epoch: u64, number: u32) -> Attempt {
+        Attempt::Numbered { epoch, number }
+    }
+
+    #[test]
+    fn only_newer_streams_of_the_same_epoch_count() {
+        assert_eq!(check_attempt(5, None, numbered(5, 0)), Ok(0));
+        assert_eq!(check_attempt(5, Some(3), numbered(5, 4)), Ok(4));
+        assert_eq!(check_attempt(5, None, numbered(5, 7)), Ok(7), "the hub has lost what came before");
+        for given in [1, 3] {
+            let stale = StaleStream::Attempt { given, newest: 3 };
+            assert_eq!(check_attempt(5, Some(3), numbered(5, given)), Err(stale));
+        }
+        for given in [4, 6] {
+            let stale = StaleStream::Epoch { given, current: 5 };
+            assert_eq!(check_attempt(5, Some(3), numbered(given, 9)), Err(stale));
+        }
+    }
+
+    #[test]
+    fn streams_without_numbers_count_in_the_order_in_which_they_come() {
+        let (first, again) = (Attempt::Unnumbered { resumes: false }, Attempt::Unnumbered { resumes: true });
+        assert_eq!(check_attempt(5, None, first), Ok(0));
+        assert_eq!(check_attempt(5, Some(0), again), Ok(1));
+        assert_eq!(check_attempt(5, Some(1), again), Ok(2));
+        assert_eq!(check_attempt(5, None, again), Ok(1));
+        assert_eq!(check_attempt(5, Some(u32::MAX), again), Err(StaleStream::TooMany));
+    }
+}
