@@ -1,3 +1,4 @@
+use paramhub_core::wire::VERDICT_BYTES;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -258,8 +259,8 @@ fn another_version_is_refused_with_the_reason() {
     stream.write_all(&[9; 32]).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
-    assert_eq!(answer.len(), 32 + 1060);
-    let text = String::from_utf8_lossy(&answer[32 + 36..]).into_owned();
+    assert_eq!(answer.len(), 32 + VERDICT_BYTES);
+    let text = String::from_utf8_lossy(&answer[32 + 56..]).into_owned();
     assert!(text.contains("mesh protocol version 200 is spoken"), "{text}");
     assert!(joining.join().unwrap().is_err());
 }
