@@ -92,7 +92,7 @@ fn take_part(order: &ProbeOrder, sources: &[SocketAddr], awaited: &ExpectedProbe
         }
         false => dial_streams(order, sources, deadline)?,
     };
-    transfer::both_ways(&streams)
+    transfer::measure_both_ways(&streams)
 }
 
 fn await_streams(

@@ -1,17 +1,19 @@
 //! Products of matrices.
 //!
-//! Only here are multiply-adds fused: the product of another crate uses them if the processor has them. Every
-//! element is one chain over the inner dimension in its order, cut after every 256. So among processors with
-//! fused multiply-add the bits depend only on the factors, however the product is cut into tiles and
-//! whichever threads make them. Between processors with and without it they differ in the last places.
+//! This is the only module of the crate whose arithmetic may use fused multiply-adds: the crate
+//! matrixmultiply uses them if the processor has them. It computes every element in one way: it adds up the
+//! terms in the order of the inner dimension, in partial sums of 256 terms, and adds each partial sum to the
+//! element. So on processors with fused multiply-adds the bits depend only on the factors, and not on how the
+//! product is divided into tiles or which threads compute these. Processors without them make other last
+//! bits.
 
 use std::ops::Range;
 
-/// A factor of a product: rows x columns elements of a slice.
+/// A matrix that is a factor of a product. Its elements lie in a slice at fixed distances.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
-    /// Begins at the first element. If the matrix has elements, the last one is within: (rows - 1) * `row_stride` + (columns - 1)
-    /// * `column_stride` is below the length.
+    /// Begins with the first element of the matrix. If the matrix has elements, the slice contains the last
+    /// one: `(rows - 1) * row_stride + (columns - 1) * column_stride` is below the slice's length.
     values: &'a [f32],
     rows: usize,
     columns: usize,
@@ -20,7 +22,7 @@ pub struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// The matrix whose rows lie one after the other in `values`.
+    /// Makes the matrix whose rows lie one after the other in `values`.
     ///
     /// # Panics
     /// If `values` does not have `rows` times `columns` elements.
@@ -29,7 +31,7 @@ impl<'a> Operand<'a> {
         Operand { values, rows, columns, row_stride: columns, column_stride: 1 }
     }
 
-    /// The transposed matrix, of the same memory.
+    /// Returns the transposed matrix, in the same memory.
     pub fn transposed(self) -> Self {
         Operand {
             values: self.values,
@@ -40,17 +42,17 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// The part of the matrix in these columns.
+    /// Returns the part of the matrix that consists of these columns, in the same memory.
     ///
     /// # Panics
-    /// If they are not within the matrix.
+    /// If the matrix does not have all of these columns.
     pub fn columns(self, columns: Range<usize>) -> Self {
         assert!(
             columns.start <= columns.end && columns.end <= self.columns,
             "columns {columns:?} of {}",
             self.columns
         );
-        // A part without elements may begin behind the last one.
+        // The start of a part without elements may be beyond the end of the slice.
         let start = (columns.start * self.column_stride).min(self.values.len());
         Operand { values: &self.values[start..], columns: columns.len(), ..self }
     }
@@ -60,8 +62,8 @@ impl<'a> Operand<'a> {
 /// begins `stride` elements after the one before; the elements between the rows stay unchanged.
 ///
 /// # Panics
-/// If `left` has not as many columns as `right` has rows, a row is longer than `stride`, or `target` is too
-/// short.
+/// If the number of columns of `left` is not the number of rows of `right`, if a row is longer than `stride`,
+/// or if `target` is too short.
 pub fn multiply(left: Operand<'_>, right: Operand<'_>, target: &mut [f32], stride: usize) {
     let (rows, inner, columns) = (left.rows, left.columns, right.columns);
     assert_eq!(inner, right.rows, "the columns of the left factor are as many as the rows of the right one");
@@ -75,11 +77,12 @@ pub fn multiply(left: Operand<'_>, right: Operand<'_>, target: &mut [f32], strid
         target.chunks_mut(stride).for_each(|row| row[..columns].fill(0.0));
         return;
     }
-    // SAFETY: neither factor is empty here, so by the invariant of `Operand` every element that the product reads is within the
-    // factor's slice. It writes `target[r * stride + c]` for r < rows and c < columns, at most the last element of `target`, which
-    // was cut to that length above and is borrowed mutably, so that it overlaps neither factor; no two of them are one element,
-    // because a row is at most `stride` long. A stride that is followed, because there is a second row or column, is below the
-    // length of a slice and fits isize.
+    // SAFETY: neither factor is empty here, so by the invariant of `Operand` every element that the product
+    // reads is within the factor's slice. It writes `target[r * stride + c]` for r < rows and c < columns, at
+    // most the last element of `target`, which was cut to that length above and is borrowed mutably, so that
+    // it overlaps neither factor; all of these elements are distinct, because a row is at most `stride` long.
+    // A stride is used only if there is a second row or column; then it is below the length of a slice, so it
+    // fits isize.
     unsafe {
         matrixmultiply::sgemm(
             rows,
@@ -118,6 +121,7 @@ mod tests {
         (0..values.len()).map(|at| values[at % rows * columns + at / rows]).collect()
     }
 
+    /// The shape `[rows, inner, columns]` of a product, and its factors row by row.
     fn problem() -> impl Strategy<Value = ([usize; 3], Vec<f32>, Vec<f32>)> {
         (0_usize..40, 0_usize..40, 0_usize..40).prop_flat_map(|(rows, inner, columns)| {
             let numbers = |count| proptest::collection::vec(-1.0_f32..1.0, count);

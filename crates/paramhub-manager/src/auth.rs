@@ -26,7 +26,7 @@ impl FromRequestParts<Arc<Registry>> for Admin {
         let Some(expected) = &registry.admin_token else {
             // Without a token every caller is admitted. A call without a body is complete.
             if parts.method != Method::POST {
-                slot.0.complete();
+                slot.0.complete_request();
             }
             return Ok(Admin);
         };
@@ -70,7 +70,7 @@ pub(crate) struct CallerSlot(pub(crate) Arc<ConnectionSlot>);
 impl CallerSlot {
     pub(crate) fn of(parts: &Parts) -> Self {
         let slot = parts.extensions.get::<Arc<ConnectionSlot>>();
-        CallerSlot(slot.expect("the server gives every request its caller's place").clone())
+        CallerSlot(slot.expect("the server gives every request its connection's slot").clone())
     }
 }
 

@@ -58,7 +58,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static, const LIMIT: usize> F
         let mut body = IncomingBody::begin(request, LIMIT, Instant::now(), SMALL_TIMEOUT)?;
         while body.more().await? {}
         let IncomingBody { bytes, slot, .. } = body;
-        slot.complete();
+        slot.complete_request();
         let parsed =
             if bytes.len() > PARSED_AT_ONCE { blocking(move || parse(&bytes)).await? } else { parse(&bytes) };
         Ok(JsonBody(parsed?))
@@ -102,7 +102,7 @@ impl TableBody {
         body.bytes.reserve_exact(body.declared.unwrap_or(0).saturating_sub(body.bytes.len()));
         body.pace = Some(Pace { until: Instant::now() + PACE, bytes: body.bytes.len() });
         while body.more().await? {}
-        body.slot.complete();
+        body.slot.complete_request();
         Ok(TableBody { caller, bytes: body.bytes, _permit: permit })
     }
 

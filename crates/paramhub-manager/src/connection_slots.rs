@@ -1,8 +1,10 @@
-//! Limits the connections to the manager: each connection has a slot, by what its caller has proved.
+//! Limits the number of connections to the manager. Each connection holds a slot, and there is a number of
+//! slots for each kind of caller. (This is not the slot of a chunk.)
 //!
-//! Every connection begins unauthenticated. The slots for these are few, and the oldest connection is evicted
-//! for a newer one. A caller that proves something, a token or a job's nonce, gets a slot of its kind, which
-//! no unauthenticated connection can take.
+//! Every connection begins unauthenticated. There are few slots for these connections. If there are more
+//! connections than slots, the oldest connection of the address with the most of them is evicted. A caller
+//! that proves that it knows a token or a job's nonce gets a slot that no unauthenticated connection can
+//! take.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -18,24 +20,26 @@ use tokio::time::Instant;
 
 use crate::error::Refusal;
 
-/// Slots of one hub: a poll, a report, and connections that broke without the manager's knowledge.
+/// Slots of one hub. It needs one for its poll and one for its report. The others are for connections that
+/// are broken, which the manager has not noticed yet.
 const HUB_SLOTS: usize = 8;
-/// Slots of operators who showed the admin token.
+/// Slots of all operators together. An operator is a caller that showed the admin token.
 const OPERATOR_SLOTS: usize = 256;
-/// Slots of a job beyond two for each rank.
+/// The slots that a job has in addition to two for each rank.
 const JOB_SPARE: usize = 8;
-/// The most bytes that all unauthenticated callers together may have in the manager: received ones that it
-/// keeps, and answers that it has yet to send.
+/// The most bytes that the manager keeps for all unauthenticated callers together: bytes that it received,
+/// and answers that it has yet to send.
 const UNAUTHENTICATED_BYTES_MAX: usize = 4 << 20;
-/// The least age of an unauthenticated connection that is evicted. The request of a younger one may be on its
-/// way.
+/// The age from which an unauthenticated connection may be evicted. The request of a younger connection may
+/// still be on its way. [`ConnectionSlots::evict_one`] ignores the age.
 const MIN_AGE: Duration = Duration::from_millis(50);
 /// The least time between two log lines about evictions.
 const EVICTION_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
-/// All slots.
+/// The slots of all kinds, and the connections that hold them.
 pub(crate) struct ConnectionSlots {
     unauthenticated_max: usize,
+    /// The most ranks whose jobs are gathering, of all jobs together.
     ranks_max: usize,
     state: Mutex<SlotsState>,
 }
@@ -47,50 +51,63 @@ pub(crate) struct ConnectionCounts {
     pub(crate) hubs: usize,
     pub(crate) ranks: usize,
     pub(crate) operators: usize,
-    /// Evictions since the manager started.
+    /// The evictions of unauthenticated connections since the manager started.
     pub(crate) evictions: u64,
 }
 
-/// The identity that a caller has proved.
+/// What a caller has proved to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum CallerKind {
     Operator,
+    /// The hub of this number.
     Hub(u32),
-    /// A rank of this job.
+    /// Some rank of this job: all ranks of a job prove the same.
     Rank(Namespace),
 }
 
-/// One connection's slot, for as long as it lives.
+/// The slot of one connection. Dropping it frees the slot.
 pub(crate) struct ConnectionSlot {
     slots: Arc<ConnectionSlots>,
+    /// The connection's number, counted in the order in which connections were accepted.
     number: u64,
-    /// The kind as which the connection is counted, once its caller has proved something.
+    /// What the caller has proved to be; `None` while it is unauthenticated.
     kind: Mutex<Option<CallerKind>>,
+    /// `true` if `kind` is present. It is read without the lock.
     proven: AtomicBool,
+    /// `true` once the manager begins to send the answer.
     answering: AtomicBool,
+    /// Notified when the connection loses its slot to another one.
     evicted: Arc<Notify>,
 }
 
 #[derive(Default)]
 struct SlotsState {
+    /// The number of the next connection.
     next: u64,
-    /// Connections by number, so that the oldest comes first.
+    /// Unauthenticated connections by number, so that the oldest comes first.
     unauthenticated: BTreeMap<u64, UnauthenticatedConnection>,
+    /// The numbers of the unauthenticated connections of each address.
     by_peer: HashMap<IpAddr, BTreeSet<u64>>,
+    /// The bytes of all unauthenticated connections.
     bytes: usize,
-    /// Each kind's connections, the oldest first.
+    /// The connections of each proven kind by number, so that the oldest comes first.
     proven: HashMap<CallerKind, BTreeMap<u64, Arc<Notify>>>,
-    /// The slots reserved for each job whose ranks gather.
+    /// The slots that are reserved for each job that had to gather: one for each of its ranks, until the
+    /// job's last connection ends.
     reserved: HashMap<Namespace, usize>,
+    /// Evictions of unauthenticated connections.
     evictions: u64,
+    /// The time of the last warning about evictions, and the number of evictions at that time.
     last_warning: Option<(Instant, u64)>,
 }
 
 struct UnauthenticatedConnection {
     peer: IpAddr,
     since: Instant,
+    /// The bytes that the manager keeps for the connection.
     bytes: usize,
-    /// `true` if its request is complete and being answered. It is not evicted then.
+    /// `true` while the manager works on the complete request, until it begins to send the answer. The
+    /// connection is not evicted in that time.
     busy: bool,
     evicted: Arc<Notify>,
 }
@@ -100,7 +117,7 @@ impl ConnectionSlots {
         Arc::new(ConnectionSlots { unauthenticated_max, ranks_max, state: Mutex::default() })
     }
 
-    /// An unauthenticated slot for a connection that was just accepted.
+    /// Gives an unauthenticated slot to a connection that was just accepted.
     pub(crate) fn accept(self: &Arc<Self>, peer: IpAddr) -> ConnectionSlot {
         let peer = counted_as(peer);
         let evicted = Arc::new(Notify::new());
@@ -123,8 +140,8 @@ impl ConnectionSlots {
         }
     }
 
-    /// Evicts unauthenticated connections, each the oldest of the address with the most of them, until there
-    /// are no more than slots. False if all that are left are too young or being answered.
+    /// Evicts unauthenticated connections until there is a slot for each that is left. Returns `false` if
+    /// there are still too many, because each is too young or the manager works on its request.
     pub(crate) fn evict_excess(&self) -> bool {
         let mut state = self.lock();
         let now = Instant::now();
@@ -137,12 +154,12 @@ impl ConnectionSlots {
         true
     }
 
-    /// Evicts one unauthenticated connection of any age, because the system has no descriptor left. False if
-    /// there is none.
+    /// Evicts one unauthenticated connection of any age, because the system has no descriptor left. Returns
+    /// `false` if no connection can be evicted.
     pub(crate) fn evict_one(&self) -> bool {
         let mut state = self.lock();
-        let distant = Instant::now() + MIN_AGE;
-        state.evict_oldest(distant)
+        let when_all_are_old_enough = Instant::now() + MIN_AGE;
+        state.evict_oldest(when_all_are_old_enough)
     }
 
     pub(crate) fn counts(&self) -> ConnectionCounts {
@@ -168,7 +185,7 @@ impl ConnectionSlots {
         state.unauthenticated.is_empty() && state.proven.is_empty()
     }
 
-    /// A panic under the lock leaves no half-made change, so a poisoned lock is taken all the same.
+    /// Takes the lock, even if it is poisoned: a panic under the lock leaves no half-made change.
     fn lock(&self) -> MutexGuard<'_, SlotsState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -181,12 +198,12 @@ impl ConnectionSlot {
             if state.count(CallerKind::Operator) < OPERATOR_SLOTS {
                 return Ok(());
             }
-            Err(busy(format!("{OPERATOR_SLOTS} operators' calls are being answered: try again")))
+            Err(no_room(format!("{OPERATOR_SLOTS} operators' calls are being answered: try again")))
         })
     }
 
-    /// Gives a hub that showed its token one of its slots. If all are taken, the hub's oldest connection is
-    /// evicted.
+    /// Gives a hub that showed its token one of the hub's slots. If all are taken, the hub's oldest
+    /// connection is evicted.
     pub(crate) fn prove_hub(&self, hub: u32) -> Result<(), Refusal> {
         self.prove(CallerKind::Hub(hub), |state| {
             state.keep_newest(CallerKind::Hub(hub), HUB_SLOTS - 1);
@@ -203,13 +220,13 @@ impl ConnectionSlot {
             if gathers && !state.reserved.contains_key(&job) {
                 let reserved: usize = state.reserved.values().sum();
                 if workers > ranks_max {
-                    return Err(busy(format!(
+                    return Err(no_room(format!(
                         "the {workers} ranks of this job wait for one another at the connection manager, which has places for \
                          {ranks_max}: raise its limit of open files (ulimit -n, or LimitNOFILE= of its systemd unit)"
                     )));
                 }
                 if reserved + workers > ranks_max {
-                    return Err(busy(format!(
+                    return Err(no_room(format!(
                         "jobs with {reserved} ranks wait at the connection manager, which has places for {ranks_max}: the \
                          {workers} of this job can come when others have begun"
                     )));
@@ -221,8 +238,9 @@ impl ConnectionSlot {
         })
     }
 
-    /// Counts bytes that are kept for an unauthenticated connection. If all unauthenticated connections
-    /// together have too many, the other connection with the most is evicted.
+    /// Counts bytes that the manager keeps for this connection while it is unauthenticated. While the
+    /// unauthenticated connections together have too many bytes, the one with the most is evicted, but not
+    /// this one.
     pub(crate) fn count_bytes(&self, bytes: usize) -> Result<(), Refusal> {
         if self.is_proven() {
             return Ok(());
@@ -236,24 +254,25 @@ impl ConnectionSlot {
         while state.bytes > UNAUTHENTICATED_BYTES_MAX {
             let others = state.unauthenticated.iter().filter(|(number, _)| **number != self.number);
             let holders = others.filter(|(_, connection)| connection.bytes > 0 && !connection.busy);
+            // If no other connection can be evicted, this one keeps its bytes: they are at most a request or
+            // an answer.
             let Some((&most, _)) = holders.max_by_key(|(_, connection)| connection.bytes) else { break };
             state.evict(most);
         }
-        // A single connection may have as many as a request or an answer is long.
         Ok(())
     }
 
     /// Marks the request as complete: the connection is not evicted while the manager works on it.
-    pub(crate) fn complete(&self) {
+    pub(crate) fn complete_request(&self) {
         self.set_busy(true);
     }
 
-    /// Marks the answer as being sent. An unauthenticated connection that does not take it may be evicted
-    /// again.
-    pub(crate) fn answer(&self, bytes: usize) {
+    /// Marks the answer, of this many bytes, as being sent. From now on an unauthenticated connection may be
+    /// evicted again, since its peer may never read the answer.
+    pub(crate) fn begin_answer(&self, bytes: usize) {
         self.answering.store(true, Ordering::Release);
         self.set_busy(false);
-        // A connection that has been evicted meanwhile ends in any case.
+        // The only error is that the connection has been evicted. It ends in any case.
         let _ = self.count_bytes(bytes);
     }
 
@@ -267,17 +286,20 @@ impl ConnectionSlot {
         self.answering.load(Ordering::Acquire)
     }
 
-    /// Returns when the connection is evicted.
+    /// Waits until the connection is evicted.
     pub(crate) async fn evicted(&self) {
         self.evicted.notified().await;
     }
 
+    /// Sets `busy` if the connection is unauthenticated.
     fn set_busy(&self, busy: bool) {
         if let Some(me) = self.slots.lock().unauthenticated.get_mut(&self.number) {
             me.busy = busy;
         }
     }
 
+    /// Moves the connection from its unauthenticated slot to one of this kind, or fails as `admit` does. A
+    /// connection whose caller has proved something before keeps the slot that it has.
     fn prove(
         &self,
         kind: CallerKind,
@@ -324,6 +346,7 @@ impl SlotsState {
         self.proven.get(&kind).map_or(0, BTreeMap::len)
     }
 
+    /// Evicts the oldest connections of a proven kind, so that at most `most` are left.
     fn keep_newest(&mut self, kind: CallerKind, most: usize) {
         let Some(slots) = self.proven.get_mut(&kind) else { return };
         while slots.len() > most {
@@ -332,13 +355,15 @@ impl SlotsState {
         }
     }
 
+    /// Evicts an unauthenticated connection that is old enough at `now`: the oldest of the address with the
+    /// most of them. Returns `false` if there is none.
     fn evict_oldest(&mut self, now: Instant) -> bool {
-        let ready = |number: &&u64| {
+        let may_be_evicted = |number: &&u64| {
             let connection = &self.unauthenticated[*number];
             !connection.busy && now.saturating_duration_since(connection.since) >= MIN_AGE
         };
         let oldest = self.by_peer.values().filter_map(|numbers| {
-            let oldest = *numbers.iter().find(ready)?;
+            let oldest = *numbers.iter().find(may_be_evicted)?;
             Some((numbers.len(), std::cmp::Reverse(oldest)))
         });
         let Some((_, std::cmp::Reverse(oldest))) = oldest.max() else { return false };
@@ -365,11 +390,12 @@ impl SlotsState {
         Some(connection)
     }
 
-    /// Logs that unauthenticated connections are evicted: at the first one, and then now and then.
+    /// Logs that unauthenticated connections are evicted: at the first eviction, and then at most once in
+    /// every [`EVICTION_WARNING_INTERVAL`].
     fn warn_of_evictions(&mut self, unauthenticated_max: usize, now: Instant) {
-        let counted = match self.last_warning {
+        let evictions_logged = match self.last_warning {
             Some((at, _)) if now.saturating_duration_since(at) < EVICTION_WARNING_INTERVAL => return,
-            Some((_, counted)) => counted,
+            Some((_, evictions)) => evictions,
             None => 0,
         };
         self.last_warning = Some((now, self.evictions));
@@ -379,22 +405,23 @@ impl SlotsState {
             "all {unauthenticated_max} places for callers who have proved nothing are taken, {} of them by {peer}: {} such \
              callers were turned away to make room for newer ones; hubs, jobs and operators with a token are not affected",
             numbers.len(),
-            self.evictions - counted
+            self.evictions - evictions_logged
         );
     }
 }
 
-/// The refusal of a call that finds no slot. It has had no effect, so the caller may try again.
-pub(crate) fn busy(message: String) -> Refusal {
+/// The refusal of a call for which the manager has no room now. The call has had no effect, so the caller may
+/// try again.
+pub(crate) fn no_room(message: String) -> Refusal {
     Refusal::with_status(StatusCode::SERVICE_UNAVAILABLE, ErrorCode::Internal, message)
 }
 
 fn evicted_refusal() -> Refusal {
-    busy("this call had to make room for others at the connection manager: try again".into())
+    no_room("this call had to make room for others at the connection manager: try again".into())
 }
 
-/// The address by which one caller is counted. For IPv6 that is the network, for a host there can have any
-/// number of addresses.
+/// The address under which a caller's connections are counted. For IPv6 it is the /64 network, because a host
+/// can have any number of addresses in its network.
 fn counted_as(peer: IpAddr) -> IpAddr {
     match peer.to_canonical() {
         IpAddr::V4(address) => IpAddr::V4(address),

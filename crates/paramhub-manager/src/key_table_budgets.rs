@@ -6,7 +6,7 @@ use paramhub_core::limits::REQUEST_BYTES_MAX;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
-use crate::connection_slots::busy;
+use crate::connection_slots::no_room;
 use crate::error::Refusal;
 
 /// The most bytes of a small key table, which waits for no large one.
@@ -52,9 +52,9 @@ impl KeyTableBudgets {
         let share = (declared / 1024 + 1).min(most) as u32;
         match timeout_at(deadline, budget.clone().acquire_many_owned(share)).await {
             Ok(Ok(permit)) => Ok(permit),
-            _ => {
-                Err(busy("too many key tables are on their way to the connection manager: try again".into()))
-            }
+            _ => Err(no_room(
+                "too many key tables are on their way to the connection manager: try again".into(),
+            )),
         }
     }
 }

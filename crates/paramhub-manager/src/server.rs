@@ -147,7 +147,7 @@ async fn serve_request(stream: TcpStream, slot: &Arc<ConnectionSlot>, router: Ro
         async move {
             let answer = answer.await;
             if let Ok(answer) = &answer {
-                slot.answer(usize::try_from(answer.body().size_hint().lower()).unwrap_or(0));
+                slot.begin_answer(usize::try_from(answer.body().size_hint().lower()).unwrap_or(0));
             }
             answered.notify_one();
             answer

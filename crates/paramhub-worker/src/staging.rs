@@ -1,16 +1,17 @@
-//! Room for payloads that are converted before they are sent: gradients in another encoding, pieces of
-//! factors, and optimizer state.
+//! Memory for payloads that do not lie in memory as they are sent: tensors that travel in another codec,
+//! pieces of factors, and optimizer state.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::wire::State;
 use paramhub_kernels::convert;
 
-/// The number of chunks converted for one write. It is small, since a chunk that the write does not begin is
-/// converted again.
+/// The number of payloads that one stream's staging memory holds, and so the most that are converted for one
+/// write. It is small, because a chunk that the write does not begin to send is converted again for the next.
 pub(crate) const PLACES: usize = 8;
 
-/// One stream's converted chunks. Places are reused round-robin, starting behind the one whose frame has
-/// begun, so that the bytes of a begun frame stay in place until it has left.
+/// One stream's staging memory, which is divided into [`PLACES`] places for one payload each. The caller
+/// fills the places in turn, and begins after the place whose frame has been sent in part: the bytes of that
+/// place must stay until the whole frame has been sent.
 #[derive(Debug, Default)]
 pub(crate) struct Staging {
     bytes: Vec<u8>,
@@ -18,32 +19,34 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
-    /// Allocates room for chunks of up to `place_bytes` bytes on the wire; none for 0.
+    /// Allocates places for payloads of up to `place_bytes` bytes. With 0 it allocates nothing.
     pub(crate) fn new(place_bytes: usize) -> Self {
         Staging { bytes: vec![0; place_bytes * PLACES], place_bytes }
     }
 
-    /// Whether it has no room.
+    /// Returns whether no memory was allocated.
     pub(crate) fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// Converts `source` from codec `from` to codec `to`, into a place. `exact` has room for as many f32.
-    pub(crate) fn fill(&mut self, place: usize, source: &[u8], from: Codec, to: Codec, exact: &mut [f32]) {
+    /// Converts the elements in `source` from codec `from` to codec `to`, into a place. `scratch` has room
+    /// for as many elements, which pass through f32.
+    pub(crate) fn fill(&mut self, place: usize, source: &[u8], from: Codec, to: Codec, scratch: &mut [f32]) {
         let elements = source.len() / from.bytes();
         let start = place * self.place_bytes;
         let target = &mut self.bytes[start..start + elements * to.bytes()];
         match (from, bytemuck::try_cast_slice::<u8, f32>(source)) {
             (Codec::F32, Ok(values)) => convert::encode(values, target, to),
             _ => {
-                let exact = &mut exact[..elements];
-                convert::decode(source, exact, from);
-                convert::encode(exact, target, to);
+                let values = &mut scratch[..elements];
+                convert::decode(source, values, from);
+                convert::encode(values, target, to);
             }
         }
     }
 
-    /// Puts a chunk of optimizer state, f32, into a place, behind its head.
+    /// Copies the payload of a chunk's optimizer state into a place: the number of `updates`, and then the
+    /// `values`, which are f32.
     pub(crate) fn fill_state(&mut self, place: usize, updates: u64, values: &[u8]) {
         let (head, start) = (State::head(updates), place * self.place_bytes);
         let target = &mut self.bytes[start..start + head.len() + values.len()];
@@ -51,12 +54,12 @@ impl Staging {
         target[head.len()..].copy_from_slice(values);
     }
 
-    /// The first `length` bytes of a place, to be filled.
+    /// Returns the first `length` bytes of a place, to be filled.
     pub(crate) fn place_mut(&mut self, place: usize, length: usize) -> &mut [u8] {
         &mut self.bytes[place * self.place_bytes..][..length]
     }
 
-    /// The first `length` bytes of a place.
+    /// Returns the first `length` bytes of a place.
     pub(crate) fn place(&self, place: usize, length: usize) -> &[u8] {
         &self.bytes[place * self.place_bytes..][..length]
     }
@@ -67,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_pair_of_encodings_converts_from_any_alignment() {
+    fn every_pair_of_codecs_converts_from_any_alignment() {
         let values = [1.5_f32, -2.0, 0.25];
         let codecs = [Codec::F32, Codec::F16, Codec::BF16];
         for from in codecs {

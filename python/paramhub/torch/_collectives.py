@@ -302,7 +302,10 @@ class Group:
             failure = self.failure()
             abandon = failure is None and failures.is_failing()
         if abandon:
-            self._mesh.abort(f"rank {self.rank} of group `{self.name}` has given up")
+            # What the others get must name the rank that failed first, as far as this rank knows it.
+            cause = failures.cause()
+            because = "" if cause is None else f": {cause}"
+            self._mesh.abort(f"rank {self.rank} of group `{self.name}` has given up{because}")
         elif failure is not None:
             # The mesh must report the reason to the others before the hub reports only that this rank has left.
             failures.wait_since_first(2 * INTERVAL)

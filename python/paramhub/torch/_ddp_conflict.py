@@ -1,8 +1,7 @@
-"""Detects DistributedDataParallel around a HubOptimizer's model: it would average gradients a second time."""
+"""Refuses a HubOptimizer whose model is within DistributedDataParallel (DDP), because both would average its gradients."""
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,43 +10,44 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paramhub.errors import MisuseError
+from paramhub.torch._ddp_instances import ddp_instances
 
 if TYPE_CHECKING:
     from paramhub.torch._exchange import Exchange
 
-_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = weakref.WeakKeyDictionary()
-"""The ids of the parameters that each instance reduces."""
+_reduced_ids: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The ids of the parameters whose gradients each DDP instance reduces."""
 
 
 def refuse_in_forward(exchanges: Sequence[Exchange]) -> None:
-    """Called in the forward pass of an instance. Refuses parameters that the instance will reduce in the backward pass.
+    """Raises an error if a DDP instance runs this forward pass and will reduce the gradient of one of these parameters.
 
-    So the error comes before any gradient is sent. An instance that ignores these parameters does no harm, nor does an
-    evaluation.
+    The check is in the forward pass so that the error comes before any gradient is sent. It lets two harmless cases pass: the
+    DDP instance was told to ignore the parameters, or there will be no backward pass, because gradients are disabled.
     """
-    around = DistributedDataParallel._active_ddp_module
-    if around is None or not torch.is_grad_enabled():
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None or not torch.is_grad_enabled():
         return
-    reduced = _reduced.get(around)
-    if reduced is None:
-        reduced = _reduced[around] = frozenset(map(id, around._module_parameters))
+    reduced_ids = _reduced_ids.get(ddp)
+    if reduced_ids is None:
+        reduced_ids = _reduced_ids[ddp] = frozenset(map(id, ddp._module_parameters))
     for exchange in exchanges:
-        if id(exchange.parameter) in reduced:
+        if id(exchange.parameter) in reduced_ids:
             raise refusal(exchange.name)
 
 
-def is_around(parameter: torch.Tensor) -> bool:
-    """Returns whether some instance reduces the parameter's gradient. It looks through all objects of the process, so call it
-    only for an error message."""
+def is_reduced_by_ddp(parameter: torch.Tensor) -> bool:
+    """Returns whether some DDP instance reduces the parameter's gradient. The search looks through all objects of the process,
+    so call this function only to choose an error message."""
+    # A DDP instance whose constructor failed may lack the list.
     return any(
-        any(each is parameter for each in thing.__dict__.get("_module_parameters", ()))
-        for thing in gc.get_objects()
-        if issubclass(type(thing), DistributedDataParallel)
+        any(reduced is parameter for reduced in ddp.__dict__.get("_module_parameters", ()))
+        for ddp in ddp_instances()
     )
 
 
 def refusal(name: str) -> MisuseError:
-    """The error for HubOptimizer's parameter of this name."""
+    """Makes the error for a parameter of this name, which HubOptimizer and DDP both reduce."""
     return MisuseError(
         f"{name!r} is trained by HubOptimizer and is in a model within DistributedDataParallel: both average its gradient. "
         + WHAT_TO_DO
@@ -55,8 +55,9 @@ def refusal(name: str) -> MisuseError:
 
 
 WHAT_TO_DO = (
-    "Leave DistributedDataParallel out and train the model itself, after optimizer.broadcast_parameters() on every rank, for "
-    "it has written to the parameters; or keep it, with an optimizer of torch.optim, and have its gradients averaged by the hub: "
+    "Leave DistributedDataParallel out and train the model itself, after optimizer.broadcast_parameters() on every rank, "
+    "because DistributedDataParallel wrote to the parameters when it was made; or keep it, with an optimizer of torch.optim, "
+    "and have its gradients averaged by the hub: "
     'register paramhub.torch.hub_hook, or init_process_group("paramhub"). Hugging Face\'s Trainer, Accelerate and Lightning '
-    "put it around a model by themselves: docs/pytorch.md says what to do there"
+    "wrap a model in it by themselves: docs/pytorch.md says what to do there"
 )

@@ -308,7 +308,7 @@ class Exchange:
                 f"{self.name!r} was moved to another memory after HubOptimizer was made: call model.to(), .half() and the "
                 "like before"
             )
-        if _ddp_conflict.is_around(self.parameter):
+        if _ddp_conflict.is_reduced_by_ddp(self.parameter):
             return _ddp_conflict.refusal(self.name)
         return MisuseError(
             f"{self.name!r} was modified by this process, but the parameters are the hub's: call "

@@ -12,6 +12,9 @@ from paramhub.errors import JobFailedError
 EXIT_TIMEOUT_AFTER_FAILURE = 1.0
 """Seconds that each wait at the end may take after a failure. Some rank may have ended, and the others notice the failure."""
 
+CAUSE_CHARS_MAX = 400
+"""Characters of the exception that a rank which gives up tells the others. A mesh's message has at most 1,024 bytes."""
+
 
 class FailureState:
     """Returns whether this run has failed: an exchange has failed, or an exception is ending the caller."""
@@ -39,6 +42,17 @@ class FailureState:
         """Returns whether the run has failed, so that some rank may not arrive any more."""
         current = _current()
         return self._failed_at is not None or (current is not None and current is not self._handled)
+
+    def cause(self) -> str | None:
+        """The exception that ends this rank, in one line, or None."""
+        current = _current()
+        if current is self._handled:
+            # The interpreter stores the exception with which a program has ended.
+            current = getattr(sys, "last_value", None)
+        if current is None:
+            return None
+        text = " ".join(f"{type(current).__name__}: {current}".split())
+        return text if len(text) <= CAUSE_CHARS_MAX else f"{text[: CAUSE_CHARS_MAX - 3]}..."
 
     def wait_since_first(self, seconds: float) -> None:
         """Records a failure, and waits until ``seconds`` after the first one."""

@@ -306,7 +306,7 @@ class HubOptimizer(torch.optim.Optimizer):
     def _check_unchanged(self) -> None:
         for exchange in self._exchanges:
             if (what := exchange.gradient_change) is not None:
-                if _ddp_conflict.is_around(exchange.parameter):
+                if _ddp_conflict.is_reduced_by_ddp(exchange.parameter):
                     raise _ddp_conflict.refusal(exchange.name)
                 raise MisuseError(f"the gradient of {exchange.name!r} was {what} {AFTER_IT_LEFT}")
         changed = self._hyperparameter_sync.changed() if self._step.has_begun else None

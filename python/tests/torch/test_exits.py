@@ -110,6 +110,32 @@ def test_rank_0_does_not_wait_for_the_dead_after_its_group_is_destroyed(team: Te
         assert results[rank].startswith("JobFailedError: ") and RANK_1.search(results[rank]), results[rank]
 
 
+def gives_up(rank: Rank) -> str:
+    """The error of ranks whose group another leaves because of an exception of its own."""
+    import paramhub
+    import paramhub.torch
+    from paramhub.torch import _initialization
+
+    disable_exit_timeouts()
+    paramhub.torch.init()
+    group = _initialization.world().group()
+    if rank.rank == 2:
+        try:
+            raise ValueError("the loss of step 7\nis not a number")
+        except ValueError:
+            paramhub.torch.shutdown(abandon=True)
+        return ""
+    with pytest.raises(paramhub.JobFailedError) as failed:
+        group.barrier().wait()
+    paramhub.torch.shutdown(abandon=True)
+    return str(failed.value)
+
+
+def test_a_rank_that_gives_up_tells_the_others_why(team: Team) -> None:
+    for message in team(gives_up, ranks=3)[:2]:
+        assert "rank 2 of group `world` has given up: ValueError: the loss of step 7 is not a number" in message
+
+
 def catches(rank: Rank, asks: bool) -> tuple[str, str]:
     """The error of a job that has lost rank 1, and what this rank prints of it at its end. If it ``asks``, it gets the error
     as an exception, otherwise it ends before it exchanges again."""

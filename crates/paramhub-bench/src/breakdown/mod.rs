@@ -25,7 +25,7 @@ use paramhub_train::net::{NetKind, Network};
 use super::rounds::order;
 use crate::training::rehearse;
 use crate::training::{TrainOptimizer, TrainSection};
-use report::{Breakdown, Trained};
+use report::{Breakdown, MeasuredNetwork};
 use stage::BreakdownStage;
 
 pub(super) use peer::run_process;
@@ -97,10 +97,10 @@ pub(super) fn breakdown(flags: &BreakdownFlags) -> anyhow::Result<ExitCode> {
     let mut breakdown = Breakdown::new(flags, flags.networks()?);
     println!("{}", breakdown.headline());
     let progress = ProgressBar::new(
-        u64::from(flags.rounds) * (breakdown.trained.len() * BreakdownStage::ALL.len()) as u64,
+        u64::from(flags.rounds) * (breakdown.networks.len() * BreakdownStage::ALL.len()) as u64,
     );
     for round in 0..flags.rounds {
-        for network in 0..breakdown.trained.len() {
+        for network in 0..breakdown.networks.len() {
             for number in order(round, BreakdownStage::ALL.len()) {
                 let stage = BreakdownStage::ALL[number];
                 let task = breakdown.task(network, stage);
@@ -109,7 +109,7 @@ pub(super) fn breakdown(flags: &BreakdownFlags) -> anyhow::Result<ExitCode> {
                     driver::drive(&task, listener, is_over)
                 });
                 match run.with_context(|| format!("{} with {}", task.train.net, stage.adds()))? {
-                    Run::Measured(measurement) => breakdown.trained[network].add(stage, &measurement),
+                    Run::Measured(measurement) => breakdown.networks[network].add(stage, &measurement),
                     Run::Interrupted(signal) => return Ok(interrupted(signal)),
                 }
                 progress.inc(1);
@@ -129,11 +129,11 @@ pub(super) fn breakdown(flags: &BreakdownFlags) -> anyhow::Result<ExitCode> {
 
 impl BreakdownFlags {
     /// Checks here, once, what would fail in every worker.
-    fn networks(&self) -> anyhow::Result<Vec<Trained>> {
+    fn networks(&self) -> anyhow::Result<Vec<MeasuredNetwork>> {
         let data = self.data.load()?;
-        let mut networks: Vec<Trained> = Vec::new();
+        let mut networks: Vec<MeasuredNetwork> = Vec::new();
         for &net in &self.net {
-            if networks.iter().any(|trained| trained.train.net == net) {
+            if networks.iter().any(|network| network.train.net == net) {
                 return Err(Usage(format!("--net {net}: it is there twice")).into());
             }
             let train = TrainSection {
@@ -159,7 +159,7 @@ impl BreakdownFlags {
             }
             let network = Network::new(net, data.train.geometry(), train.seed)?;
             let elements = network.keys().iter().filter_map(|key| key.elements()).sum();
-            networks.push(Trained::new(train, elements, steps, WARMUP_STEPS.min(steps / 2)));
+            networks.push(MeasuredNetwork::new(train, elements, steps, WARMUP_STEPS.min(steps / 2)));
         }
         Ok(networks)
     }

@@ -40,11 +40,11 @@ struct SimulatedRun {
 impl Model<'_> {
     /// The seconds of a step in a run of many steps.
     ///
-    /// The simulation follows the rules of the designs. Funnel's caller waits for each sum before it pushes
-    /// the next key. Concom's caller waits for all outstanding sums and a barrier. Depcha's chain runs the
-    /// collectives in the order of the pulls. The next step begins once the caller has pushed all keys of this
-    /// one. A hub sends the front-most key whose gradient is ready; a key that it interrupts for another
-    /// continues later where it stopped.
+    /// The simulation follows the rules of the designs in `paramhub_collective::kvstore`. Funnel's caller
+    /// waits for each sum before it pushes the next key. Concom's caller waits for all outstanding sums and a
+    /// barrier. Depcha's chain runs the collectives in the order of the pulls. The next step begins once the
+    /// caller has pushed all keys of this one. A hub sends the front-most key whose gradient is ready; a key
+    /// that it interrupts for another continues later where it stopped.
     pub(super) fn step_seconds(&self) -> f64 {
         let mut run = SimulatedRun::default();
         let mut arrived = vec![0.0_f64; self.collectives.len()];
@@ -80,8 +80,9 @@ impl Model<'_> {
         self.layers.iter().map(|&layer| made[layer]).collect()
     }
 
-    /// Exchanges a key whose gradient is ready at `gradient`, by a collective of this many `seconds`. Returns
-    /// the time at which the key's sum arrives.
+    /// Exchanges a key whose gradient is ready at the time `gradient`, by a collective that takes this many
+    /// `seconds`. Returns the time at which the key's sum arrives. It does not serve a hub, which does not
+    /// send keys in the order of the pushes: see `by_priority`.
     fn exchange(&self, run: &mut SimulatedRun, gradient: f64, seconds: f64) -> f64 {
         match self.design {
             Design::Funnel => {
@@ -105,8 +106,8 @@ impl Model<'_> {
         }
     }
 
-    /// Returns the time at which each key arrives if keys of front layers overtake those behind them.
-    /// `gradients` has the time at which each key's gradient is ready.
+    /// Returns the time at which each key's sum arrives from a hub: keys of front layers overtake those of
+    /// the layers behind. `gradients` has the time at which each key's gradient is ready.
     fn by_priority(&self, gradients: &[f64]) -> Vec<f64> {
         let mut seconds_left = self.collectives.to_vec();
         let mut arrived: Vec<Option<f64>> = vec![None; seconds_left.len()];
@@ -143,6 +144,7 @@ mod tests {
     const EVEN: [Passes; 3] = [Passes { forward_seconds: 1.0, backward_seconds: 2.0 }; 3];
 
     fn step(design: Design, order: KeyOrder, collectives: [f64; 3]) -> f64 {
+        // The last key has half of the bytes, so that it alone is a back key.
         let (layers, order) = (&[0, 1, 2], &*order.keys(&[1, 1, 2]));
         Model {
             design,

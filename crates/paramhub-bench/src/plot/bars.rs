@@ -7,8 +7,8 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::HPos;
 
 use super::{
-    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, head, short, ticks,
-    width_of, write,
+    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, draw_heading,
+    short_number, ticks, width_of, write_text,
 };
 
 const ROW: i32 = 40;
@@ -73,11 +73,11 @@ impl Bars {
         let line = self.line.iter().map(|(_, name)| (name.as_str(), Mark::Dashes(FAINT)));
         let marks = self.marks.iter().map(|name| (name.as_str(), Mark::Tick(BOUND)));
         let legend: Vec<(&str, Mark)> = parts.chain(line).chain(marks).collect();
-        // The head is laid out once to learn its height.
-        let above = head(&scratch(&mut String::new()), &self.heading, &legend)?;
+        // The heading is laid out once to learn its height.
+        let above = draw_heading(&scratch(&mut String::new()), &self.heading, &legend)?;
         let height = above + ROW * self.bars.len() as i32 + FOOT;
         draw(path, height as u32, |area| {
-            head(area, &self.heading, &legend)?;
+            draw_heading(area, &self.heading, &legend)?;
             self.draw(area, above)
         })
     }
@@ -99,13 +99,13 @@ impl Bars {
         for &tick in scale.iter().filter(|&&tick| tick <= top) {
             let x = place(tick);
             area.draw(&PathElement::new([(x, above), (x, below)], RULE))?;
-            write(area, &short(tick), (x, below + 6), SMALL, &INK, HPos::Center)?;
+            write_text(area, &short_number(tick), (x, below + 6), SMALL, &INK, HPos::Center)?;
         }
-        write(area, &self.x_label, ((left + right) / 2, below + 32), TEXT, &INK, HPos::Center)?;
+        write_text(area, &self.x_label, ((left + right) / 2, below + 32), TEXT, &INK, HPos::Center)?;
         for (row, bar) in (0..).zip(&self.bars) {
             let middle = above + ROW * row + ROW / 2;
             let text = middle - TEXT / 2;
-            write(area, &bar.name, (left - GAP, text), TEXT, &INK, HPos::Right)?;
+            write_text(area, &bar.name, (left - GAP, text), TEXT, &INK, HPos::Right)?;
             let mut end = 0.0;
             for part in &bar.parts {
                 let (from, to) = (place(end), place(end + part.length));
@@ -114,7 +114,7 @@ impl Bars {
                 area.draw(&Rectangle::new(corners, colour(part.colour).filled()))?;
                 if width_of(&part.text, SMALL) + 4 < to - from {
                     let at = ((from + to) / 2, middle - SMALL / 2);
-                    write(area, &part.text, at, SMALL, ink_on(part.colour), HPos::Center)?;
+                    write_text(area, &part.text, at, SMALL, ink_on(part.colour), HPos::Center)?;
                 }
             }
             if let Some(mark) = bar.mark {
@@ -128,7 +128,7 @@ impl Bars {
                     area.draw(&PathElement::new([(place(end), middle - 5), (place(end), middle + 5)], INK))?;
                 }
             }
-            write(area, &bar.note, (place(bar.reach()) + GAP, text), TEXT, &INK, HPos::Left)?;
+            write_text(area, &bar.note, (place(bar.reach()) + GAP, text), TEXT, &INK, HPos::Left)?;
         }
         if let Some(length) = line {
             let path = [(place(length), above), (place(length), below)];

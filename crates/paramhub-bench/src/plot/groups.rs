@@ -7,8 +7,8 @@ use plotters::style::text_anchor::HPos;
 
 use super::bars::scratch;
 use super::{
-    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, head, short, ticks,
-    width_of, write,
+    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, draw_heading,
+    short_number, ticks, width_of, write_text,
 };
 
 /// The heights in a panel: of its bars, of its title above, and of the labels below.
@@ -58,11 +58,11 @@ impl Groups {
     pub(crate) fn write(&self, path: &Path) -> anyhow::Result<()> {
         let series = self.series.iter().enumerate().map(|(at, name)| (name.as_str(), Mark::Box(colour(at))));
         let legend: Vec<(&str, Mark)> = series.chain([(self.mark.as_str(), Mark::Tick(BOUND))]).collect();
-        let above = head(&scratch(&mut String::new()), &self.heading, &legend)?;
+        let above = draw_heading(&scratch(&mut String::new()), &self.heading, &legend)?;
         let panel = ABOVE + BARS + BELOW;
         let height = above + panel * self.panels.len() as i32 + MARGIN;
         draw(path, height as u32, |area| {
-            head(area, &self.heading, &legend)?;
+            draw_heading(area, &self.heading, &legend)?;
             for (number, of_one) in (0..).zip(&self.panels) {
                 self.panel(area, of_one, above + panel * number)?;
             }
@@ -75,15 +75,22 @@ impl Groups {
         let bars = self.panels.iter().flat_map(|panel| &panel.groups).flat_map(|group| &group.bars);
         let scale = ticks(bars.map(reach).fold(f64::MIN_POSITIVE, f64::max), 4);
         let top = scale[scale.len() - 1];
-        let widest = scale.iter().map(|&tick| width_of(&short(tick), SMALL)).max().unwrap_or(0);
+        let widest = scale.iter().map(|&tick| width_of(&short_number(tick), SMALL)).max().unwrap_or(0);
         let (left, right) = (MARGIN + widest + 10, WIDTH as i32 - MARGIN);
         let bottom = above + ABOVE + BARS;
         let y = |value: f64| bottom - (value / top * f64::from(BARS)).round() as i32;
-        write(area, &panel.title, ((left + right) / 2, above + 4), TEXT, &INK, HPos::Center)?;
-        write(area, &self.y_label, (MARGIN, above + ABOVE - SMALL - 12), SMALL, &FAINT, HPos::Left)?;
+        write_text(area, &panel.title, ((left + right) / 2, above + 4), TEXT, &INK, HPos::Center)?;
+        write_text(area, &self.y_label, (MARGIN, above + ABOVE - SMALL - 12), SMALL, &FAINT, HPos::Left)?;
         for &tick in &scale {
             area.draw(&PathElement::new([(left, y(tick)), (right, y(tick))], RULE))?;
-            write(area, &short(tick), (left - 10, y(tick) - SMALL / 2), SMALL, &INK, HPos::Right)?;
+            write_text(
+                area,
+                &short_number(tick),
+                (left - 10, y(tick) - SMALL / 2),
+                SMALL,
+                &INK,
+                HPos::Right,
+            )?;
         }
         let room = f64::from(right - left) / panel.groups.len().max(1) as f64;
         for (number, group) in panel.groups.iter().enumerate() {
@@ -99,10 +106,10 @@ impl Groups {
                 let mark = [(from - 1, y(bar.mark)), (to + 1, y(bar.mark))];
                 area.draw(&PathElement::new(mark, BOUND.stroke_width(3)))?;
                 let text = (middle, y(bar.height.max(high).max(bar.mark)) - SMALL - 2);
-                write(area, &short(bar.height), text, SMALL - 3, &INK, HPos::Center)?;
+                write_text(area, &short_number(bar.height), text, SMALL - 3, &INK, HPos::Center)?;
             }
             let middle = (f64::from(left) + room * (number as f64 + 0.5)).round() as i32;
-            write(area, &group.name, (middle, bottom + 8), SMALL, &INK, HPos::Center)?;
+            write_text(area, &group.name, (middle, bottom + 8), SMALL, &INK, HPos::Center)?;
         }
         area.draw(&PathElement::new([(left, bottom), (right, bottom)], FAINT))?;
         Ok(())

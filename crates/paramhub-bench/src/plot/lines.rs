@@ -1,4 +1,5 @@
-//! Measurements over a quantity: a line for each series, with the range of the rounds at every point.
+//! A line plot of measurements at several values of a quantity: a line for each series, with the range of the
+//! rounds at every point.
 
 use std::path::Path;
 
@@ -7,12 +8,12 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::HPos;
 
 use super::{
-    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, head, short, ticks,
-    width_of, write,
+    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, draw_heading,
+    short_number, ticks, width_of, write_text,
 };
 
 const HEIGHT: u32 = 560;
-/// The space between the ranges of two series at one value.
+/// The horizontal space between the ranges of two series at one value, which are drawn side by side.
 const RANGE_GAP: i32 = 8;
 /// The space between the ends of the horizontal axis and the points nearest to them.
 const EDGE_GAP: i32 = 36;
@@ -44,7 +45,7 @@ pub(crate) struct Lines {
     pub(crate) x_label: String,
     pub(crate) y_label: String,
     pub(crate) scale: Scale,
-    /// Values of the horizontal axis, ascending, and their labels.
+    /// Values of the horizontal axis, ascending, and their labels. There is at least one.
     pub(crate) values: Vec<(f64, String)>,
     pub(crate) series: Vec<Series>,
 }
@@ -54,11 +55,11 @@ pub(crate) struct Series {
     pub(crate) name: String,
     /// `true` if other series are compared with this one.
     pub(crate) is_reference: bool,
-    /// The points, in the order of the values.
+    /// The points, one for each of the values, in their order.
     pub(crate) points: Vec<Point>,
 }
 
-/// A median and the lowest and highest of the rounds.
+/// The median of the rounds at one value, and the lowest and the highest round.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Point {
     pub(crate) median: f64,
@@ -67,6 +68,7 @@ pub(crate) struct Point {
 }
 
 impl Lines {
+    /// Draws the plot and writes it as an SVG file.
     pub(crate) fn write(&self, path: &Path) -> anyhow::Result<()> {
         draw(path, HEIGHT, |area| {
             let colours: Vec<RGBColor> = (0..self.series.len()).map(|number| self.colour(number)).collect();
@@ -74,14 +76,14 @@ impl Lines {
                 let mark = if series.is_reference { Mark::Dashes(colour) } else { Mark::Line(colour) };
                 (series.name.as_str(), mark)
             });
-            let heading_bottom = head(area, &self.heading, &marked.collect::<Vec<_>>())?;
+            let heading_bottom = draw_heading(area, &self.heading, &marked.collect::<Vec<_>>())?;
             let plot_area = PlotArea::new(self, heading_bottom);
-            self.grid(area, &plot_area)?;
+            self.draw_axes(area, &plot_area)?;
             // Reference lines are drawn first, so that the others cover them. Ranges are drawn side by side.
             let (references, rest): (Vec<_>, Vec<_>) =
                 self.series.iter().zip(&colours).partition(|(series, _)| series.is_reference);
             for (number, (series, &colour)) in (0..).zip(references.into_iter().chain(rest)) {
-                plot_area.series(area, series, colour, RANGE_GAP * number)?;
+                plot_area.draw_series(area, series, colour, RANGE_GAP * number)?;
             }
             Ok(())
         })
@@ -93,25 +95,33 @@ impl Lines {
         if self.series[number].is_reference { FAINT } else { COLOURS[coloured_before % COLOURS.len()] }
     }
 
-    fn grid(&self, area: &Area<'_>, plot_area: &PlotArea) -> anyhow::Result<()> {
-        write(area, &self.y_label, (MARGIN, plot_area.top - TEXT - 14), SMALL, &FAINT, HPos::Left)?;
+    /// Draws the ticks and labels of both axes.
+    fn draw_axes(&self, area: &Area<'_>, plot_area: &PlotArea) -> anyhow::Result<()> {
+        write_text(area, &self.y_label, (MARGIN, plot_area.top - TEXT - 14), SMALL, &FAINT, HPos::Left)?;
         for &tick in &plot_area.ticks {
             let y = plot_area.y(tick);
             area.draw(&PathElement::new([(plot_area.left, y), (plot_area.right, y)], RULE))?;
-            write(area, &short(tick), (plot_area.left - 10, y - SMALL / 2 + 2), SMALL, &INK, HPos::Right)?;
+            write_text(
+                area,
+                &short_number(tick),
+                (plot_area.left - 10, y - SMALL / 2 + 2),
+                SMALL,
+                &INK,
+                HPos::Right,
+            )?;
         }
         let bottom = plot_area.y(0.0);
         area.draw(&PathElement::new([(plot_area.left, bottom), (plot_area.right, bottom)], FAINT))?;
         for (&x, (_, text)) in plot_area.columns.iter().zip(&self.values) {
             area.draw(&PathElement::new([(x, bottom), (x, bottom + 5)], FAINT))?;
-            write(area, text, (x, bottom + 10), SMALL, &INK, HPos::Center)?;
+            write_text(area, text, (x, bottom + 10), SMALL, &INK, HPos::Center)?;
         }
         let middle = (plot_area.left + plot_area.right) / 2;
-        write(area, &self.x_label, (middle, bottom + 38), TEXT, &INK, HPos::Center)
+        write_text(area, &self.x_label, (middle, bottom + 38), TEXT, &INK, HPos::Center)
     }
 }
 
-/// The positions of values in the picture.
+/// The part of the picture between the axes, in pixels, which maps values to positions.
 struct PlotArea {
     left: i32,
     right: i32,
@@ -127,7 +137,7 @@ impl PlotArea {
     fn new(lines: &Lines, heading_bottom: i32) -> PlotArea {
         let points = lines.series.iter().flat_map(|series| &series.points);
         let ticks = ticks(points.map(|point| point.high).fold(f64::MIN_POSITIVE, f64::max), TICKS_MAX);
-        let widest = ticks.iter().map(|&tick| width_of(&short(tick), SMALL)).max().unwrap_or(0);
+        let widest = ticks.iter().map(|&tick| width_of(&short_number(tick), SMALL)).max().unwrap_or(0);
         let (left, right) = (MARGIN + widest + 10, WIDTH as i32 - MARGIN - 12);
         let positions: Vec<f64> =
             lines.values.iter().map(|&(value, _)| lines.scale.position(value)).collect();
@@ -138,10 +148,10 @@ impl PlotArea {
             false => start + room / 2,
         };
         let columns = positions.into_iter().map(column).collect();
-        // The label of the vertical axis is above its end.
         PlotArea {
             left,
             right,
+            // The label of the vertical axis lies between the heading and the plot.
             top: heading_bottom + TEXT + 16,
             bottom: HEIGHT as i32 - LABELS_BELOW,
             ticks,
@@ -149,12 +159,14 @@ impl PlotArea {
         }
     }
 
+    /// The vertical position of a value.
     fn y(&self, value: f64) -> i32 {
         let highest = self.ticks[self.ticks.len() - 1];
         self.bottom - (value / highest * f64::from(self.bottom - self.top)).round() as i32
     }
 
-    fn series(
+    /// Draws a series: its line, the ranges of its points, moved to the right by `shift_px`, and its points.
+    fn draw_series(
         &self,
         area: &Area<'_>,
         series: &Series,

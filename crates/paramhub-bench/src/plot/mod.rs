@@ -63,15 +63,15 @@ fn draw(
 }
 
 /// Draws the heading and a legend below it. Returns the height at which the rest begins.
-fn head(area: &Area<'_>, heading: &Heading, legend: &[(&str, Mark)]) -> anyhow::Result<i32> {
+fn draw_heading(area: &Area<'_>, heading: &Heading, legend: &[(&str, Mark)]) -> anyhow::Result<i32> {
     let mut y = MARGIN;
     let room = WIDTH as i32 - 2 * MARGIN;
     for line in lines_of(&heading.title, TITLE, room) {
-        write(area, &line, (MARGIN, y), TITLE, &INK, HPos::Left)?;
+        write_text(area, &line, (MARGIN, y), TITLE, &INK, HPos::Left)?;
         y += TITLE + 8;
     }
     for line in heading.notes.iter().flat_map(|note| lines_of(note, SMALL, room)) {
-        write(area, &line, (MARGIN, y), SMALL, &FAINT, HPos::Left)?;
+        write_text(area, &line, (MARGIN, y), SMALL, &FAINT, HPos::Left)?;
         y += SMALL + 5;
     }
     y += 10;
@@ -82,7 +82,7 @@ fn head(area: &Area<'_>, heading: &Heading, legend: &[(&str, Mark)]) -> anyhow::
             (x, y) = (MARGIN, y + TEXT + 8);
         }
         mark.draw(area, (x, y + TEXT / 2))?;
-        write(area, name, (x + 34, y), TEXT, &INK, HPos::Left)?;
+        write_text(area, name, (x + 34, y), TEXT, &INK, HPos::Left)?;
         x += needed;
     }
     Ok(if legend.is_empty() { y } else { y + TEXT + 14 })
@@ -120,8 +120,8 @@ impl Mark {
     }
 }
 
-/// Text with its upper edge at `y`.
-fn write(
+/// Writes a text. `at` is a point of its upper edge: the end or the middle of that edge that `side` names.
+fn write_text(
     area: &Area<'_>,
     text: &str,
     at: (i32, i32),
@@ -165,7 +165,7 @@ fn ticks(top: f64, count: usize) -> Vec<f64> {
 }
 
 /// A number with as many digits as a label needs.
-fn short(value: f64) -> String {
+fn short_number(value: f64) -> String {
     let digits = match value.abs() {
         size if size >= 100.0 => 0,
         size if size >= 10.0 => 1,
@@ -201,6 +201,9 @@ mod tests {
 
     #[test]
     fn labels_have_no_idle_zeros() {
-        assert_eq!([250.0, 12.5, 2.0, 0.25, 0.0, 1e3].map(short), ["250", "12.5", "2", "0.25", "0", "1000"]);
+        assert_eq!(
+            [250.0, 12.5, 2.0, 0.25, 0.0, 1e3].map(short_number),
+            ["250", "12.5", "2", "0.25", "0", "1000"]
+        );
     }
 }

@@ -7,8 +7,8 @@ use plotters::style::text_anchor::HPos;
 
 use super::bars::scratch;
 use super::{
-    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, head, short, ticks,
-    width_of, write,
+    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, draw_heading,
+    short_number, ticks, width_of, write_text,
 };
 
 const LANE: i32 = 26;
@@ -56,11 +56,11 @@ impl Timelines {
             .enumerate()
             .map(|(at, name)| (name.as_str(), Mark::Box(COLOURS[at % COLOURS.len()])))
             .collect();
-        let above = head(&scratch(&mut String::new()), &self.heading, &legend)?;
+        let above = draw_heading(&scratch(&mut String::new()), &self.heading, &legend)?;
         let room = |panel: &Panel| TITLE_ROOM + LANE * panel.lanes.len() as i32 + BETWEEN;
         let below = above + self.panels.iter().map(room).sum::<i32>();
         draw(path, (below + FOOT) as u32, |area| {
-            head(area, &self.heading, &legend)?;
+            draw_heading(area, &self.heading, &legend)?;
             let lanes = || self.panels.iter().flat_map(|panel| &panel.lanes);
             let left = MARGIN + lanes().map(|lane| width_of(&lane.name, SMALL)).max().unwrap_or(0) + 10;
             let right = WIDTH as i32 - MARGIN;
@@ -69,9 +69,9 @@ impl Timelines {
             for tick in ticks(1e3 * longest, 8).into_iter().filter(|tick| *tick <= 1e3 * longest) {
                 let x = place(tick / 1e3);
                 area.draw(&PathElement::new([(x, above), (x, below)], RULE))?;
-                write(area, &short(tick), (x, below + 6), SMALL, &INK, HPos::Center)?;
+                write_text(area, &short_number(tick), (x, below + 6), SMALL, &INK, HPos::Center)?;
             }
-            write(area, "milliseconds", ((left + right) / 2, below + 30), TEXT, &INK, HPos::Center)?;
+            write_text(area, "milliseconds", ((left + right) / 2, below + 30), TEXT, &INK, HPos::Center)?;
             let mut top = above;
             for panel in &self.panels {
                 draw_panel(area, panel, top, left, &place)?;
@@ -89,10 +89,10 @@ fn draw_panel(
     left: i32,
     place: &impl Fn(f64) -> i32,
 ) -> anyhow::Result<()> {
-    write(area, &panel.title, (left, top + 2), TEXT, &INK, HPos::Left)?;
+    write_text(area, &panel.title, (left, top + 2), TEXT, &INK, HPos::Left)?;
     for (number, lane) in (0..).zip(&panel.lanes) {
         let middle = top + TITLE_ROOM + LANE * number + LANE / 2;
-        write(area, &lane.name, (left - 10, middle - SMALL / 2), SMALL, &INK, HPos::Right)?;
+        write_text(area, &lane.name, (left - 10, middle - SMALL / 2), SMALL, &INK, HPos::Right)?;
         let base = [(left, middle + STRETCH / 2), (place(panel.length), middle + STRETCH / 2)];
         area.draw(&PathElement::new(base, FAINT))?;
         for (from, to, colour) in seen(&lane.stretches, place) {

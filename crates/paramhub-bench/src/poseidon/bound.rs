@@ -1,34 +1,40 @@
-//! The time of a step if only computation and one link per host took time.
+//! The bound with which the measured time of a step is compared: the time that the step would take if only
+//! the computation and one link per host took time.
 
 use crate::profile::Passes;
 
-/// Steps after which the time of a step no longer changes.
-const SETTLED: usize = 8;
+/// The number of steps after which the time of a step no longer changes.
+const STEPS_TO_SETTLE: usize = 8;
 
-/// Seconds of a step, once steps follow one another. `transfers` are the seconds for which each layer uses
-/// the link of the busiest host, front layers first. Layers go over the link one after another, in the order
-/// of backpropagation, and a layer's parameters are there when its transfer ends. Without `overlaps` layers
-/// are sent when all have been computed, and the next step begins when all have come.
+/// Returns the seconds of a step in a run of many steps. `transfers` has the seconds for which each layer
+/// uses the link of the busiest host. It and `passes` begin with the front layer, which the forward pass
+/// computes first.
+///
+/// The link carries one layer at a time, in the order in which the backward pass computes the gradients. A
+/// layer's parameters arrive when its transfer ends. If a system `overlaps`, a transfer begins as soon as the
+/// layer's gradient and the link are ready, and a layer's next forward pass waits for its own parameters
+/// only. Otherwise transfers begin after the whole backward pass, and the next step begins after all
+/// transfers.
 pub(super) fn step_seconds(passes: &[Passes], transfers: &[f64], overlaps: bool) -> f64 {
     let computing: f64 = passes.iter().map(|passes| passes.forward_seconds + passes.backward_seconds).sum();
     if !overlaps {
         return computing + transfers.iter().sum::<f64>();
     }
     let mut arrived = vec![0.0_f64; passes.len()];
-    let (mut now, mut link) = (0.0_f64, 0.0_f64);
-    let mut ends = [0.0; 2 * SETTLED];
+    let (mut now, mut link_free) = (0.0_f64, 0.0_f64);
+    let mut ends = [0.0; 2 * STEPS_TO_SETTLE];
     for end in &mut ends {
         for (passes, &arrived) in passes.iter().zip(&arrived) {
             now = now.max(arrived) + passes.forward_seconds;
         }
         for (layer, passes) in passes.iter().enumerate().rev() {
             now += passes.backward_seconds;
-            link = link.max(now) + transfers[layer];
-            arrived[layer] = link;
+            link_free = link_free.max(now) + transfers[layer];
+            arrived[layer] = link_free;
         }
         *end = now;
     }
-    (ends[2 * SETTLED - 1] - ends[SETTLED - 1]) / SETTLED as f64
+    (ends[2 * STEPS_TO_SETTLE - 1] - ends[STEPS_TO_SETTLE - 1]) / STEPS_TO_SETTLE as f64
 }
 
 #[cfg(test)]
@@ -49,8 +55,8 @@ mod tests {
 
     #[test]
     fn a_transfer_that_fits_beside_computation_takes_no_time() {
-        // The transfers of the last two layers have the 12 seconds of the backward passes that follow that of
-        // the last layer.
+        // After the last layer's backward pass, those of the other two layers take 12 seconds. The transfers
+        // of the last two layers fit into that time.
         assert_near(step_seconds(&EVEN, &[0.0, 1.0, 11.0], true), 27.0);
         // A layer waits for those before it on the link, and the next step waits for the first layer.
         assert_near(step_seconds(&EVEN, &[0.0, 1.0, 12.0], true), 28.0);

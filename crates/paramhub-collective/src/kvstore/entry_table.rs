@@ -53,6 +53,7 @@ impl EntryTable {
         Ok(entry)
     }
 
+    /// Pushes the operation that makes the value in an added entry's buffer the key's initial value.
     pub(super) fn begin(&self, entry: &Arc<Entry>) -> Result<(), StoreError> {
         let here = Arc::clone(entry);
         self.engine

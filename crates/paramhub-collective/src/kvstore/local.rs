@@ -1,4 +1,4 @@
-//! A store of one process.
+//! A key-value store of a process that is its only rank: it sums only the arrays of this process.
 
 use std::sync::Arc;
 
@@ -8,13 +8,15 @@ use super::entry_table::EntryTable;
 use super::{Array, Key, KvStore, StoreError, StoreKind};
 use crate::engine::Engine;
 
+/// A store without an exchange: the sum of this process's arrays is the sum of all ranks.
 pub(super) struct LocalStore {
     table: EntryTable,
 }
 
 impl LocalStore {
     pub(super) fn new(engine: Arc<Engine>, registry: Registry) -> LocalStore {
-        LocalStore { table: EntryTable::new(engine, registry, 1) }
+        let ranks = 1;
+        LocalStore { table: EntryTable::new(engine, registry, ranks) }
     }
 }
 
@@ -67,8 +69,10 @@ impl KvStore for LocalStore {
         self.barrier()
     }
 
+    /// Does nothing: there is no other rank to receive the reason, and no call that waits for another rank.
     fn abort(&self, _reason: &str) {}
 
+    /// Returns `None`: there is no exchange between ranks that could fail.
     fn failure(&self) -> Option<StoreError> {
         None
     }

@@ -49,11 +49,11 @@ fn addresses_of_one_network_of_ipv6_count_as_one() {
 fn a_connection_keeps_its_slot_until_its_answer_is_on_its_way() {
     let slots = ConnectionSlots::new(1, 8);
     let answered = slots.accept(address(1));
-    answered.complete();
+    answered.complete_request();
     age(&slots);
     let _newer = slots.accept(address(1));
     assert!(!slots.evict_excess());
-    answered.answer(10);
+    answered.begin_answer(10);
     assert!(slots.evict_excess());
     assert!(is_evicted(&answered));
 }
