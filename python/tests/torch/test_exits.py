@@ -133,7 +133,9 @@ def gives_up(rank: Rank) -> str:
 
 def test_a_rank_that_gives_up_tells_the_others_why(team: Team) -> None:
     for message in team(gives_up, ranks=3)[:2]:
-        assert "rank 2 of group `world` has given up: ValueError: the loss of step 7 is not a number" in message
+        assert (
+            "rank 2 of group `world` has given up: ValueError: the loss of step 7 is not a number" in message
+        )
 
 
 def catches(rank: Rank, asks: bool) -> tuple[str, str]:
