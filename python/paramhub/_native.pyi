@@ -12,6 +12,18 @@ def main(arguments: list[str], started_as: list[str]) -> int: ...
 def unread_variables() -> list[str]:
     """A line for each environment variable that begins with ``PARAMHUB_`` and that neither the command nor a worker reads."""
 
+def admin_token() -> str | None:
+    """The admin token in the environment, or in the file that it names. Raises ValueError if it is set twice or unreadable."""
+
+def derive_secret(secret: bytes, label: str) -> bytes:
+    """A secret of 32 bytes for one use, which is named by the label, from another secret of 32 bytes."""
+
+def seal(secret: bytes, label: str, text: str) -> bytes:
+    """Encrypts and authenticates ``text`` under a secret of 32 bytes and a label."""
+
+def open_sealed(secret: bytes, label: str, sealed: bytes) -> str | None:
+    """The text that `seal` has encrypted. None if secret or label are others, or the bytes were changed."""
+
 def after_fork_in_child() -> None: ...
 def end_callbacks() -> None:
     """Waits for the callbacks of requests that have ended, at most 5 seconds. Later callbacks are not called."""

@@ -8,6 +8,7 @@ mod fuzz;
 mod links;
 mod lint;
 mod mpi;
+mod neighbour;
 mod python;
 mod tests;
 
@@ -63,6 +64,12 @@ pub(crate) static ALL: &[Stage] = &[
         about: "licences and sources of the dependencies",
         extent: Extent::Standard,
         run: |_| deny::check(),
+    },
+    Stage {
+        name: "neighbour",
+        about: "the programs of the release before work beside those of this one",
+        extent: Extent::Full,
+        run: |options| neighbour::check(options.extent),
     },
     Stage {
         name: "fuzz",

@@ -15,6 +15,8 @@ use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT, OnInterfaceDown
 use paramhub_harness::values::{optional_text, text};
 use serde::{Deserialize, Serialize};
 
+use crate::admin_token::TokenSource;
+
 #[cfg(not(feature = "demonstrations"))]
 pub(crate) use crate::without_demonstrations::TrainSection;
 pub(crate) use file::{distance, load};
@@ -36,6 +38,9 @@ pub(crate) struct Config {
     /// The token that operators and hubs must give the connection manager.
     #[serde(skip_serializing)]
     pub(crate) admin_token: Option<Secret>,
+    /// A file that has the token in its only line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) admin_token_file: Option<PathBuf>,
     /// Log filter, as in `info` or `paramhub_hub=debug`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) log: Option<String>,
@@ -257,10 +262,27 @@ impl Config {
         shown.train = self.train.with_defaults();
         let body = toml::to_string(&shown).expect("a configuration is plain tables and values");
         let secret = match self.admin_token {
-            Some(_) => "# admin_token is set and not shown\n",
-            None => "",
+            Some(_) if self.admin_token_file.is_none() => "# admin_token is set and not shown\n",
+            _ => "",
         };
         format!("{secret}{body}")
+    }
+
+    /// Reads the admin token: `given` on the command line or in the environment, or else in the file of the
+    /// configuration.
+    ///
+    /// # Errors
+    /// If it is given twice, or its file cannot be used.
+    pub(crate) fn take_token(&mut self, given: TokenSource) -> Result<(), String> {
+        let configured = TokenSource { token: self.admin_token.take(), file: self.admin_token_file.take() };
+        let file = given.file.clone().filter(|file| !file.as_os_str().is_empty());
+        self.admin_token = given.read()?;
+        self.admin_token_file = file;
+        if self.admin_token.is_none() {
+            self.admin_token_file = configured.file.clone();
+            self.admin_token = configured.read()?;
+        }
+        Ok(())
     }
 
     /// The admin token in plain text, to be sent to the manager.

@@ -6,6 +6,7 @@
 #[macro_use]
 extern crate paramhub_harness;
 
+mod admin_token;
 mod bench;
 mod checkpoints;
 #[cfg(test)]
@@ -45,8 +46,10 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
+use admin_token::TokenSource;
 use config::{Config, Secret};
 
+pub use admin_token::admin_token_from_environment;
 pub use environment::unread_variables;
 pub use paramhub_harness::ExitCode;
 
@@ -106,6 +109,15 @@ struct Common {
         hide_env_values = true
     )]
     admin_token: Option<Secret>,
+    /// A file with that token in its only line, instead of --admin-token
+    #[arg(
+        long,
+        global = true,
+        visible_alias = "token-file",
+        value_name = "FILE",
+        env = "PARAMHUB_ADMIN_TOKEN_FILE"
+    )]
+    admin_token_file: Option<PathBuf>,
 }
 
 #[derive(Subcommand)]
@@ -226,7 +238,8 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         _ => config::load(common.config.as_deref())?,
     };
     config.log = common.log.or(config.log);
-    config.admin_token = common.admin_token.or(config.admin_token).filter(|token| !token.0.is_empty());
+    let given = TokenSource { token: common.admin_token, file: common.admin_token_file };
+    config.take_token(given).map_err(Usage)?;
     let task = cli.command.apply(&mut config);
     if !task.is_started_by_us() {
         unread_variables().iter().for_each(|unread| eprintln!("paramhub: {unread}"));

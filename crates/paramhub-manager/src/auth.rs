@@ -40,7 +40,7 @@ impl FromRequestParts<Arc<Registry>> for Admin {
         };
         Err(refusal(
             ErrorCode::Unauthorized,
-            format!("{message}: give it with --admin-token or PARAMHUB_ADMIN_TOKEN"),
+            format!("{message}: give it with --admin-token-file, --admin-token or PARAMHUB_ADMIN_TOKEN"),
         )
         .into())
     }

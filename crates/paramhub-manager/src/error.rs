@@ -26,7 +26,8 @@ pub enum ManagerError {
     /// Any host on the network could create and stop jobs.
     #[error(
         "the connection manager would listen on {address}, which other machines can reach, without an admin token. Give \
-         one with --admin-token or PARAMHUB_ADMIN_TOKEN, for instance from `openssl rand -hex 32`, or listen on 127.0.0.1"
+         one with --admin-token-file, --admin-token or PARAMHUB_ADMIN_TOKEN, for instance from `openssl rand -hex 32`, or \
+         listen on 127.0.0.1"
     )]
     TokenNeeded {
         /// The configured address.

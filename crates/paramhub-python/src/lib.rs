@@ -20,6 +20,7 @@ mod member;
 mod memory;
 mod mesh;
 mod parts;
+mod sealing;
 mod slots;
 mod tensor;
 mod waiting;
@@ -50,6 +51,8 @@ mod _native {
     use crate::memory::Memory;
     #[pymodule_export]
     use crate::mesh::{Mesh, MeshListener};
+    #[pymodule_export]
+    use crate::sealing::{admin_token, derive_secret, open_sealed, seal};
     #[pymodule_export]
     use crate::slots::Slots;
     #[pymodule_export]

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use paramhub_mesh::{ElementType, MeshConfig, MeshError, ReceiveRegion, ReduceOp, SendRegion};
+use paramhub_mesh::{ElementType, MeshConfig, MeshError, Nonce, ReceiveRegion, ReduceOp, SendRegion};
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -59,7 +59,7 @@ impl MeshListener {
             .map(|text| text.parse::<SocketAddr>().map_err(|problem| unreadable(text, problem.to_string())))
             .collect::<PyResult<Vec<_>>>()?;
         // The problem never repeats the value.
-        let secret = secret.parse().map_err(|problem| unreadable("the mesh's secret", problem))?;
+        let secret: Nonce = secret.parse().map_err(|problem| unreadable("the mesh's secret", problem))?;
         let mut config = MeshConfig::new(rank, secret, addresses);
         config.name = name.into();
         config.join_timeout = seconds(py, Some(timeout))?.unwrap_or(config.join_timeout);

@@ -87,15 +87,15 @@ class Group:
 
     def _connect(self, store: dist.Store) -> _native.Mesh:
         listener = _native.MeshListener(self._world.own_address())
-        own = {"address": listener.address}
-        if self.rank == 0:
-            own["secret"] = secrets.token_hex(32)
+        # The salts keep the secrets of two groups of one name apart.
+        own = {"address": listener.address, "salt": secrets.token_hex(16)}
         peers = allgather_json(store, "mesh", own, self.rank, self.size, self.timeout)
+        salts = "".join(each["salt"] for each in peers)
         return listener.join(
             self.name,
             self.rank,
             [each["address"] for each in peers],
-            peers[0]["secret"],
+            self._world.run_secret.derive(f"mesh {self.name} {salts}"),
             timeout=self.timeout,
             dead_after=self._world.options.dead_after,
         )

@@ -13,29 +13,33 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch._rank_assignment import RankAssignment
 from paramhub.torch._rendezvous import allgather_json, store_address
+from paramhub.torch._run_secret import own_sources
 
 
 def locate_hosts(
     assignment: RankAssignment, store: dist.Store, timeout: float
-) -> tuple[RankAssignment, list[int]]:
-    """Returns the assignment completed with local rank and size, and for each rank the first rank of its host.
+) -> tuple[RankAssignment, list[int], list[str]]:
+    """Returns the assignment completed with local rank and size, for each rank the first rank of its host, and the sources of
+    the run's secret that all ranks are known to have.
 
     Unless the launcher says that all ranks are on one host, the ranks exchange the names of their hosts: not every launcher
     knows the hosts, and two launchers on one host count only their own ranks.
     """
     assignment = replace(assignment, master=assignment.master or store_address(store))
     if assignment.is_on_one_host:
-        return assignment, [0] * assignment.size
-    hosts = allgather_json(
+        return assignment, [0] * assignment.size, []
+    all_ranks = allgather_json(
         store,
         "hosts",
-        host_name(),
+        [host_name(), own_sources()],
         assignment.rank,
         assignment.size,
         timeout,
         "can they all reach where the ranks meet?",
     )
-    return assignment.among(hosts), [hosts.index(host) for host in hosts]
+    hosts = [host for host, _ in all_ranks]
+    common = [source for source in own_sources() if all(source in known for _, known in all_ranks)]
+    return assignment.among(hosts), [hosts.index(host) for host in hosts], common
 
 
 def reachable_address(assignment: RankAssignment) -> str:

@@ -57,7 +57,7 @@ def init(
 
     If several ranks share a host that has no hub, the first of them runs another hub for this host. It sums the host's
     gradients first, in shared memory, so that each byte leaves the host once. ``host_hub`` says whether it does. If the
-    connection manager requires an admin token, set ``PARAMHUB_ADMIN_TOKEN``.
+    connection manager requires an admin token, set ``PARAMHUB_ADMIN_TOKEN_FILE`` or ``PARAMHUB_ADMIN_TOKEN``.
 
     ``deployment`` says which hosts have hubs if no hub is named. The default is rank 0's ``PARAMHUB_DEPLOYMENT``, else ``cs`` for
     several hosts. With ``cs`` every host has a hub, and the hosts' sums go round a ring, so all links carry the same load. With

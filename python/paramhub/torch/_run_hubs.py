@@ -20,6 +20,7 @@ from paramhub.torch._hosts import (
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment
+from paramhub.torch._run_secret import admin_token
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class RunHubs:
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         if not url:
             return self._start_run_hub()
-        token = os.environ.get("PARAMHUB_ADMIN_TOKEN") or None
+        token = admin_token()
         run = secrets.token_hex(8)
         return HubAccess(url, token, is_embedded=False, deployment="cc", run=run, hubs=_hubs_to_wait_for())
 

@@ -109,11 +109,12 @@ class RunJobs:
             return ticket
         if rank != 0:
             text = self._store.read(f"job/{label}", f"rank {members[0]} has not created the job for {label}")
-            ticket = tuple(json.loads(text))
-            if ticket[0] is None:
+            if text.startswith("["):
                 self._store.acknowledge_failure()
-                raise ConnectError(f"rank {members[0]} could not create the job for {label}: {ticket[1]}")
-            return ticket
+                raise ConnectError(
+                    f"rank {members[0]} could not create the job for {label}: {json.loads(text)[0]}"
+                )
+            return tuple(json.loads(self._store.secret.open(f"job/{label}", text)))
         hub = self._hubs.access
         try:
             ticket = create_job(
@@ -128,9 +129,9 @@ class RunJobs:
                 reduction=reduction,
             )
         except Exception as error:
-            self._store.report_failure(f"job/{label}", json.dumps([None, str(error), ""]))
+            self._store.report_failure(f"job/{label}", json.dumps([str(error)]))
             raise
-        self._store.write(f"job/{label}", json.dumps(ticket))
+        self._store.write_secret(f"job/{label}", json.dumps(ticket))
         return ticket
 
     def close(self, job: _native.Job, *, abandon: bool = False) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from paramhub.errors import ConnectError
 from paramhub.torch._rendezvous import has_agent_store, wait_for_keys
+from paramhub.torch._run_secret import RunSecret
 
 EXIT_TIMEOUT = 10.0
 """Seconds for which the rank that runs the hub waits for the other ranks to leave."""
@@ -21,6 +22,9 @@ _FAILURE_KEY = "failure"
 
 class RunStore:
     """A run's store, from the point of view of one rank."""
+
+    secret: RunSecret
+    """Set once rank 0 has chosen it."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.store = store
@@ -46,6 +50,23 @@ class RunStore:
                 f"rank {self._rank}: {problem} within {self._timeout:g} s: did it start, and can its host be reached?"
             )
         return self.store.get(key).decode()
+
+    def agree_on_secret(self, common_sources: list[str], *, is_on_one_host: bool) -> None:
+        """Rank 0 chooses the run's secret, and the other ranks find it."""
+        if self._rank == 0:
+            self.secret, choice = RunSecret.choose(common_sources, is_on_one_host=is_on_one_host)
+            self.write("secret", choice)
+        else:
+            choice = self.read("secret", "rank 0 has not said where the run's secret is")
+            self.secret = RunSecret.find(self._rank, choice)
+
+    def write_secret(self, key: str, text: str) -> None:
+        """Writes what only the ranks of this run may read."""
+        self.write(key, self.secret.seal(key, text))
+
+    def read_secret(self, key: str, problem: str) -> str:
+        """Reads what `write_secret` has written, as `read` does."""
+        return self.secret.open(key, self.read(key, problem))
 
     def allgather_text(self, label: str, text: str, ranks: Sequence[int] | None = None) -> list[str]:
         """Returns every rank's text, by rank. Each of ``ranks`` (by default every rank) calls it once with the same label."""

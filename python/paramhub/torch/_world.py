@@ -21,6 +21,7 @@ from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment
 from paramhub.torch._run_hubs import HubAccess, RunHubs
 from paramhub.torch._run_jobs import RunJobs
+from paramhub.torch._run_secret import RunSecret
 from paramhub.torch._run_store import EXIT_TIMEOUT, RunStore
 from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE, FailureState
 from paramhub.torch._trace_files import Origin
@@ -40,7 +41,7 @@ class World:
     ) -> None:
         """Joins the other ranks. ``is_separate`` says that these ranks are not those of torch.distributed's process group."""
         self._is_separate = is_separate
-        assignment, first_ranks = locate_hosts(assignment, store, options.timeout)
+        assignment, first_ranks, common_sources = locate_hosts(assignment, store, options.timeout)
         assert assignment.local_rank is not None and assignment.local_size is not None
         self.rank = assignment.rank
         self.size = assignment.size
@@ -60,6 +61,7 @@ class World:
         self._store = RunStore(store, self.rank, self.size, options.timeout)
         self.jobs = RunJobs(self.rank, self.size, self.hubs, self._store, options, self.failures)
         try:
+            self._store.agree_on_secret(common_sources, is_on_one_host=assignment.is_on_one_host)
             self.hubs.access, trace_settings = self._agree_on_hub(url)
             self.hubs.start_host_hub()
             if trace_settings is not None:
@@ -69,6 +71,12 @@ class World:
             raise
         if self.rank == 0:
             log(self.describe())
+            if self._store.secret.is_exposed:
+                log(
+                    "the secrets of this run go through torch's store, and whoever can listen or connect to the store can read "
+                    "them, join the run's jobs, and stop them. PARAMHUB_ADMIN_TOKEN_FILE with the same token at every rank, or "
+                    "`paramhub run`, keeps them from that"
+                )
             # With a job of `paramhub run`, the launcher has printed these lines already.
             if not self.jobs.has_launcher_job:
                 for line in _native.unread_variables():
@@ -77,7 +85,7 @@ class World:
     def _agree_on_hub(self, url: str | None) -> tuple[HubAccess, dict[str, Any] | None]:
         """Rank 0 chooses the hub, or starts one, and decides whether a trace is made; the other ranks read its choice."""
         if self.rank != 0:
-            choice = json.loads(self._store.read("hub", "rank 0 has not said which hub is used"))
+            choice = json.loads(self._store.read_secret("hub", "rank 0 has not said which hub is used"))
             return HubAccess(**choice["hub"]), choice["trace"]
         access = self.hubs.choose(url)
         directory = os.environ.get("PARAMHUB_TRACE", "").strip()
@@ -88,7 +96,7 @@ class World:
                 "run": secrets.token_hex(8),
                 "start_ns": _native.now_ns(),
             }
-        self._store.write("hub", json.dumps({"hub": access.__dict__, "trace": trace_settings}))
+        self._store.write_secret("hub", json.dumps({"hub": access.__dict__, "trace": trace_settings}))
         return access, trace_settings
 
     def _start_trace(self, directory: str, run: str, start_ns: int) -> None:
@@ -151,6 +159,11 @@ class World:
         self._labels[kind] = number + 1
         return f"{kind}-{number}"
 
+    @property
+    def run_secret(self) -> RunSecret:
+        """The secret that all ranks share."""
+        return self._store.secret
+
     def allgather_text(self, label: str, text: str) -> list[str]:
         """Returns every rank's text, by rank. Each rank calls it once with the same label."""
         return self._store.allgather_text(label, text)
@@ -170,6 +183,7 @@ class World:
         timeout = (
             0.0 if abandon else EXIT_TIMEOUT_AFTER_FAILURE if self.failures.is_failing() else EXIT_TIMEOUT
         )
+        self._store.secret.close()
         self.hubs.stop_host_hub(timeout)
         if not self.hubs.runs_hub_of_run:
             self._store.announce_exit()

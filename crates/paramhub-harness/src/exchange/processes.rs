@@ -69,7 +69,8 @@ pub fn commands(hosts: &Hosts, workers: u32, socket: &Path) -> anyhow::Result<Ve
 
 /// Adds the arguments by which a command of this program knows which process of the benchmark it is.
 pub fn add_process_arguments(command: &mut Command, socket: &Path, process: usize) {
-    command.arg("bench-peer").arg(socket).arg(process.to_string()).env_remove("PARAMHUB_ADMIN_TOKEN");
+    command.arg("bench-peer").arg(socket).arg(process.to_string());
+    command.env_remove("PARAMHUB_ADMIN_TOKEN").env_remove("PARAMHUB_ADMIN_TOKEN_FILE");
 }
 
 /// Runs the commands for a socket, and drives and supervises their processes in the same way.

@@ -33,7 +33,8 @@ impl RankEnvironment<'_> {
             .env("PARAMHUB_JOB", self.job.namespace.to_string())
             .env("PARAMHUB_SECRET", String::from(self.job.nonce))
             // A worker does not need the operator's token.
-            .env_remove("PARAMHUB_ADMIN_TOKEN");
+            .env_remove("PARAMHUB_ADMIN_TOKEN")
+            .env_remove("PARAMHUB_ADMIN_TOKEN_FILE");
     }
 }
 

@@ -281,7 +281,7 @@ fn raw_settings() -> Settings {
 
 fn join_raw(cluster: &Cluster, ticket: &Ticket, rank: u32, settings: &Settings) -> Raw {
     let (mut raw, hello) = Raw::join_with(cluster, ticket, rank, settings);
-    match raw.shake_hands(&hello, &ticket) {
+    match raw.shake_hands(&hello, ticket) {
         Verdict::Welcome { .. } => raw,
         Verdict::Refused { message, .. } => panic!("refused: {message}"),
     }

@@ -82,7 +82,7 @@ impl LocalRaw {
     fn join(cluster: &Cluster, ticket: &Ticket, rank: u32, settings: &Settings) -> LocalRaw {
         let (_, hello) = Raw::join_with(cluster, ticket, rank, settings);
         let (socket, arena, rings) = (dial(cluster), arena(settings), rings());
-        match shake_hands(&socket, &hello, &ticket, &[arena.as_fd(), rings.as_fd()]) {
+        match shake_hands(&socket, &hello, ticket, &[arena.as_fd(), rings.as_fd()]) {
             Verdict::Welcome { .. } => LocalRaw { socket, rings, written: 0, read: 0 },
             Verdict::Refused { message, .. } => panic!("refused: {message}"),
         }
