@@ -16,7 +16,7 @@ use crate::core::ports::Side;
 pub(crate) struct CheckedHeader {
     pub(super) header: Header,
     pub(super) side: Side,
-    /// `None` where the operation is about no chunk.
+    /// The slot of the chunk; `None` if the operation is about no chunk.
     index: Option<u32>,
 }
 
@@ -80,7 +80,7 @@ impl Shard {
                 return Err(self.violation(header.chunk, slot.key, ProtocolViolation::ByFactors));
             }
             Operation::Push | Operation::PushPull => {
-                let codec = contributed_as(side, &slot);
+                let codec = contribution_codec(side, &slot);
                 (codec, slot.extent().bytes(codec))
             }
             Operation::Total => (Codec::F32, slot.extent().bytes(Codec::F32)),
@@ -133,7 +133,7 @@ impl Shard {
 }
 
 /// The codec in which contributions arrive.
-fn contributed_as(side: Side, slot: &ChunkPlace) -> Codec {
+fn contribution_codec(side: Side, slot: &ChunkPlace) -> Codec {
     match side {
         Side::Worker(_) => slot.gradient,
         Side::Below(_) | Side::Above => Codec::F32,
@@ -143,7 +143,7 @@ fn contributed_as(side: Side, slot: &ChunkPlace) -> Codec {
 /// Returns whether a frame of this operation may arrive by a port.
 fn may_come(side: Side, operation: Operation) -> bool {
     match (side, operation) {
-        // The stream only admits what workers may send.
+        // A worker's stream has refused already what workers may not send.
         (Side::Worker(_), _) => true,
         (Side::Below(_), Operation::PushPull | Operation::Leave)
         | (Side::Above, Operation::Total | Operation::Parameters | Operation::Notice)
