@@ -15,7 +15,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 pub(super) use bars::{Bar, Bars, Part};
 pub(super) use groups::{Column, Group, GroupPanel, Groups};
 pub(super) use lines::{Lines, Point, Scale, Series};
-pub(super) use timeline::{Lane, Panel, Stretch, Timelines};
+pub(super) use timeline::{Interval, Panel, TimelineRow, Timelines};
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
