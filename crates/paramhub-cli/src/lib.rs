@@ -161,7 +161,7 @@ enum CliCommand {
 /// `started_as` is the command with which this program starts its own child processes; `None` means this program's file.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Vec<OsString>>) -> ExitCode {
     if let Some(command) = started_as {
-        paramhub_harness::launch::started_as(command);
+        paramhub_harness::launch::set_this_program_command(command);
     }
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,

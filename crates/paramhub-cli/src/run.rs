@@ -17,8 +17,8 @@ use paramhub::{ManagerClient, Stragglers};
 use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_harness::launch::{
-    Ended, Launch, LaunchObserver, Line, RankEnvironment, Signals, Stream, SupervisedJob, describe,
-    free_port, interrupted_by,
+    Launch, LaunchEnd, LaunchObserver, Line, OutputStream, RankEnvironment, Signals, SupervisedJob,
+    describe_exit, free_port, interruption_reason,
 };
 
 use super::{ManagerUrl, Usage, deployment, overlay};
@@ -165,9 +165,9 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
             first_rank: first_rank as usize,
             checked: Instant::now(),
         };
-        Ok(Ended { first_rank, ..launch.supervise(&signals, &mut watch) })
+        Ok(LaunchEnd { first_rank, ..launch.supervise(&signals, &mut watch) })
     };
-    let ended: anyhow::Result<Ended> = supervise();
+    let ended: anyhow::Result<LaunchEnd> = supervise();
     if section.stragglers.leaves_out() && first_rank == 0 {
         say_left_out(&environment.client, &environment.job);
     }
@@ -226,7 +226,7 @@ fn master(config: &Config) -> anyhow::Result<Option<(String, u16)>> {
 
 /// Ends a job whose workers never joined or did not leave, and which would otherwise live until its lease
 /// runs out. `ended` is how the workers ended; `None` if they could not be started.
-pub(super) fn end_job(client: &ManagerClient, job: &ServiceCreated, ended: Option<&Ended>) {
+pub(super) fn end_job(client: &ManagerClient, job: &ServiceCreated, ended: Option<&LaunchEnd>) {
     let name = job.namespace.to_string();
     let Ok(status) = client.job(&name) else { return };
     if status.state.has_ended() {
@@ -247,7 +247,7 @@ pub(super) fn announce_end(
     job: &ServiceCreated,
     signal: i32,
 ) -> Option<Receiver<()>> {
-    let (client, name, reason) = (client.clone(), job.namespace.to_string(), interrupted_by(signal));
+    let (client, name, reason) = (client.clone(), job.namespace.to_string(), interruption_reason(signal));
     let (is_running, ended) = channel();
     let announce = move || {
         // The workers end even if the manager does not answer.
@@ -288,8 +288,8 @@ impl LaunchObserver for OutputPrinter<'_> {
         prefixed.push(b'\n');
         // The workers must be able to end even if the reader has closed the pipe.
         let _ = match line.stream {
-            Stream::Output => std::io::stdout().lock().write_all(&prefixed),
-            Stream::Error => std::io::stderr().lock().write_all(&prefixed),
+            OutputStream::Output => std::io::stdout().lock().write_all(&prefixed),
+            OutputStream::Error => std::io::stderr().lock().write_all(&prefixed),
         };
     }
 
@@ -310,7 +310,7 @@ impl LaunchObserver for OutputPrinter<'_> {
 }
 
 /// Prints which workers failed, and returns the launcher's own exit code.
-fn conclude(ended: &Ended) -> u8 {
+fn conclude(ended: &LaunchEnd) -> u8 {
     if let Some(reason) = &ended.stopped {
         eprintln!("paramhub: {reason}");
         return ended.worst_exit_code().max(1);
@@ -318,7 +318,7 @@ fn conclude(ended: &Ended) -> u8 {
     if ended.signal.is_none() {
         for &rank in &ended.failed {
             let number = ended.first_rank as usize + rank;
-            eprintln!("paramhub: worker {number} {}", describe(ended.exits[rank]));
+            eprintln!("paramhub: worker {number} {}", describe_exit(ended.exits[rank]));
         }
     }
     ended.worst_exit_code()

@@ -67,7 +67,7 @@ pub struct ModelLayer {
     pub keys: Vec<u32>,
     /// Outputs and inputs, if the layer is fully connected.
     pub fully_connected: Option<[u64; 2]>,
-    /// Multiplications and additions in the forward pass of one sample.
+    /// Multiply-adds in the forward pass of one sample.
     pub operations: u64,
 }
 

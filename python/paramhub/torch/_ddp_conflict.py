@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paramhub.torch._exchange import Exchange
 
 _reduced_ids: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = weakref.WeakKeyDictionary()
-"""The ids of the parameters whose gradients each DDP instance reduces."""
+"""The ids of the parameters whose gradients each DDP instance reduces: all of its model but those it was told to ignore."""
 
 
 def refuse_in_forward(exchanges: Sequence[Exchange]) -> None:
@@ -39,7 +39,7 @@ def refuse_in_forward(exchanges: Sequence[Exchange]) -> None:
 def is_reduced_by_ddp(parameter: torch.Tensor) -> bool:
     """Returns whether some DDP instance reduces the parameter's gradient. The search looks through all objects of the process,
     so call this function only to choose an error message."""
-    # A DDP instance whose constructor failed may lack the list.
+    # A DDP instance whose constructor failed may not have `_module_parameters`.
     return any(
         any(reduced is parameter for reduced in ddp.__dict__.get("_module_parameters", ()))
         for ddp in ddp_instances()

@@ -107,7 +107,7 @@ fn steps(model: &str, ranks: u32, order: KeyOrder, panels: Vec<Panel>) -> Timeli
         heading: Heading {
             title: format!("{model}: a step of rank 0 of {ranks}, keys {}", order.label()),
             notes: vec![
-                "from the beginning of one step's forward pass to that of the next; each lane is a thread"
+                "from the beginning of one step's forward pass to that of the next; each row is a thread"
                     .into(),
             ],
         },

@@ -7,7 +7,7 @@ use anyhow::Context;
 use paramhub_collective::communicator::Communicator;
 use paramhub_harness::exchange::hosts::Site;
 use paramhub_harness::exchange::processes::{NamedCommand, add_process_arguments};
-use paramhub_harness::launch::this_program;
+use paramhub_harness::launch::this_program_command;
 
 use super::messages::RankSpec;
 
@@ -46,7 +46,7 @@ pub(super) fn command(
     socket: &Path,
     process: usize,
 ) -> anyhow::Result<NamedCommand> {
-    let mut rank = this_program().context("cannot find this program's own file")?;
+    let mut rank = this_program_command().context("cannot find this program's own file")?;
     add_process_arguments(&mut rank, socket, process);
     // The first site is the one from which mpirun reaches the others.
     let mut words =

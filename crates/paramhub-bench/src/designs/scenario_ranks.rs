@@ -1,4 +1,4 @@
-//! All ranks of a scenario, to which the launcher sends commands.
+//! The launcher's connections to all ranks of a scenario. It sends them commands and receives their replies.
 
 use anyhow::Context;
 use paramhub::service::ServiceCreated;
@@ -16,7 +16,9 @@ use super::timeline::Timeline;
 
 /// All ranks of a scenario.
 pub(super) struct ScenarioRanks {
+    /// The scenario's name in errors.
     name: String,
+    /// The connection to each rank, by rank.
     pub(super) connections: Vec<JsonConnection>,
 }
 
@@ -28,24 +30,27 @@ impl ScenarioRanks {
     /// Sends a command to all ranks. Returns every rank's reply, which must be of the expected kind.
     fn ask<T>(
         &mut self,
-        order: &ScenarioCommand,
+        command: &ScenarioCommand,
         expected: impl Fn(ScenarioReply) -> Option<T>,
     ) -> anyhow::Result<Vec<T>> {
         for (rank, connection) in self.connections.iter_mut().enumerate() {
-            connection.send(order).with_context(|| format!("rank {rank} of {}", self.name))?;
+            connection.send(command).with_context(|| format!("rank {rank} of {}", self.name))?;
         }
         self.receive(expected)
     }
 
+    /// Receives the next reply of every rank, which must be of the expected kind.
     fn receive<T>(&mut self, expected: impl Fn(ScenarioReply) -> Option<T>) -> anyhow::Result<Vec<T>> {
         let name = &self.name;
-        let reply = self.connections.iter_mut().enumerate().map(|(rank, connection)| {
+        let replies = self.connections.iter_mut().enumerate().map(|(rank, connection)| {
             let name = format!("rank {rank} of {name}");
             expected(receive(&name, connection)?).with_context(|| format!("{name} answered out of turn"))
         });
-        reply.collect()
+        replies.collect()
     }
 
+    /// Tells every process which rank it is, and has the ranks of a native communicator connect to one another.
+    /// `url` is that of the manager. `job` is the job of ranks that exchange through hubs.
     pub(super) fn enter(
         &mut self,
         rank_spec: &RankSpec,
@@ -68,35 +73,37 @@ impl ScenarioRanks {
         Ok(())
     }
 
-    /// The mean of all ranks.
+    /// Measures every key's collective alone. Returns the mean of all ranks.
     pub(super) fn alone(&mut self) -> anyhow::Result<IsolatedTimes> {
         let command = ScenarioCommand::Alone { start: usage::monotonic() + LEAD };
-        let alone = self.ask(&command, |reply| match reply {
-            ScenarioReply::Alone(alone) => Some(alone),
+        let times = self.ask(&command, |reply| match reply {
+            ScenarioReply::Alone(times) => Some(times),
             _ => None,
         })?;
-        let keys = 0..alone[0].keys.len();
-        let of_key = |key: usize| mean(alone.iter().filter_map(|rank| rank.keys.get(key).copied()));
+        let keys = 0..times[0].keys.len();
+        let of_key = |key: usize| mean(times.iter().filter_map(|rank| rank.keys.get(key).copied()));
         Ok(IsolatedTimes {
             keys: keys.map(of_key).collect(),
-            barrier: mean(alone.iter().map(|rank| rank.barrier)),
+            barrier: mean(times.iter().map(|rank| rank.barrier)),
         })
     }
 
+    /// Plays a turn whose computation takes `stretch` times as long as in the workload. Returns the times of every rank.
     pub(super) fn turn(
         &mut self,
-        order: KeyOrder,
+        key_order: KeyOrder,
         stretch: f64,
         is_traced: bool,
     ) -> anyhow::Result<Vec<TurnTimes>> {
         let command =
-            ScenarioCommand::Play { key_order: order, stretch, is_traced, start: usage::monotonic() + LEAD };
+            ScenarioCommand::Play { key_order, stretch, is_traced, start: usage::monotonic() + LEAD };
         self.ask(&command, |reply| match reply {
-            ScenarioReply::Played(played) => Some(played),
+            ScenarioReply::Played(times) => Some(times),
             _ => None,
         })
     }
 
+    /// Returns every rank's timeline of the last turn that was traced.
     pub(super) fn show(&mut self) -> anyhow::Result<Vec<Timeline>> {
         self.ask(&ScenarioCommand::Show, |reply| match reply {
             ScenarioReply::Timeline(timeline) => Some(timeline),
@@ -104,6 +111,7 @@ impl ScenarioRanks {
         })
     }
 
+    /// Has every rank compare the sums of the last step with the expected ones. Returns the verdict on all ranks.
     pub(super) fn verify(&mut self) -> anyhow::Result<Verdict> {
         let verdicts = self.ask(&ScenarioCommand::Verify, |reply| match reply {
             ScenarioReply::Checked(verdict) => Some(verdict),
@@ -112,11 +120,11 @@ impl ScenarioRanks {
         Ok(verdicts.into_iter().fold(Verdict::default(), Verdict::and))
     }
 
-    /// The times of every rank.
+    /// Has the ranks train. Returns the times of every rank.
     pub(super) fn train(&mut self) -> anyhow::Result<Vec<TrainingTimes>> {
         let command = ScenarioCommand::Train { start: usage::monotonic() + LEAD };
         self.ask(&command, |reply| match reply {
-            ScenarioReply::Trained(trained) => Some(trained),
+            ScenarioReply::Trained(times) => Some(times),
             _ => None,
         })
     }

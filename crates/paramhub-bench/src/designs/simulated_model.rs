@@ -48,14 +48,25 @@ pub(super) struct SimulatedKey {
 /// The times that a turn records of its steps.
 #[derive(Default)]
 pub(super) struct StepMarks {
+    /// The time at which each step's forward pass began.
     pub(super) begins: Mutex<Vec<Instant>>,
-    pub(super) ends: Mutex<Vec<(Instant, Times, f64)>>,
+    /// The end of each step's backward pass.
+    pub(super) ends: Mutex<Vec<StepEnd>>,
+}
+
+/// What a turn records at the end of a step's backward pass.
+pub(super) struct StepEnd {
+    pub(super) at: Instant,
+    /// The times since the turn began.
+    pub(super) times: Times,
+    /// The processor time of this process since it was started.
+    pub(super) cpu_seconds: f64,
 }
 
 impl StepMarks {
     pub(super) fn end(&self, at: Instant, times: Times) {
-        let mark = (at, times, usage::cpu_seconds());
-        self.ends.lock().unwrap_or_else(PoisonError::into_inner).push(mark);
+        let end = StepEnd { at, times, cpu_seconds: usage::cpu_seconds() };
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner).push(end);
     }
 }
 

@@ -1,4 +1,4 @@
-//! One rank of a simulated model: operations that sleep as long as layers compute, and a store that exchanges for real.
+//! One rank of a simulated model. Its operations sleep as long as layers compute, and its store really exchanges.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,14 +18,15 @@ use super::simulated_model::{SimulatedKey, SimulatedModel, StepMarks};
 use super::step::Step;
 use super::timeline::{RecordedOperation, Timeline};
 
-/// Barriers over which the mean is taken.
+/// The number of barriers of whose times the mean is taken.
 const BARRIERS: u32 = 10;
 
+/// A rank that plays turns of a simulated model as the launcher commands.
 pub(super) struct SimulatedRank<'a> {
     model: SimulatedModel<'a>,
     ranks: u32,
-    /// The timeline of the last turn.
-    timeline: Timeline,
+    /// The times at which the forward passes of the last turn's steps began, in seconds since the runtime's origin.
+    step_begins: Vec<f64>,
 }
 
 impl<'a> SimulatedRank<'a> {
@@ -36,10 +37,10 @@ impl<'a> SimulatedRank<'a> {
         ranks: u32,
     ) -> anyhow::Result<SimulatedRank<'a>> {
         let model = SimulatedModel::new(runtime, workload, rank, ranks)?;
-        Ok(SimulatedRank { model, ranks, timeline: Timeline::default() })
+        Ok(SimulatedRank { model, ranks, step_begins: Vec::new() })
     }
 
-    /// Runs until the launcher hangs up.
+    /// Answers the launcher's commands until it closes the connection.
     pub(super) fn play(mut self, connection: &mut JsonConnection) -> anyhow::Result<()> {
         connection.send(&ScenarioReply::Joined)?;
         while let Some(command) = connection.receive()? {
@@ -59,6 +60,7 @@ impl<'a> SimulatedRank<'a> {
         self.model.runtime.leave()
     }
 
+    /// Plays a turn. Its times are the means of all steps but the leading one.
     fn turn(&mut self, order: KeyOrder, stretch: f64, start: Duration) -> anyhow::Result<TurnTimes> {
         std::thread::sleep(start.saturating_sub(usage::monotonic()));
         self.model.gpu.restart();
@@ -76,17 +78,17 @@ impl<'a> SimulatedRank<'a> {
         let begins = std::mem::take(&mut *marks.begins.lock().unwrap_or_else(PoisonError::into_inner));
         let since_origin =
             |at: Instant| at.saturating_duration_since(self.model.runtime.origin).as_secs_f64();
-        self.timeline.steps = begins.into_iter().map(since_origin).collect();
+        self.step_begins = begins.into_iter().map(since_origin).collect();
         let ends = marks.ends.lock().unwrap_or_else(PoisonError::into_inner);
         let (first, last) = ends.first().zip(ends.last()).context("a turn has steps")?;
         let steps = f64::from(self.model.workload.steps);
-        let (before, after) = (first.1, last.1);
+        let (before, after) = (first.times, last.times);
         Ok(TurnTimes {
-            seconds: last.0.saturating_duration_since(first.0).as_secs_f64() / steps,
+            seconds: last.at.saturating_duration_since(first.at).as_secs_f64() / steps,
             computing: (after.computing - before.computing).as_secs_f64() / steps,
             in_flight: (after.in_flight - before.in_flight).as_secs_f64() / steps,
             hidden: (after.hidden - before.hidden).as_secs_f64() / steps,
-            cpu: (last.2 - first.2) / steps,
+            cpu: (last.cpu_seconds - first.cpu_seconds) / steps,
         })
     }
 
@@ -121,10 +123,11 @@ impl<'a> SimulatedRank<'a> {
         }
     }
 
+    /// Takes the timeline of the last turn that was traced.
     fn show(&mut self) -> Timeline {
         let spans = self.model.runtime.trace.as_ref().map(|trace| trace.take().0).unwrap_or_default();
         let spans = spans.into_iter().map(RecordedOperation::from).collect();
-        Timeline { spans, steps: std::mem::take(&mut self.timeline.steps) }
+        Timeline { spans, steps: std::mem::take(&mut self.step_begins) }
     }
 
     /// Checks the sums. Every rank's numbers are eighths, so that their sums are exact in any order.

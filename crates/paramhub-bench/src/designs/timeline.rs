@@ -9,7 +9,7 @@ use anyhow::Context;
 use paramhub_collective::engine::{Kind, Span, write_chrome};
 use serde::{Deserialize, Serialize};
 
-use crate::plot::{Lane, Panel, Stretch};
+use crate::plot::{Interval, Panel, TimelineRow};
 
 /// The timeline of one rank.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -77,23 +77,23 @@ impl Timeline {
     pub(super) fn panel(&self, title: String) -> Option<Panel> {
         let [.., from, to] = self.steps[..] else { return None };
         let place = |time: Duration| (time.as_secs_f64() - from).clamp(0.0, to - from);
-        let lanes = LANES.map(|lane| {
-            let spans = self.spans.iter().filter(|ran| lane_of(ran) == Some(lane.0));
-            let stretches = spans.map(|ran| Stretch {
+        let rows = ROWS.map(|row| {
+            let spans = self.spans.iter().filter(|ran| row_of(ran) == Some(row.0));
+            let intervals = spans.map(|ran| Interval {
                 from: place(ran.start),
                 to: place(ran.end),
                 colour: colour_of(&ran.name),
             });
-            let within = stretches.filter(|stretch| stretch.from < stretch.to);
-            Lane { name: lane.1.to_owned(), stretches: within.collect() }
+            let within = intervals.filter(|interval| interval.from < interval.to);
+            TimelineRow { name: row.1.to_owned(), intervals: within.collect() }
         });
-        let is_used = |lane: &Lane| !lane.stretches.is_empty();
-        Some(Panel { title, length: to - from, lanes: lanes.into_iter().filter(is_used).collect() })
+        let is_used = |row: &TimelineRow| !row.intervals.is_empty();
+        Some(Panel { title, length: to - from, rows: rows.into_iter().filter(is_used).collect() })
     }
 }
 
-/// The lanes of a picture: the beginning of a thread's name, and the title.
-const LANES: [(&str, &str); 5] = [
+/// The rows of a picture: the beginning of a thread's name, and the title.
+const ROWS: [(&str, &str); 5] = [
     ("compute", "compute"),
     ("copy", "copy"),
     ("caller", "caller of push"),
@@ -103,12 +103,12 @@ const LANES: [(&str, &str); 5] = [
 /// The meaning of a picture's colours, by number.
 pub(super) const COLOURS: [&str; 5] = ["forward", "backward", "collective", "copy, update", "barrier"];
 
-fn lane_of(ran: &RecordedOperation) -> Option<&'static str> {
-    let by_engine = LANES.iter().map(|(lane, _)| *lane).find(|lane| ran.thread_name.starts_with(lane));
+fn row_of(ran: &RecordedOperation) -> Option<&'static str> {
+    let by_engine = ROWS.iter().map(|(row, _)| *row).find(|row| ran.thread_name.starts_with(row));
     match by_engine {
-        // An operation under way to a hub keeps no thread busy, so it has a lane of its own.
+        // An operation under way to a hub keeps no thread busy, so it has a row of its own.
         Some(_) if ran.is_deferred => Some("communicate 0"),
-        Some(lane) => Some(lane),
+        Some(row) => Some(row),
         None => (ran.kind == Kind::Communicate.name()).then_some("caller"),
     }
 }
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_has_the_last_whole_step_and_lanes_of_threads() {
+    fn a_picture_has_the_last_whole_step_and_rows_of_threads() {
         let spans = vec![
             ran("forward a", Kind::Compute, "compute 0", [0, 5]),
             ran("forward a", Kind::Compute, "compute 0", [20, 25]),
@@ -142,14 +142,14 @@ mod tests {
             ran("copy a", Kind::Copy, "copy 0", [28, 40]),
         ];
         let timeline = Timeline { spans, steps: vec![0.0, 0.010, 0.030] };
-        let Panel { length, lanes, .. } = timeline.panel("one".into()).unwrap();
+        let Panel { length, rows, .. } = timeline.panel("one".into()).unwrap();
         assert!((length - 0.020).abs() < 1e-9);
-        let names: Vec<&str> = lanes.iter().map(|lane| lane.name.as_str()).collect();
+        let names: Vec<&str> = rows.iter().map(|row| row.name.as_str()).collect();
         assert_eq!(names, ["compute", "copy", "caller of push"]);
-        let places: Vec<(u32, u32)> = lanes
+        let places: Vec<(u32, u32)> = rows
             .iter()
-            .flat_map(|lane| &lane.stretches)
-            .map(|stretch| [stretch.from, stretch.to].map(|at| (at * 1e3).round() as u32).into())
+            .flat_map(|row| &row.intervals)
+            .map(|interval| [interval.from, interval.to].map(|at| (at * 1e3).round() as u32).into())
             .collect();
         assert_eq!(places, [(10, 15), (18, 20), (0, 2)], "cut off at its ends");
         assert!(Timeline::default().panel("none".into()).is_none());

@@ -18,7 +18,7 @@ const BELOW: i32 = 40;
 /// The share of a group's room that stays free beside its bars.
 const GAP_SHARE: f64 = 0.25;
 /// The colour of marks, unlike that of any bar.
-const BOUND: RGBColor = COLOURS[5];
+const MARK_COLOUR: RGBColor = COLOURS[5];
 
 /// A plot of groups.
 pub(crate) struct Groups {
@@ -49,7 +49,7 @@ pub(crate) struct Column {
     /// The number of its series, which is that of its colour.
     pub(crate) series: usize,
     pub(crate) height: f64,
-    /// The lowest and the highest round.
+    /// The lowest and the highest height of all rounds.
     pub(crate) range: (f64, f64),
     pub(crate) mark: f64,
 }
@@ -57,7 +57,8 @@ pub(crate) struct Column {
 impl Groups {
     pub(crate) fn write(&self, path: &Path) -> anyhow::Result<()> {
         let series = self.series.iter().enumerate().map(|(at, name)| (name.as_str(), Mark::Box(colour(at))));
-        let legend: Vec<(&str, Mark)> = series.chain([(self.mark.as_str(), Mark::Tick(BOUND))]).collect();
+        let legend: Vec<(&str, Mark)> =
+            series.chain([(self.mark.as_str(), Mark::Tick(MARK_COLOUR))]).collect();
         let above = draw_heading(&scratch(&mut String::new()), &self.heading, &legend)?;
         let panel = ABOVE + BARS + BELOW;
         let height = above + panel * self.panels.len() as i32 + MARGIN;
@@ -104,7 +105,7 @@ impl Groups {
                 let (middle, (low, high)) = ((from + to) / 2, bar.range);
                 area.draw(&PathElement::new([(middle, y(low)), (middle, y(high))], INK))?;
                 let mark = [(from - 1, y(bar.mark)), (to + 1, y(bar.mark))];
-                area.draw(&PathElement::new(mark, BOUND.stroke_width(3)))?;
+                area.draw(&PathElement::new(mark, MARK_COLOUR.stroke_width(3)))?;
                 let text = (middle, y(bar.height.max(high).max(bar.mark)) - SMALL - 2);
                 write_text(area, &short_number(bar.height), text, SMALL - 3, &INK, HPos::Center)?;
             }

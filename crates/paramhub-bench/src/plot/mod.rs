@@ -1,4 +1,4 @@
-//! Results as pictures: one SVG file, readable on light and dark pages alike.
+//! Results as pictures. Each picture is one SVG file with a white background, readable on light and dark pages alike.
 
 mod bars;
 mod groups;
@@ -15,15 +15,18 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 pub(super) use bars::{Bar, Bars, Part};
 pub(super) use groups::{Column, Group, GroupPanel, Groups};
 pub(super) use lines::{Lines, Point, Scale, Series};
-pub(super) use timeline::{Lane, Panel, Stretch, Timelines};
+pub(super) use timeline::{Interval, Panel, TimelineRow, Timelines};
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 const WIDTH: u32 = 960;
 /// The margin on all sides.
 const MARGIN: i32 = 24;
+/// The colour of text and of ranges.
 const INK: RGBColor = RGBColor(38, 38, 38);
+/// The colour of notes, of axes and of what results are compared with.
 const FAINT: RGBColor = RGBColor(110, 110, 110);
+/// The colour of the lines at the numbers of a scale.
 const RULE: RGBColor = RGBColor(222, 222, 222);
 /// Colours that people with colour blindness can distinguish, too (Okabe and Ito).
 const COLOURS: [RGBColor; 6] = [
@@ -62,7 +65,7 @@ fn draw(
     std::fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Draws the heading and a legend below it. Returns the height at which the rest begins.
+/// Draws the heading and a legend below it. Returns the y at which the rest of the picture begins.
 fn draw_heading(area: &Area<'_>, heading: &Heading, legend: &[(&str, Mark)]) -> anyhow::Result<i32> {
     let mut y = MARGIN;
     let room = WIDTH as i32 - 2 * MARGIN;
@@ -88,7 +91,7 @@ fn draw_heading(area: &Area<'_>, heading: &Heading, legend: &[(&str, Mark)]) -> 
     Ok(if legend.is_empty() { y } else { y + TEXT + 14 })
 }
 
-/// The symbol of a series in a legend.
+/// The symbol in a legend of what a picture shows: a line, a part of bars, a mark.
 #[derive(Clone, Copy)]
 enum Mark {
     Line(RGBColor),
@@ -200,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_have_no_idle_zeros() {
+    fn labels_have_no_needless_zeros() {
         assert_eq!(
             [250.0, 12.5, 2.0, 0.25, 0.0, 1e3].map(short_number),
             ["250", "12.5", "2", "0.25", "0", "1000"]

@@ -1,4 +1,4 @@
-//! Timelines: panels of lanes, all on one scale of time.
+//! Timelines: panels of rows, all on one scale of time.
 
 use std::path::Path;
 
@@ -11,9 +11,10 @@ use super::{
     short_number, ticks, width_of, write_text,
 };
 
-const LANE: i32 = 26;
-/// The height of the stretches in a lane.
-const STRETCH: i32 = 20;
+/// The height of a row.
+const ROW: i32 = 26;
+/// The height of the intervals in a row.
+const INTERVAL: i32 = 20;
 const TITLE_ROOM: i32 = TEXT + 10;
 const BETWEEN: i32 = 14;
 const FOOT: i32 = 60;
@@ -26,23 +27,23 @@ pub(crate) struct Timelines {
     pub(crate) panels: Vec<Panel>,
 }
 
-/// Lanes that belong together. Times begin at 0.
+/// Rows that belong together. Times begin at 0.
 pub(crate) struct Panel {
     pub(crate) title: String,
     /// Seconds.
     pub(crate) length: f64,
-    pub(crate) lanes: Vec<Lane>,
+    pub(crate) rows: Vec<TimelineRow>,
 }
 
-/// The stretches of one thread.
-pub(crate) struct Lane {
+/// The intervals of one thread.
+pub(crate) struct TimelineRow {
     pub(crate) name: String,
-    pub(crate) stretches: Vec<Stretch>,
+    pub(crate) intervals: Vec<Interval>,
 }
 
-/// A stretch, in seconds from the panel's beginning.
+/// An interval, in seconds from the panel's beginning.
 #[derive(Clone, Copy)]
-pub(crate) struct Stretch {
+pub(crate) struct Interval {
     pub(crate) from: f64,
     pub(crate) to: f64,
     pub(crate) colour: usize,
@@ -57,12 +58,12 @@ impl Timelines {
             .map(|(at, name)| (name.as_str(), Mark::Box(COLOURS[at % COLOURS.len()])))
             .collect();
         let above = draw_heading(&scratch(&mut String::new()), &self.heading, &legend)?;
-        let room = |panel: &Panel| TITLE_ROOM + LANE * panel.lanes.len() as i32 + BETWEEN;
+        let room = |panel: &Panel| TITLE_ROOM + ROW * panel.rows.len() as i32 + BETWEEN;
         let below = above + self.panels.iter().map(room).sum::<i32>();
         draw(path, (below + FOOT) as u32, |area| {
             draw_heading(area, &self.heading, &legend)?;
-            let lanes = || self.panels.iter().flat_map(|panel| &panel.lanes);
-            let left = MARGIN + lanes().map(|lane| width_of(&lane.name, SMALL)).max().unwrap_or(0) + 10;
+            let rows = || self.panels.iter().flat_map(|panel| &panel.rows);
+            let left = MARGIN + rows().map(|row| width_of(&row.name, SMALL)).max().unwrap_or(0) + 10;
             let right = WIDTH as i32 - MARGIN;
             let longest = self.panels.iter().map(|panel| panel.length).fold(f64::MIN_POSITIVE, f64::max);
             let place = |seconds: f64| left + (seconds / longest * f64::from(right - left)).round() as i32;
@@ -90,29 +91,29 @@ fn draw_panel(
     place: &impl Fn(f64) -> i32,
 ) -> anyhow::Result<()> {
     write_text(area, &panel.title, (left, top + 2), TEXT, &INK, HPos::Left)?;
-    for (number, lane) in (0..).zip(&panel.lanes) {
-        let middle = top + TITLE_ROOM + LANE * number + LANE / 2;
-        write_text(area, &lane.name, (left - 10, middle - SMALL / 2), SMALL, &INK, HPos::Right)?;
-        let base = [(left, middle + STRETCH / 2), (place(panel.length), middle + STRETCH / 2)];
+    for (number, row) in (0..).zip(&panel.rows) {
+        let middle = top + TITLE_ROOM + ROW * number + ROW / 2;
+        write_text(area, &row.name, (left - 10, middle - SMALL / 2), SMALL, &INK, HPos::Right)?;
+        let base = [(left, middle + INTERVAL / 2), (place(panel.length), middle + INTERVAL / 2)];
         area.draw(&PathElement::new(base, FAINT))?;
-        for (from, to, colour) in seen(&lane.stretches, place) {
-            let corners = [(from, middle - STRETCH / 2), (to, middle + STRETCH / 2)];
+        for (from, to, colour) in seen(&row.intervals, place) {
+            let corners = [(from, middle - INTERVAL / 2), (to, middle + INTERVAL / 2)];
             area.draw(&Rectangle::new(corners, COLOURS[colour % COLOURS.len()].filled()))?;
         }
     }
     let end = place(panel.length);
-    let bottom = top + TITLE_ROOM + LANE * panel.lanes.len() as i32;
+    let bottom = top + TITLE_ROOM + ROW * panel.rows.len() as i32;
     area.draw(&PathElement::new([(end, top + TITLE_ROOM), (end, bottom)], INK.stroke_width(2)))?;
     Ok(())
 }
 
-/// The stretches that can be distinguished in the picture: from where to where, at least a pixel, in which
+/// The intervals that can be distinguished in the picture: from where to where, at least a pixel, in which
 /// colour.
-fn seen(stretches: &[Stretch], place: &impl Fn(f64) -> i32) -> Vec<(i32, i32, usize)> {
-    let mut sorted = stretches.to_vec();
+fn seen(intervals: &[Interval], place: &impl Fn(f64) -> i32) -> Vec<(i32, i32, usize)> {
+    let mut sorted = intervals.to_vec();
     sorted.sort_by(|left, right| left.from.total_cmp(&right.from));
     let mut seen: Vec<(i32, i32, usize)> = Vec::new();
-    for Stretch { from, to, colour } in sorted {
+    for Interval { from, to, colour } in sorted {
         let (from, to) = (place(from), place(to).max(place(from) + 1));
         match seen.last_mut() {
             Some(last) if last.2 == colour && from <= last.1 => last.1 = last.1.max(to),
@@ -127,16 +128,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn adjacent_stretches_of_one_colour_are_one_piece() {
-        let stretch = |from: f64, to: f64, colour| Stretch { from, to, colour };
-        let stretches = [
-            stretch(5.0, 5.1, 1),
-            stretch(0.0, 2.0, 0),
-            stretch(2.4, 3.0, 0),
-            stretch(3.0, 5.0, 1),
-            stretch(8.0, 9.0, 1),
+    fn adjacent_intervals_of_one_colour_are_one_piece() {
+        let interval = |from: f64, to: f64, colour| Interval { from, to, colour };
+        let intervals = [
+            interval(5.0, 5.1, 1),
+            interval(0.0, 2.0, 0),
+            interval(2.4, 3.0, 0),
+            interval(3.0, 5.0, 1),
+            interval(8.0, 9.0, 1),
         ];
         let place = |at: f64| at as i32;
-        assert_eq!(seen(&stretches, &place), [(0, 3, 0), (3, 6, 1), (8, 9, 1)]);
+        assert_eq!(seen(&intervals, &place), [(0, 3, 0), (3, 6, 1), (8, 9, 1)]);
     }
 }

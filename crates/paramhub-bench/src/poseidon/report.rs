@@ -16,12 +16,15 @@ use crate::plot::{Bar, Bars, Heading, Part};
 pub(super) struct Setting {
     pub(super) model: String,
     pub(super) workers: u32,
+    /// Samples of each worker and step, before scaling.
     pub(super) batch: u64,
+    /// The number by which all bytes and times are divided.
     pub(super) scale: u64,
+    /// The number by which the times of computation are multiplied.
     pub(super) stretch: f64,
     /// The payload rate of a host's link, if it was given.
     pub(super) link_bits_per_second: Option<f64>,
-    /// K, after scaling.
+    /// Samples of each worker and step, after scaling (Poseidon: K).
     pub(super) samples: u64,
     /// Bytes of a worker's gradients.
     pub(super) bytes: u64,
@@ -44,7 +47,7 @@ pub(super) struct Expected {
     pub(super) seconds: Option<f64>,
     /// Bytes that a host with a worker sends in a step, as a mean over these hosts, without headers.
     pub(super) bytes_sent: f64,
-    /// The bytes of the busiest host by that mean.
+    /// The bytes that the busiest host sends, divided by that mean.
     pub(super) busiest_by_mean: f64,
     /// Layers that are exchanged by factors.
     pub(super) by_factors: Vec<String>,
@@ -58,21 +61,24 @@ pub(super) struct Summary {
     version: &'static str,
 }
 
+/// What was measured of one system.
 #[derive(Serialize)]
 struct Row {
     system: System,
     /// Seconds of the slowest worker, in the median of the turns.
     seconds: f64,
+    /// Seconds of the slowest worker in the fastest turn.
     lowest: f64,
+    /// Seconds of the slowest worker in the slowest turn.
     highest: f64,
     /// Speed relative to one worker that computes alone.
     speed_up: f64,
     /// The share of a step in which a worker does not compute (figure 7).
     stalled: f64,
-    /// Bytes sent by the host of one worker, as a mean over all (figure 10); 0 if all are on loopback.
+    /// Bytes sent by the host of one worker, as a mean over all workers (figure 10); 0 if all workers are on loopback.
     bytes_sent: f64,
     bytes_received: f64,
-    /// The bytes of the busiest host by the mean.
+    /// The bytes that the busiest host sent, divided by that mean; 1 if the mean is 0.
     busiest_by_mean: f64,
     /// Processor seconds of a worker's process.
     cpu_seconds: f64,
@@ -82,7 +88,7 @@ impl Summary {
     pub(super) fn new(setting: Setting, measured: &Measured) -> Summary {
         let rows = setting.expected.iter().zip(measured).map(|(expected, turns)| {
             let slowest =
-                |turn: &Vec<TurnMeasurement>| turn.iter().map(|played| played.seconds).fold(0.0, f64::max);
+                |turn: &Vec<TurnMeasurement>| turn.iter().map(|worker| worker.seconds).fold(0.0, f64::max);
             let seconds = sorted(turns.iter().map(slowest));
             let median = quantile(&seconds, 0.5);
             let per_step = |value: fn(&TurnMeasurement) -> f64, rank: usize| {
@@ -93,7 +99,7 @@ impl Summary {
             let mean = |value: fn(&TurnMeasurement) -> f64| {
                 ranks.clone().map(|rank| per_step(value, rank)).sum::<f64>() / ranks.len() as f64
             };
-            let sent: fn(&TurnMeasurement) -> f64 = |played| played.bytes_sent as f64;
+            let sent: fn(&TurnMeasurement) -> f64 = |worker| worker.bytes_sent as f64;
             let bytes_sent = mean(sent);
             let busiest = ranks.clone().map(|rank| per_step(sent, rank)).fold(0.0, f64::max);
             Row {
@@ -104,9 +110,9 @@ impl Summary {
                 speed_up: f64::from(setting.workers) * setting.compute_seconds / median,
                 stalled: 1.0 - setting.compute_seconds / median,
                 bytes_sent,
-                bytes_received: mean(|played| played.bytes_received as f64),
+                bytes_received: mean(|worker| worker.bytes_received as f64),
                 busiest_by_mean: if bytes_sent > 0.0 { busiest / bytes_sent } else { 1.0 },
-                cpu_seconds: mean(|played| played.cpu_seconds),
+                cpu_seconds: mean(|worker| worker.cpu_seconds),
             }
         });
         let systems = rows.collect();

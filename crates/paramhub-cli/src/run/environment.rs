@@ -13,7 +13,7 @@ use paramhub::{
 };
 use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::composition::Reduction;
-use paramhub_harness::launch::{Ended, Signals};
+use paramhub_harness::launch::{LaunchEnd, Signals};
 use paramhub_syncer::address_towards;
 
 use super::end_job;
@@ -211,7 +211,7 @@ impl RunEnvironment {
 
     /// Leaves nothing of the run behind. Parts that other hosts still use stay until the job has ended or a
     /// signal comes.
-    pub(super) fn close(self, ended: Option<&Ended>, signals: &Signals) {
+    pub(super) fn close(self, ended: Option<&LaunchEnd>, signals: &Signals) {
         let state = self.state();
         if let Some(hub) = self.embedded {
             // The hub may not know yet that the workers have left. A job that they never joined ends with the

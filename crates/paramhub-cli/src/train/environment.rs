@@ -4,7 +4,7 @@ use anyhow::Context;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::{CoreCounters, CreateService, JobOptions, JobState, ServiceCreated};
 use paramhub::{Manager, ManagerClient, RunningManager};
-use paramhub_harness::launch::Ended;
+use paramhub_harness::launch::LaunchEnd;
 
 use crate::checkpoints::{effective_every, kept};
 use crate::config::{Config, ExchangeKind, TrainSection};
@@ -106,7 +106,7 @@ impl TrainEnvironment {
 
     /// Leaves nothing of the job behind. `ended` is how its workers ended; `None` if they could not be
     /// started.
-    pub(super) fn close(self, ended: Option<&Ended>) {
+    pub(super) fn close(self, ended: Option<&LaunchEnd>) {
         if let Some((client, job)) = self.job() {
             let is_running = || {
                 let status = client.job(&job.namespace.to_string());

@@ -9,8 +9,8 @@ use anyhow::{Context, bail};
 use paramhub::service::CoreCounters;
 use paramhub_bench::training::rehearse;
 use paramhub_harness::launch::{
-    Ended, Launch, LaunchObserver, Line, RankEnvironment, Signals, Stream, SupervisedJob, describe,
-    this_program,
+    Launch, LaunchEnd, LaunchObserver, Line, OutputStream, RankEnvironment, Signals, SupervisedJob,
+    describe_exit, this_program_command,
 };
 
 use super::environment::TrainEnvironment;
@@ -98,7 +98,7 @@ fn commands(
         .context("cannot write what the workers are to do")?;
     let processes = if environment.membership().is_some() { section.workers() } else { 1 };
     let commands = (0..processes).map(|rank| {
-        let mut command = this_program().context("cannot find this program's own file")?;
+        let mut command = this_program_command().context("cannot find this program's own file")?;
         command.arg("train-worker").arg(&spec_file);
         match environment.membership() {
             Some((url, job)) => {
@@ -159,8 +159,8 @@ impl<'a> TrainingObserver<'a> {
 impl LaunchObserver for TrainingObserver<'_> {
     fn line(&mut self, line: Line) {
         let message = match line.stream {
-            Stream::Output => serde_json::from_slice(&line.bytes).ok(),
-            Stream::Error => None,
+            OutputStream::Output => serde_json::from_slice(&line.bytes).ok(),
+            OutputStream::Error => None,
         };
         match message {
             Some(Message::Progress(progress)) => {
@@ -202,7 +202,7 @@ enum TrainingOutcome {
     Failed(String),
 }
 
-fn evaluate(ended: Ended, reported: &[bool], folder: &Path) -> anyhow::Result<TrainingOutcome> {
+fn evaluate(ended: LaunchEnd, reported: &[bool], folder: &Path) -> anyhow::Result<TrainingOutcome> {
     if let Some(signal) = ended.signal {
         return Ok(TrainingOutcome::Interrupted(signal));
     }
@@ -212,7 +212,7 @@ fn evaluate(ended: Ended, reported: &[bool], folder: &Path) -> anyhow::Result<Tr
     // A worker that was killed is the cause. The others fail because of it and report that.
     let killed = ended.failed.iter().find(|&&rank| ended.exits[rank].code().is_none());
     if let Some(&rank) = killed.or(ended.failed.first()) {
-        return Ok(TrainingOutcome::Failed(format!("worker {rank} {}", describe(ended.exits[rank]))));
+        return Ok(TrainingOutcome::Failed(format!("worker {rank} {}", describe_exit(ended.exits[rank]))));
     }
     if let Some(rank) = reported.iter().position(|is_reported| !is_reported) {
         return Ok(TrainingOutcome::Failed(format!("worker {rank} ended without a report")));

@@ -92,7 +92,7 @@ impl KvStore for ConCom {
         });
         self.table.engine.wait_to_mutate(entry.buffer.variable())?;
         entry.buffer.write(|bytes| self.communicator.broadcast(&key.to_string(), bytes, 0))?;
-        self.table.begin(&entry)
+        self.table.set_initial_value(&entry)
     }
 
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
@@ -102,7 +102,7 @@ impl KvStore for ConCom {
             self.settle(&mut state)?;
             self.communicator.barrier()?;
         }
-        self.table.copy_in(&entry, values, priority)?;
+        self.table.sum_into_buffer(&entry, values, priority)?;
         self.table.engine.wait_to_mutate(entry.buffer.variable())?;
         let (communicator, line) = &self.lines[entry.line()];
         let (communicator, here) = (Arc::clone(communicator), Arc::clone(&entry));

@@ -109,7 +109,7 @@ impl KvStore for DepCha {
         self.chain("broadcast", &entry, &[], |communicator, entry, bytes| {
             communicator.broadcast(&entry.key.to_string(), bytes, 0)
         })?;
-        self.table.begin(&entry)
+        self.table.set_initial_value(&entry)
     }
 
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
@@ -119,7 +119,7 @@ impl KvStore for DepCha {
             self.reduce(&entry, &[])?;
             self.table.update(&entry, priority)?;
         }
-        self.table.copy_in(&entry, values, priority)
+        self.table.sum_into_buffer(&entry, values, priority)
     }
 
     fn pull(&self, key: &Key, outs: &[Array], priority: i32) -> Result<(), StoreError> {

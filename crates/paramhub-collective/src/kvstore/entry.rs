@@ -66,8 +66,9 @@ impl Entry {
         }
     }
 
-    /// Adopts the key's initial value; in an operation that reads the buffer and mutates the parameters.
-    pub(super) fn begin(&self) {
+    /// Makes the value in the buffer the key's initial value; in an operation that reads the buffer and mutates
+    /// the parameters.
+    pub(super) fn set_initial_value(&self) {
         let mut weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
         self.buffer.read(|bytes| convert::decode(bytes, &mut weight.values, self.buffer.dtype().codec()));
     }

@@ -38,7 +38,7 @@ impl EntryTable {
     }
 
     /// Adds a new key's entry, and pushes the copy of this rank's value into its buffer. The store then
-    /// replaces that by rank 0's value, and calls [`begin`](Self::begin).
+    /// replaces that by rank 0's value, and calls [`set_initial_value`](Self::set_initial_value).
     pub(super) fn add(&self, key: &Key, value: &Array) -> Result<Arc<Entry>, StoreError> {
         let entry = {
             let TableState { entries, order, .. } = &mut *self.state();
@@ -49,19 +49,19 @@ impl EntryTable {
             order.push(Arc::clone(slot.insert(Arc::new(entry))));
             Arc::clone(&order[order.len() - 1])
         };
-        self.copy_in(&entry, std::slice::from_ref(value), 0)?;
+        self.sum_into_buffer(&entry, std::slice::from_ref(value), 0)?;
         Ok(entry)
     }
 
     /// Pushes the operation that makes the value in an added entry's buffer the key's initial value.
-    pub(super) fn begin(&self, entry: &Arc<Entry>) -> Result<(), StoreError> {
+    pub(super) fn set_initial_value(&self, entry: &Arc<Entry>) -> Result<(), StoreError> {
         let here = Arc::clone(entry);
         self.engine
             .operation(format!("init {}", entry.key), Kind::Copy)
             .reads([entry.buffer.variable()])
             .mutates([&entry.parameters])
             .push(move || -> Result<(), String> {
-                here.begin();
+                here.set_initial_value();
                 Ok(())
             })?;
         Ok(())
@@ -76,13 +76,13 @@ impl EntryTable {
     }
 
     /// Pushes an operation that adds up this rank's arrays in the communication buffer.
-    pub(super) fn copy_in(
+    pub(super) fn sum_into_buffer(
         &self,
         entry: &Arc<Entry>,
         values: &[Array],
         priority: i32,
     ) -> Result<(), StoreError> {
-        copy_in(&self.engine, &entry.key, &entry.buffer, values, priority)
+        sum_into_buffer(&self.engine, &entry.key, &entry.buffer, values, priority)
     }
 
     /// Pushes the optimizer's step on the sum in the buffer, if there is an optimizer.
@@ -195,7 +195,7 @@ pub(super) fn check(key: &Key, buffer: &Array, arrays: &[Array]) -> Result<(), S
 }
 
 /// Pushes an operation that adds up a rank's arrays in a buffer.
-pub(super) fn copy_in(
+pub(super) fn sum_into_buffer(
     engine: &Engine,
     key: &Key,
     buffer: &Array,

@@ -46,12 +46,12 @@ impl KvStore for Funnel {
         let entry = self.table.add(key, value)?;
         self.table.engine.wait_to_mutate(entry.buffer.variable())?;
         entry.buffer.write(|bytes| self.communicator.broadcast(&key.to_string(), bytes, 0))?;
-        self.table.begin(&entry)
+        self.table.set_initial_value(&entry)
     }
 
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
         let entry = self.table.entry(key, values)?;
-        self.table.copy_in(&entry, values, priority)?;
+        self.table.sum_into_buffer(&entry, values, priority)?;
         // The engine's threads go on meanwhile.
         self.table.engine.wait_to_mutate(entry.buffer.variable())?;
         let dtype = entry.buffer.dtype();

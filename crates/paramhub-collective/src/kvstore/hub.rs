@@ -240,7 +240,8 @@ impl KvStore for HubStore {
             state.order.push(Arc::clone(&entry));
             entry
         };
-        super::entry_table::copy_in(&self.engine, key, &entry.buffer, std::slice::from_ref(value), 0)?;
+        let values = std::slice::from_ref(value);
+        super::entry_table::sum_into_buffer(&self.engine, key, &entry.buffer, values, 0)?;
         self.engine.wait_to_mutate(entry.buffer.variable())?;
         entry.buffer.write(|bytes| self.ranks.broadcast(&key.to_string(), bytes, 0))?;
         Ok(())
@@ -249,7 +250,7 @@ impl KvStore for HubStore {
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
         let entry = self.entry(key, values)?;
         let job = self.job()?;
-        super::entry_table::copy_in(&self.engine, key, &entry.buffer, values, priority)?;
+        super::entry_table::sum_into_buffer(&self.engine, key, &entry.buffer, values, priority)?;
         let pushed = Arc::clone(&entry);
         self.engine
             .operation(format!("push and pull {key}"), Kind::Communicate)

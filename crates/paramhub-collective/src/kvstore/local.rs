@@ -39,12 +39,12 @@ impl KvStore for LocalStore {
 
     fn init(&self, key: &Key, value: &Array) -> Result<(), StoreError> {
         let entry = self.table.add(key, value)?;
-        self.table.begin(&entry)
+        self.table.set_initial_value(&entry)
     }
 
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
         let entry = self.table.entry(key, values)?;
-        self.table.copy_in(&entry, values, priority)?;
+        self.table.sum_into_buffer(&entry, values, priority)?;
         self.table.update(&entry, priority)
     }
 

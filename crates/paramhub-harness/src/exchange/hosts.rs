@@ -12,7 +12,7 @@ use paramhub::service::JobOptions;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 
 use crate::Usage;
-use crate::launch::this_program;
+use crate::launch::this_program_command;
 use crate::values::Deployment;
 
 pub use sites::Site;
@@ -138,7 +138,7 @@ impl Hosts {
     /// # Errors
     /// If this program's own file cannot be found.
     pub fn command(&self, process: usize, workers: usize) -> anyhow::Result<Command> {
-        let program = this_program().context("cannot find this program's own file")?;
+        let program = this_program_command().context("cannot find this program's own file")?;
         let Some(host) = self.host(process, workers).filter(|_| !self.enter.is_empty()) else {
             return Ok(program);
         };

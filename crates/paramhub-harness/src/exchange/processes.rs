@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 use super::driver::{Measured, Program, drive};
 use super::hosts::Hosts;
 use crate::ExitCode;
-use crate::launch::{Ended, Launch, LaunchObserver, Line, Signals, describe};
+use crate::launch::{Launch, LaunchEnd, LaunchObserver, Line, Signals, describe_exit};
 
 /// The outcome of starting them.
 pub enum Run<M> {
@@ -109,7 +109,7 @@ pub fn interrupted(signal: i32) -> ExitCode {
     ExitCode::from(128 + u8::try_from(signal).unwrap_or(0))
 }
 
-fn evaluate<M>(ended: &Ended, measured: anyhow::Result<M>, names: &[String]) -> anyhow::Result<Run<M>> {
+fn evaluate<M>(ended: &LaunchEnd, measured: anyhow::Result<M>, names: &[String]) -> anyhow::Result<Run<M>> {
     if let Some(signal) = ended.signal {
         return Ok(Run::Interrupted(signal));
     }
@@ -117,11 +117,11 @@ fn evaluate<M>(ended: &Ended, measured: anyhow::Result<M>, names: &[String]) -> 
     let name = |process: usize| &names[process];
     let killed = ended.failed.iter().find(|&&process| ended.exits[process].code().is_none());
     if let Some(&process) = killed {
-        bail!("the benchmark failed: {} {}", name(process), describe(ended.exits[process]));
+        bail!("the benchmark failed: {} {}", name(process), describe_exit(ended.exits[process]));
     }
     let measured = measured.context("the benchmark failed")?;
     if let Some(&process) = ended.failed.first() {
-        bail!("the benchmark failed: {} {}", name(process), describe(ended.exits[process]));
+        bail!("the benchmark failed: {} {}", name(process), describe_exit(ended.exits[process]));
     }
     Ok(Run::Measured(measured))
 }

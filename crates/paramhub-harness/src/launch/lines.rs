@@ -6,9 +6,9 @@ use std::sync::mpsc::SyncSender;
 /// Longer lines arrive in pieces, so that a worker cannot fill the launcher's memory.
 const LINE_BYTES_MAX: u64 = 64 << 10;
 
-/// The stream that a line was written to.
+/// The stream of a process to which it wrote a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stream {
+pub enum OutputStream {
     /// Standard output.
     Output,
     /// Standard error.
@@ -20,7 +20,7 @@ pub struct Line {
     /// The worker, by its place among those of this launch.
     pub rank: usize,
     /// The output stream to which the worker wrote it.
-    pub stream: Stream,
+    pub stream: OutputStream,
     /// The bytes, which need not be text.
     pub bytes: Vec<u8>,
 }
@@ -32,7 +32,7 @@ pub(super) type PipeLine = Option<Line>;
 pub(super) fn forward(
     pipe: impl Read + Send + 'static,
     rank: usize,
-    stream: Stream,
+    stream: OutputStream,
     to: SyncSender<PipeLine>,
 ) -> std::io::Result<()> {
     let read = move || {

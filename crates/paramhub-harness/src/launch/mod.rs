@@ -1,4 +1,4 @@
-//! Worker processes: started, watched, stopped, and never left behind.
+//! This module starts a launcher's worker processes, watches them and stops them. No worker outlives the launcher for long.
 //!
 //! Each worker leads a process group of its own, so that a signal also reaches the processes that it started.
 //! A supervisor process ([`supervise_groups`]) holds the other end of a pipe from the launcher. If the launcher is
@@ -14,9 +14,9 @@ mod worker;
 mod worker_supervisor;
 
 pub use environment::{RankEnvironment, free_port};
-pub use lines::{Line, Stream};
-pub use program::{started_as, this_program};
+pub use lines::{Line, OutputStream};
+pub use program::{set_this_program_command, this_program_command};
 pub use signals::Signals;
-pub use supervise::{Ended, Launch, LaunchObserver, interrupted_by};
-pub use worker::describe;
+pub use supervise::{Launch, LaunchEnd, LaunchObserver, interruption_reason};
+pub use worker::describe_exit;
 pub use worker_supervisor::{SupervisedJob, supervise_groups};

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use super::lines::{Line, PipeLine};
 use super::signals::Signals;
-use super::worker::{Worker, describe, exit_code};
+use super::worker::{Worker, describe_exit, exit_code};
 use super::worker_supervisor::{SupervisedJob, WorkerSupervisor};
 
 /// Lines that may wait to be printed.
@@ -66,7 +66,7 @@ struct Stop {
 }
 
 /// The way in which a launch ended.
-pub struct Ended {
+pub struct LaunchEnd {
     /// The rank of the first of these workers. The indices below count from it.
     pub first_rank: u32,
     /// The exit status of each worker, in rank order.
@@ -81,7 +81,7 @@ pub struct Ended {
     pub stopped: Option<String>,
 }
 
-impl Ended {
+impl LaunchEnd {
     /// The highest exit code of the workers that failed by themselves.
     pub fn worst_exit_code(&self) -> u8 {
         self.failed.iter().map(|&rank| exit_code(self.exits[rank])).max().unwrap_or(0)
@@ -91,11 +91,11 @@ impl Ended {
     /// it.
     pub fn reason(&self, joined: bool) -> String {
         if let Some(signal) = self.signal.filter(|_| self.was_interrupted_first) {
-            return interrupted_by(signal);
+            return interruption_reason(signal);
         }
         match (self.failed.first(), joined) {
             (Some(&rank), _) => {
-                format!("its worker {} {}", self.first_rank as usize + rank, describe(self.exits[rank]))
+                format!("its worker {} {}", self.first_rank as usize + rank, describe_exit(self.exits[rank]))
             }
             (None, true) => "its workers ended without leaving".into(),
             (None, false) => "its workers ended without joining".into(),
@@ -103,8 +103,8 @@ impl Ended {
     }
 }
 
-/// Returns the reason why a job is over whose launcher was interrupted.
-pub fn interrupted_by(signal: i32) -> String {
+/// Returns the reason why a job is over whose launcher was interrupted by this signal.
+pub fn interruption_reason(signal: i32) -> String {
     let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
     format!("its launcher was interrupted by {name}")
 }
@@ -136,7 +136,7 @@ impl Launch {
     }
 
     /// Returns when every worker has ended.
-    pub fn supervise(mut self, signals: &Signals, watch: &mut dyn LaunchObserver) -> Ended {
+    pub fn supervise(mut self, signals: &Signals, watch: &mut dyn LaunchObserver) -> LaunchEnd {
         let mut failed = Vec::new();
         let (mut first_signal, mut was_interrupted_first) = (None, false);
         let mut last_checkpoint: Option<(i32, Receiver<()>, Instant)> = None;
@@ -185,7 +185,7 @@ impl Launch {
             self.enforce_stop();
         }
         let exits = self.workers.iter().map(|worker| worker.exit.expect("all have ended")).collect();
-        Ended { first_rank: 0, exits, failed, signal: first_signal, was_interrupted_first, stopped }
+        LaunchEnd { first_rank: 0, exits, failed, signal: first_signal, was_interrupted_first, stopped }
     }
 
     /// Passes lines to the observer as they arrive, for one tick at most.

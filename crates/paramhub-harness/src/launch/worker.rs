@@ -6,7 +6,7 @@ use std::sync::mpsc::SyncSender;
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
-use super::lines::{PipeLine, Stream, forward};
+use super::lines::{OutputStream, PipeLine, forward};
 
 pub(super) struct Worker {
     child: Child,
@@ -23,8 +23,8 @@ impl Worker {
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut worker = Worker { child: command.spawn()?, exit: None };
         let (stdout, stderr) = (worker.child.stdout.take(), worker.child.stderr.take());
-        let forwarded = forward(stdout.expect("piped above"), rank, Stream::Output, to.clone())
-            .and_then(|()| forward(stderr.expect("piped above"), rank, Stream::Error, to.clone()));
+        let forwarded = forward(stdout.expect("piped above"), rank, OutputStream::Output, to.clone())
+            .and_then(|()| forward(stderr.expect("piped above"), rank, OutputStream::Error, to.clone()));
         if let Err(error) = forwarded {
             worker.end();
             return Err(error);
@@ -82,8 +82,8 @@ pub(super) fn exit_code(status: ExitStatus) -> u8 {
     u8::try_from(code).unwrap_or(u8::MAX)
 }
 
-/// Returns the way in which a process ended, for people.
-pub fn describe(status: ExitStatus) -> String {
+/// Returns a text that says how a process ended, such as "exited with 1".
+pub fn describe_exit(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exited with {code}"),
         (None, Some(signal)) => match signal_hook::low_level::signal_name(signal) {

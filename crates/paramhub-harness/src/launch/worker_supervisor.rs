@@ -12,7 +12,7 @@ use paramhub_core::auth::Namespace;
 use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
 use serde::{Deserialize, Serialize};
 
-use super::program::this_program;
+use super::program::this_program_command;
 
 /// The time that groups get to end by themselves.
 const GRACE: Duration = Duration::from_secs(2);
@@ -43,7 +43,7 @@ pub(super) struct WorkerSupervisor {
 impl WorkerSupervisor {
     /// Starts a supervisor in a group of its own, so that Ctrl-C does not end it.
     pub(super) fn start() -> std::io::Result<WorkerSupervisor> {
-        let mut process = this_program()?
+        let mut process = this_program_command()?
             .arg("worker-supervisor")
             .process_group(0)
             .stdin(Stdio::piped())

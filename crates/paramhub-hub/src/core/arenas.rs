@@ -1,4 +1,4 @@
-//! The tensors of ranks on this host, in memory that both sides can reach.
+//! The tensors of the members on this host, in memory that member and hub can both reach.
 
 use paramhub_core::chunk::Extent;
 use paramhub_core::codec::Codec;
@@ -12,56 +12,59 @@ use crate::local::{CommonParameters, RankArenas};
 /// Contributions added up in one pass.
 const SOURCES: usize = 8;
 
-/// The arenas of one job's ranks, for one route.
+/// The arenas of one job's members, for one route. Only workers have arenas. A member's number is its place
+/// among the workers that exchange here, and not its rank.
 #[derive(Debug)]
 pub(crate) struct Arenas {
-    of_rank: Vec<Option<RankArenas>>,
-    /// The ranks that have an arena, ascending.
-    ranks: Vec<u32>,
-    /// The memory from which ranks of this host read parameters in common, if any does.
+    /// The arenas of each worker that exchanges here, if it has any.
+    of_member: Vec<Option<RankArenas>>,
+    /// The members that have an arena, ascending.
+    members: Vec<u32>,
+    /// The memory from which members of this host read parameters in common, if any does.
     common: Option<CommonParameters>,
-    /// The contributions of the current chunk: rank and place of each.
+    /// The contributions of the current chunk: member and place of each.
     sources: Vec<(u32, usize)>,
-    /// The ranks to whose own arenas the current parameters go; empty between frames.
+    /// The members to whose own arenas the current parameters go; empty between frames.
     targets: Vec<u32>,
 }
 
 impl Arenas {
     pub(crate) fn new(workers: u32) -> Self {
-        let of_rank = (0..workers).map(|_| None).collect();
-        let (ranks, room) = (Vec::new(), workers as usize);
+        let of_member = (0..workers).map(|_| None).collect();
+        let (members, room) = (Vec::new(), workers as usize);
         let (sources, targets) = (Vec::with_capacity(room), Vec::with_capacity(room));
-        Arenas { of_rank, ranks, common: None, sources, targets }
+        Arenas { of_member, members, common: None, sources, targets }
     }
 
-    /// From now on `rank` exchanges through these arenas; `true` if they are the first that share parameters.
-    pub(crate) fn attach(&mut self, rank: u32, arenas: RankArenas) -> bool {
+    /// Has `member` exchange through these arenas from now on. Returns `true` if they are the first that share
+    /// parameters.
+    pub(crate) fn attach(&mut self, member: u32, arenas: RankArenas) -> bool {
         let is_first = self.common.is_none() && arenas.common.is_some();
         if is_first {
             self.common.clone_from(&arenas.common);
         }
-        self.of_rank[rank as usize] = Some(arenas);
-        self.ranks.insert(self.ranks.partition_point(|&other| other < rank), rank);
+        self.of_member[member as usize] = Some(arenas);
+        self.members.insert(self.members.partition_point(|&other| other < member), member);
         is_first
     }
 
     /// Returns whether tensors to and from a member stay in an arena; those of sites never do.
     pub(crate) fn has(&self, member: u32) -> bool {
-        self.of_rank.get(member as usize).is_some_and(Option::is_some)
+        self.of_member.get(member as usize).is_some_and(Option::is_some)
     }
 
-    /// Returns whether any rank has an arena.
+    /// Returns whether any member has an arena.
     pub(crate) fn has_any(&self) -> bool {
-        !self.ranks.is_empty()
+        !self.members.is_empty()
     }
 
-    /// Finds the contributions to a chunk: of every rank that has an arena, or of the `only` one.
+    /// Finds the contributions to a chunk: of every member that has an arena, or of the `only` one.
     pub(crate) fn find_sources(&mut self, extent: &Extent, only: Option<u32>) {
         self.sources.clear();
-        // If the `only` rank has no arena, its contribution came over TCP and is in the sum already.
-        for &rank in self.ranks.iter().filter(|&&rank| only.is_none_or(|only| only == rank)) {
-            let arenas = self.of_rank[rank as usize].as_ref().expect("a listed rank has an arena");
-            self.sources.push((rank, arenas.layout.gradient_chunk(extent)));
+        // If the `only` member has no arena, its contribution came over TCP and is in the sum already.
+        for &member in self.members.iter().filter(|&&member| only.is_none_or(|only| only == member)) {
+            let arenas = self.of_member[member as usize].as_ref().expect("a listed member has an arena");
+            self.sources.push((member, arenas.layout.gradient_chunk(extent)));
         }
     }
 
@@ -70,8 +73,8 @@ impl Arenas {
         self.sources.clear();
     }
 
-    /// Sums a block of the contributions found, from their element `first` on, in rank order. If it `adds`,
-    /// it adds to `sum`; otherwise it overwrites it.
+    /// Sums a block of the contributions found, from their element `first` on, in the order of members. If it
+    /// `adds`, it adds to `sum`; otherwise it overwrites it.
     pub(crate) fn gather(
         &self,
         aggregator: &dyn Aggregator,
@@ -86,9 +89,9 @@ impl Arenas {
         let at = first * codec.bytes();
         if codec != Codec::F32 {
             let mut wire = [0; BLOCK_ELEMENTS * Codec::F16.bytes()];
-            for &(rank, place) in &self.sources {
+            for &(member, place) in &self.sources {
                 let wire = &mut wire[..sum.len() * codec.bytes()];
-                self.read(rank, place + at, wire);
+                self.read(member, place + at, wire);
                 match std::mem::replace(&mut adds, true) {
                     false => aggregator.assign(sum, wire, codec),
                     true => aggregator.add(sum, wire, codec),
@@ -96,26 +99,26 @@ impl Arenas {
             }
             return;
         }
-        for ranks in self.sources.chunks(SOURCES) {
+        for members in self.sources.chunks(SOURCES) {
             let mut sources = [Floats::NONE; SOURCES];
-            for (source, &(rank, place)) in sources.iter_mut().zip(ranks) {
-                *source = self.of(rank).own.floats(place + at, sum.len());
+            for (source, &(member, place)) in sources.iter_mut().zip(members) {
+                *source = self.of(member).own.floats(place + at, sum.len());
             }
-            aggregator.gather(sum, adds, &sources[..ranks.len()]);
+            aggregator.gather(sum, adds, &sources[..members.len()]);
             adds = true;
         }
     }
 
-    /// Notes that the current parameters must be written to the arena of `rank`, if the answer has parameters
-    /// and the rank reads them there.
-    pub(crate) fn aim(&mut self, rank: u32, answer: Answer) {
-        let own = self.of_rank[rank as usize].as_ref().filter(|arenas| arenas.common.is_none());
+    /// Notes that the current parameters must be written to the arena of `member`, if the answer has
+    /// parameters and the member reads them there.
+    pub(crate) fn aim(&mut self, member: u32, answer: Answer) {
+        let own = self.of_member[member as usize].as_ref().filter(|arenas| arenas.common.is_none());
         if answer == Answer::Parameters && own.is_some() {
-            self.targets.push(rank);
+            self.targets.push(member);
         }
     }
 
-    /// Returns whether any rank is noted.
+    /// Returns whether any member is noted.
     pub(crate) fn has_targets(&self) -> bool {
         !self.targets.is_empty()
     }
@@ -130,27 +133,27 @@ impl Arenas {
         self.targets.clear();
     }
 
-    /// The start of a chunk's gradient in the arena of `rank`.
-    pub(crate) fn gradient_place(&self, rank: u32, extent: &Extent) -> usize {
-        self.of(rank).layout.gradient_chunk(extent)
+    /// The start of a chunk's gradient in the arena of `member`.
+    pub(crate) fn gradient_place(&self, member: u32, extent: &Extent) -> usize {
+        self.of(member).layout.gradient_chunk(extent)
     }
 
-    /// The start of a chunk's parameters in the arena of `rank`.
-    pub(crate) fn parameters_place(&self, rank: u32, extent: &Extent) -> usize {
-        self.of(rank).layout.parameters_chunk(extent)
+    /// The start of a chunk's parameters in the arena of `member`.
+    pub(crate) fn parameters_place(&self, member: u32, extent: &Extent) -> usize {
+        self.of(member).layout.parameters_chunk(extent)
     }
 
-    /// Copies bytes out of the arena of `rank`.
-    pub(crate) fn read(&self, rank: u32, place: usize, wire: &mut [u8]) {
-        self.of(rank).own.read(place, wire);
+    /// Copies bytes out of the arena of `member`.
+    pub(crate) fn read(&self, member: u32, place: usize, wire: &mut [u8]) {
+        self.of(member).own.read(place, wire);
     }
 
-    /// Writes a piece of a chunk's parameters, from its element `first` on, to every noted rank and, if they
-    /// are new, to the common memory.
+    /// Writes a piece of a chunk's parameters, from its element `first` on, to every noted member and, if
+    /// they are new, to the common memory.
     pub(crate) fn hand_out(&self, extent: &Extent, first: usize, codec: Codec, wire: &[u8], are_new: bool) {
         let at = first * codec.bytes();
-        for &rank in &self.targets {
-            let arenas = self.of(rank);
+        for &member in &self.targets {
+            let arenas = self.of(member);
             arenas.own.stream(arenas.layout.parameters_chunk(extent) + at, wire);
         }
         if let Some(common) = self.common.as_ref().filter(|_| are_new) {
@@ -158,7 +161,7 @@ impl Arenas {
         }
     }
 
-    fn of(&self, rank: u32) -> &RankArenas {
-        self.of_rank[rank as usize].as_ref().expect("what lies in an arena has one")
+    fn of(&self, member: u32) -> &RankArenas {
+        self.of_member[member as usize].as_ref().expect("what lies in an arena has one")
     }
 }

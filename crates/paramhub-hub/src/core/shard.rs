@@ -155,9 +155,9 @@ impl Shard {
         self.counters.bytes_sent += sent as u64;
     }
 
-    /// From now on `rank` exchanges through its arena.
-    pub(crate) fn attach(&mut self, rank: u32, arenas: RankArenas) {
-        if self.arenas.attach(rank, arenas) {
+    /// Has the worker that is this member exchange through its arenas from now on.
+    pub(crate) fn attach(&mut self, member: u32, arenas: RankArenas) {
+        if self.arenas.attach(member, arenas) {
             // Zeroed memory is right for parameters that have not begun. Others are copied when they are
             // first requested, not all of a large model at once.
             for (unshared, index) in self.unshared.iter_mut().zip(0..) {
@@ -210,8 +210,8 @@ impl Shard {
     ) -> Result<(), Fault> {
         let header = &checked.header;
         match header.operation {
-            Operation::PushPull => self.contribute(port, checked, payload, Answer::Parameters),
-            Operation::Push => self.contribute(port, checked, payload, Answer::Applied),
+            Operation::PushPull => self.contribute(checked, payload, Answer::Parameters),
+            Operation::Push => self.contribute(checked, payload, Answer::Applied),
             Operation::Factors => match checked.side {
                 Side::Worker(member) => self.gather_factors(member, checked, payload.here()),
                 Side::Below(_) | Side::Above => unreachable!("`check` lets factors in from workers alone"),
@@ -251,7 +251,6 @@ impl Shard {
 
     fn contribute(
         &mut self,
-        port: u32,
         checked: &CheckedHeader,
         payload: Payload<'_>,
         answer: Answer,
@@ -264,7 +263,7 @@ impl Shard {
         // A repeated contribution is not checked: an answer may have begun to overwrite it at the worker.
         if slot.rejects_non_finite
             && !self.exchange.is_repeat(index, member, header.step)
-            && let Some(element) = self.first_non_finite(port, slot, payload)
+            && let Some(element) = self.first_non_finite(member, slot, payload)
         {
             let (key, element) = (self.key_name(slot.key), slot.key_offset + element as u64);
             return Err(match slot.gradient.is_quantised() {

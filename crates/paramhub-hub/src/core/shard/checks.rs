@@ -1,4 +1,4 @@
-//! Frames that are refused: what a header says, and numbers that are not finite.
+//! The checks for which a shard refuses a frame: those of its header, and that its numbers are finite.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::ProtocolViolation;
@@ -16,7 +16,7 @@ use crate::core::ports::Side;
 pub(crate) struct CheckedHeader {
     pub(super) header: Header,
     pub(super) side: Side,
-    /// `None` where the operation is about no chunk.
+    /// The slot of the chunk; `None` if the operation is about no chunk.
     index: Option<u32>,
 }
 
@@ -28,7 +28,7 @@ impl CheckedHeader {
 }
 
 impl Shard {
-    /// Refuses a header before its payload is read, and locates its chunk.
+    /// Checks a frame's header before the payload is read, and locates its chunk.
     pub(crate) fn check(&self, port: u32, header: &Header) -> Result<CheckedHeader, Fault> {
         let side = self.plan.ports.side(port);
         let index = self.check_sender(port, side, header)?;
@@ -80,7 +80,7 @@ impl Shard {
                 return Err(self.violation(header.chunk, slot.key, ProtocolViolation::ByFactors));
             }
             Operation::Push | Operation::PushPull => {
-                let codec = contributed_as(side, &slot);
+                let codec = contribution_codec(side, &slot);
                 (codec, slot.extent().bytes(codec))
             }
             Operation::Total => (Codec::F32, slot.extent().bytes(Codec::F32)),
@@ -104,24 +104,25 @@ impl Shard {
         Ok(())
     }
 
-    /// The first element of a contribution that is NaN or infinite.
+    /// Returns the first element of a member's contribution that is NaN or infinite, counted within the chunk.
+    /// If the gradients are quantised, it is the first element of a block that is not finite.
     pub(super) fn first_non_finite(
         &self,
-        worker: u32,
+        member: u32,
         slot: ChunkPlace,
         payload: Payload<'_>,
     ) -> Option<usize> {
         match payload {
-            // The other site has checked its own contributions.
-            Payload::Here(_) if worker >= self.plan.ports.workers() => None,
+            // A member that is a site has checked the contributions in its sum.
+            Payload::Here(_) if member >= self.plan.ports.workers() => None,
             Payload::Here(wire) if slot.gradient.is_quantised() => {
                 quantise::first_non_finite(wire, slot.elements as usize, slot.gradient)
             }
             Payload::Here(wire) => finite::first_non_finite(wire, slot.gradient),
             Payload::InArena => {
-                let place = self.arenas.gradient_place(worker, &slot.extent());
+                let place = self.arenas.gradient_place(member, &slot.extent());
                 let mut found = None;
-                read_blocks(&self.arenas, worker, place, slot, slot.gradient, |block, wire| {
+                read_blocks(&self.arenas, member, place, slot, slot.gradient, |block, wire| {
                     let here = finite::first_non_finite(wire, slot.gradient);
                     found = found.or(here.map(|element| block.start + element));
                 });
@@ -132,7 +133,7 @@ impl Shard {
 }
 
 /// The codec in which contributions arrive.
-fn contributed_as(side: Side, slot: &ChunkPlace) -> Codec {
+fn contribution_codec(side: Side, slot: &ChunkPlace) -> Codec {
     match side {
         Side::Worker(_) => slot.gradient,
         Side::Below(_) | Side::Above => Codec::F32,
@@ -142,7 +143,7 @@ fn contributed_as(side: Side, slot: &ChunkPlace) -> Codec {
 /// Returns whether a frame of this operation may arrive by a port.
 fn may_come(side: Side, operation: Operation) -> bool {
     match (side, operation) {
-        // The stream only admits what workers may send.
+        // A worker's stream has refused already what workers may not send.
         (Side::Worker(_), _) => true,
         (Side::Below(_), Operation::PushPull | Operation::Leave)
         | (Side::Above, Operation::Total | Operation::Parameters | Operation::Notice)

@@ -12,7 +12,7 @@ use crate::core::layout::{BLOCK_ELEMENTS, ChunkPlace};
 pub(crate) enum Payload<'a> {
     /// The payload, empty or not, is in the receive buffer.
     Here(&'a [u8]),
-    /// The payload is a tensor in the arena of the rank that sent the frame.
+    /// The payload is a tensor in the arena of the worker that sent the frame.
     InArena,
 }
 
@@ -30,12 +30,12 @@ impl<'a> Payload<'a> {
     }
 }
 
-/// Reads the chunk that begins at byte `place` of the arena of `rank`, block by block. It calls `each` with
-/// the range of a block's elements within the chunk, and with a copy of the block's encoded bytes: the rank
+/// Reads the chunk that begins at byte `place` of the arena of `member`, block by block. It calls `each` with
+/// the range of a block's elements within the chunk, and with a copy of the block's encoded bytes: the worker
 /// may write to the arena meanwhile, so nothing but a copy is safe to read.
 pub(super) fn read_blocks(
     arenas: &Arenas,
-    rank: u32,
+    member: u32,
     place: usize,
     slot: ChunkPlace,
     codec: Codec,
@@ -44,7 +44,7 @@ pub(super) fn read_blocks(
     let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
     for block in slot.blocks(BLOCK_ELEMENTS) {
         let wire = &mut wire[..block.len() * codec.bytes()];
-        arenas.read(rank, place + block.start * codec.bytes(), wire);
+        arenas.read(member, place + block.start * codec.bytes(), wire);
         each(block, wire);
     }
 }

@@ -195,17 +195,17 @@ impl Sums {
     }
 }
 
-/// Adds the contribution in the arena of `rank` to `sum`, or begins `sum` with it if it is the `first`.
+/// Adds the contribution in the arena of `member` to `sum`, or begins `sum` with it if it is the `first`.
 fn add_from_arena(
     arenas: &Arenas,
-    rank: u32,
+    member: u32,
     aggregator: &dyn Aggregator,
     slot: ChunkPlace,
     sum: &mut [f32],
     first: bool,
 ) {
-    let place = arenas.gradient_place(rank, &slot.extent());
-    read_blocks(arenas, rank, place, slot, slot.gradient, |block, wire| match first {
+    let place = arenas.gradient_place(member, &slot.extent());
+    read_blocks(arenas, member, place, slot, slot.gradient, |block, wire| match first {
         true => aggregator.assign(&mut sum[block], wire, slot.gradient),
         false => aggregator.add(&mut sum[block], wire, slot.gradient),
     });
