@@ -71,7 +71,7 @@ pub struct ConnectService {
     /// incarnation.
     pub proof: Proof,
     /// The claim to the rank, the same in every call of the process. The first process to call has the rank,
-    /// and the answer has its [secrets](RankSecrets). Workers of protocol version 1 send none.
+    /// and the answer has its [`RankSecrets`]. Workers of protocol version 1 send none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub claim: Option<RankClaim>,
     /// Host name of the worker, for messages.
@@ -135,7 +135,7 @@ pub struct InitService {
     pub rank: u32,
     /// The incarnation given to [`ConnectService`].
     pub incarnation: Incarnation,
-    /// The proof for [this call](crate::auth::Purpose::Init) by the [rank's secret](RankSecrets), over
+    /// The proof for [this call](crate::auth::Purpose::Init) by the secret in [`RankSecrets`], over
     /// namespace, rank and incarnation.
     pub proof: Proof,
     /// The settings of this rank; those of all ranks must be equal.
@@ -168,7 +168,7 @@ pub struct LeaveService {
     pub rank: u32,
     /// The incarnation given to [`ConnectService`].
     pub incarnation: Incarnation,
-    /// The proof for [this call](crate::auth::Purpose::Leave) by the [rank's secret](RankSecrets), over
+    /// The proof for [this call](crate::auth::Purpose::Leave) by the secret in [`RankSecrets`], over
     /// namespace, rank and incarnation.
     pub proof: Proof,
     /// The reason, for the other ranks.
