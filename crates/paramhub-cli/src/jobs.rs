@@ -377,7 +377,8 @@ fn bytes(bytes: u64) -> String {
     indicatif::HumanBytes(bytes).to_string()
 }
 
-fn age(since_epoch_s: u64) -> String {
+/// How long ago a time was, for people.
+pub(crate) fn age(since_epoch_s: u64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
     indicatif::HumanDuration(Duration::from_secs(now.saturating_sub(since_epoch_s))).to_string()
 }

@@ -23,6 +23,7 @@ mod plan;
 mod probe;
 mod run;
 mod schemes;
+mod tokens;
 #[cfg(feature = "demonstrations")]
 mod train;
 #[cfg(not(feature = "demonstrations"))]
@@ -132,6 +133,8 @@ enum CliCommand {
     Jobs(jobs::JobsFlags),
     /// List hubs and the bandwidth between their racks, or measure it
     Hubs(hubs::HubsFlags),
+    /// Make, list or revoke the tokens that operators and hubs show
+    Tokens(tokens::TokensFlags),
     /// List or verify checkpoints
     Checkpoints(checkpoints::CheckpointsFlags),
     /// Start the workers of a job on this machine
@@ -255,6 +258,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         CliTask::Manager => manager::serve(&config),
         CliTask::Jobs(task) => jobs::jobs(&config, task),
         CliTask::Hubs(task) => hubs::hubs(&config, task),
+        CliTask::Tokens(task) => tokens::tokens(&config, task),
         CliTask::Checkpoints(flags) => checkpoints::checkpoints(&flags),
         CliTask::Run(command) => run::run(&config, command),
         CliTask::Doctor(task) => doctor::doctor(&config, task),
@@ -278,6 +282,7 @@ enum CliTask {
     Manager,
     Jobs(jobs::JobsTask),
     Hubs(hubs::HubsTask),
+    Tokens(tokens::TokensTask),
     Checkpoints(checkpoints::CheckpointsFlags),
     Run(Vec<OsString>),
     Doctor(doctor::DoctorTask),
@@ -314,6 +319,7 @@ impl CliCommand {
             }
             CliCommand::Jobs(flags) => CliTask::Jobs(flags.apply(config)),
             CliCommand::Hubs(flags) => CliTask::Hubs(flags.apply(config)),
+            CliCommand::Tokens(flags) => CliTask::Tokens(flags.apply(config)),
             CliCommand::Checkpoints(flags) => CliTask::Checkpoints(flags),
             CliCommand::Run(flags) => CliTask::Run(flags.apply(config)),
             CliCommand::Doctor(flags) => CliTask::Doctor(flags.apply(config)),

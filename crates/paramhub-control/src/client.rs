@@ -5,9 +5,9 @@ use std::time::Duration;
 use paramhub_core::auth::Namespace;
 use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
-    Commands, ConnectService, CreateService, HubRegistered, HubReport, HubStatus, InitService, JobStatus,
-    LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub, ServiceConnected, ServiceCreated,
-    ServiceInitialised,
+    Commands, ConnectService, CreateService, CreateToken, HubRegistered, HubReport, HubStatus, InitService,
+    JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub, ServiceConnected,
+    ServiceCreated, ServiceInitialised, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -99,6 +99,22 @@ impl ManagerClient {
     pub fn leave_service(&self, namespace: Namespace, request: &LeaveService) -> Result<(), ControlError> {
         let path = format!("/v1/jobs/{namespace}/leave");
         self.send(self.post(&path, request)?).map(drop)
+    }
+
+    /// Makes a token. Needs the admin token.
+    pub fn create_token(&self, request: &CreateToken) -> Result<TokenCreated, ControlError> {
+        let call = Call { repeatable: false, ..self.post("/v1/tokens", request)? };
+        self.answer(call)
+    }
+
+    /// Every token of the manager, without its text.
+    pub fn tokens(&self) -> Result<Vec<TokenStatus>, ControlError> {
+        self.answer(self.admin("GET", "/v1/tokens"))
+    }
+
+    /// Revokes a token, by its name.
+    pub fn revoke_token(&self, name: &str) -> Result<TokenStatus, ControlError> {
+        self.answer(self.admin("DELETE", &format!("/v1/tokens/{}", percent_encoded(name))))
     }
 
     /// Every job that the manager remembers, oldest first.

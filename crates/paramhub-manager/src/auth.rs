@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use axum::extract::FromRequestParts;
 use axum::http::{Method, header, request::Parts};
-use paramhub_core::service::ErrorCode;
-use subtle::ConstantTimeEq;
+use paramhub_core::service::{ErrorCode, TokenRole};
+use paramhub_core::tokens::TokenBearer;
 
 use crate::clock::now;
 use crate::connection_slots::ConnectionSlot;
@@ -15,35 +15,61 @@ use crate::error::{Refusal, refusal};
 use crate::registry::Registry;
 use crate::routes::PathSegment;
 
-/// Witness that the caller has the admin token, or that the manager needs none.
-pub(crate) struct Admin;
+/// Witness that the caller may do everything: it has a token for that, or the manager needs none.
+pub(crate) struct Admin(pub(crate) TokenBearer);
+
+/// Witness that the caller may let hubs join.
+pub(crate) struct HubOwner(pub(crate) TokenBearer);
+
+/// Witness that the caller may read jobs, hubs and metrics.
+pub(crate) struct Reader;
 
 impl FromRequestParts<Arc<Registry>> for Admin {
     type Rejection = Refusal;
 
     async fn from_request_parts(parts: &mut Parts, registry: &Arc<Registry>) -> Result<Self, Refusal> {
-        let slot = CallerSlot::of(parts);
-        let Some(expected) = &registry.admin_token else {
-            // Without a token every caller is admitted. A call without a body is complete.
-            if parts.method != Method::POST {
-                slot.0.complete_request();
-            }
-            return Ok(Admin);
-        };
-        let message = match bearer(parts) {
-            Some(token) if token.as_bytes().ct_eq(expected.as_bytes()).into() => {
-                slot.0.prove_operator()?;
-                return Ok(Admin);
-            }
-            Some(_) => "this is not the connection manager's admin token",
-            None => "this call needs the connection manager's admin token, as `authorization: Bearer TOKEN`",
-        };
-        Err(refusal(
-            ErrorCode::Unauthorized,
-            format!("{message}: give it with --admin-token-file, --admin-token or PARAMHUB_ADMIN_TOKEN"),
-        )
-        .into())
+        operator(parts, registry, &[TokenRole::Admin]).map(Admin)
     }
+}
+
+impl FromRequestParts<Arc<Registry>> for HubOwner {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, registry: &Arc<Registry>) -> Result<Self, Refusal> {
+        operator(parts, registry, &[TokenRole::Admin, TokenRole::Hub]).map(HubOwner)
+    }
+}
+
+impl FromRequestParts<Arc<Registry>> for Reader {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, registry: &Arc<Registry>) -> Result<Self, Refusal> {
+        operator(parts, registry, &[TokenRole::Admin, TokenRole::Reader]).map(|_| Reader)
+    }
+}
+
+/// The caller, if its token has one of these roles.
+fn operator(parts: &Parts, registry: &Registry, allowed: &[TokenRole]) -> Result<TokenBearer, Refusal> {
+    let slot = CallerSlot::of(parts);
+    let bearer = registry.tokens().check(bearer(parts))?;
+    let Some(token) = &bearer.token else {
+        // Without a token every caller is admitted. A call without a body is complete.
+        if parts.method != Method::POST {
+            slot.0.complete_request();
+        }
+        return Ok(bearer);
+    };
+    if !allowed.contains(&bearer.role) {
+        let roles: Vec<String> = allowed.iter().map(TokenRole::to_string).collect();
+        let message = format!(
+            "the token `{token}` has the role {}, and this call needs {}",
+            bearer.role,
+            roles.join(" or ")
+        );
+        return Err(refusal(ErrorCode::Forbidden, message).into());
+    }
+    slot.0.prove_operator()?;
+    Ok(bearer)
 }
 
 /// Witness that the caller is this hub.

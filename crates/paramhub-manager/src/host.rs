@@ -23,7 +23,7 @@ const SHOWN_CHARS: usize = 64;
 /// page knows the token.
 pub(crate) async fn guard(State(registry): State<Arc<Registry>>, request: Request, next: Next) -> Response {
     // Without a token the manager listens on loopback only: the configuration enforces that.
-    if registry.admin_token.is_some() || request.uri().path() == OPEN_PAGE {
+    if registry.tokens().are_needed() || request.uri().path() == OPEN_PAGE {
         return next.run(request).await;
     }
     match check(&request) {

@@ -1,6 +1,14 @@
 //! The manager's events as lines of its log.
 
 use paramhub_core::membership::LogEvent;
+use paramhub_core::tokens::TokenBearer;
+
+/// Logs what an operator or a hub's owner has done, under the target `audit`. Without tokens it is not known who
+/// called.
+pub(crate) fn audit(by: &TokenBearer, what: std::fmt::Arguments<'_>) {
+    let token = by.token.as_deref().unwrap_or("none");
+    tracing::info!(target: "audit", token, "{what}");
+}
 
 /// Logs one event.
 pub(crate) fn log(event: &LogEvent) {

@@ -7,7 +7,7 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{ComponentsBuilder, OpenApi as Document};
 use utoipa::{Modify, OpenApi};
 
-use crate::routes::{hubs, information_book, jobs, pages};
+use crate::routes::{hubs, information_book, jobs, pages, tokens};
 
 /// Every route the manager serves.
 #[derive(OpenApi)]
@@ -32,6 +32,7 @@ use crate::routes::{hubs, information_book, jobs, pages};
         jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop, jobs::membership,
         information_book::query, information_book::best_scheme,
         hubs::register, hubs::list, hubs::poll, hubs::events, hubs::links, hubs::probe,
+        tokens::create, tokens::list, tokens::revoke,
         pages::index, pages::health, pages::metrics, pages::openapi,
     ),
     modifiers(&Tokens),
@@ -45,6 +46,7 @@ use crate::routes::{hubs, information_book, jobs, pages};
         (name = "hubs", description = "What hubs ask, and what operators ask about hubs. A hub dials the manager; the manager \
                                        never dials. Commands are numbered from 1 without gaps, and are repeated until a poll \
                                        acknowledges them."),
+        (name = "tokens", description = "The tokens of operators and hubs. A manager that asks for no token has none."),
         (name = "manager", description = "The manager itself."),
     )
 )]
@@ -60,7 +62,8 @@ impl Modify for Tokens {
                 HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(description)).build();
             SecurityScheme::Http(scheme)
         };
-        let admin = "The manager's admin token. A manager that listens on loopback only may have none.";
+        let admin = "The manager's admin token, or another of its tokens whose role fits. A manager that listens on loopback \
+                     only may have none.";
         components.add_security_scheme("admin_token", bearer(admin));
         components
             .add_security_scheme("hub_token", bearer("The token that the hub was given when it registered."));

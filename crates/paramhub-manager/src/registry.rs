@@ -1,14 +1,16 @@
 //! The [`ManagerState`] behind a lock, with the store, and the work beside the requests: saving, and checking
 //! times.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use paramhub_core::auth::{Epoch, EpochSecret, Namespace, Nonce, Proof, Purpose, StreamSecret};
 use paramhub_core::membership::{Answer, Job, Membership, MembershipLimits};
 use paramhub_core::service::{
-    CreateService, ErrorCode, JobState, JobStatus, LinkStatus, ServiceCreated, ServiceError, StopService,
+    CreateService, CreateToken, ErrorCode, JobState, JobStatus, LinkStatus, ServiceCreated, ServiceError,
+    StopService, TokenCreated, TokenStatus,
 };
+use paramhub_core::tokens::{TokenBearer, TokenRecord, Tokens};
 use rustix::process::{Resource, getrlimit};
 use tokio::sync::{Notify, Semaphore, watch};
 
@@ -29,7 +31,10 @@ const SAVE_PAUSE: Duration = Duration::from_secs(1);
 pub(crate) struct Registry {
     state: Mutex<ManagerState>,
     store: Arc<Store>,
-    pub(crate) admin_token: Option<String>,
+    /// The tokens of operators and hubs. A change is made on a copy, which replaces them once it is saved.
+    tokens: RwLock<Arc<Tokens>>,
+    /// Held while tokens change.
+    changing_tokens: tokio::sync::Mutex<()>,
     pub(crate) hub_timeout: Duration,
     pub(crate) requests: AnsweredRequests,
     pub(crate) slots: Arc<ConnectionSlots>,
@@ -45,6 +50,7 @@ impl Registry {
     pub(crate) fn open(config: &ManagerConfig) -> Result<Arc<Self>, ManagerError> {
         let store = Store::open(config.state.as_deref())?;
         let records = store.load()?;
+        let tokens = Tokens::new(config.admin_token.as_deref(), store.load_tokens()?);
         let secret = random().map_err(|refused| ManagerError::System(std::io::Error::other(refused)))?;
         let limits = MembershipLimits {
             hub_timeout: config.hub_timeout,
@@ -57,7 +63,8 @@ impl Registry {
         Ok(Arc::new(Registry {
             state: Mutex::new(state),
             store: Arc::new(store),
-            admin_token: config.admin_token.clone(),
+            tokens: RwLock::new(Arc::new(tokens)),
+            changing_tokens: tokio::sync::Mutex::new(()),
             hub_timeout: config.hub_timeout,
             requests: AnsweredRequests::default(),
             slots: slots(config),
@@ -143,6 +150,61 @@ impl Registry {
             Answer::Probed(links) => Ok(links),
             other => unreachable!("a probe run is answered with {other:?}"),
         }
+    }
+
+    /// The tokens that are valid now.
+    pub(crate) fn tokens(&self) -> Arc<Tokens> {
+        self.tokens.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Makes a token. It is valid once its record is in the store.
+    pub(crate) async fn create_token(
+        self: &Arc<Self>,
+        request: CreateToken,
+        by: TokenBearer,
+    ) -> Result<TokenCreated, ServiceError> {
+        let random = random()?;
+        self.change_tokens(move |tokens| {
+            let CreateToken { name, role } = request;
+            let (token, record) = tokens.create(&name, role, &by, random, now().unix_s)?;
+            let status = record.status.clone();
+            Ok((TokenCreated { token, status }, record, Vec::new()))
+        })
+        .await
+    }
+
+    /// Revokes a token. It is invalid once that is in the store.
+    pub(crate) async fn revoke_token(self: &Arc<Self>, name: String) -> Result<TokenStatus, ServiceError> {
+        self.change_tokens(move |tokens| {
+            let (record, forgotten) = tokens.revoke(&name, now().unix_s)?;
+            Ok((record.status.clone(), record, forgotten))
+        })
+        .await
+    }
+
+    /// Changes the tokens by `change`, which returns its result, the record to save, and the ids of records to
+    /// remove.
+    async fn change_tokens<T: Send + 'static>(
+        self: &Arc<Self>,
+        change: impl FnOnce(&mut Tokens) -> Result<(T, TokenRecord, Vec<String>), ServiceError> + Send + 'static,
+    ) -> Result<T, ServiceError> {
+        let registry = self.clone();
+        // This runs as a task of its own, so that a caller that hangs up cannot leave the store ahead of the
+        // tokens in memory.
+        let changing = tokio::spawn(async move {
+            let _alone = registry.changing_tokens.lock().await;
+            let mut tokens = Tokens::clone(&registry.tokens());
+            let (result, record, forgotten) = change(&mut tokens)?;
+            let store = registry.store.clone();
+            blocking(move || store.save_token(&record, &forgotten)).await?.map_err(|cause| {
+                let message =
+                    format!("the tokens stay as they are, because they could not be saved to {cause}");
+                refusal(ErrorCode::Internal, message)
+            })?;
+            *registry.tokens.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(tokens);
+            Ok(result)
+        });
+        changing.await.unwrap_or_else(|_| Err(broken()))
     }
 
     /// Checks whether the caller knows the job's nonce or, once it has one, its rank's secret. A wrong

@@ -1,6 +1,6 @@
-//! The jobs' records on disk, or in memory where no state directory is given.
+//! The records of jobs and tokens on disk, or in memory where no state directory is given.
 //!
-//! One redb table, namespace to JSON. Records hold the jobs' nonces: the file is its owner's alone.
+//! Two redb tables: a job's namespace to JSON, and a token's id to JSON. Records of jobs hold the jobs' nonces: the file is its owner's alone.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -9,6 +9,7 @@ use std::sync::Mutex;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::membership::JobRecord;
+use paramhub_core::tokens::TokenRecord;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
 
 use crate::error::ManagerError;
@@ -16,6 +17,7 @@ use crate::error::ManagerError;
 /// Name of the file in the state directory.
 const FILE: &str = "jobs.redb";
 const JOBS: TableDefinition<[u8; 16], &[u8]> = TableDefinition::new("jobs");
+const TOKENS: TableDefinition<&str, &[u8]> = TableDefinition::new("tokens");
 /// Records are small and read once: redb's own default would let the cache grow to a gigabyte.
 const CACHE_BYTES: usize = 4 << 20;
 
@@ -81,14 +83,34 @@ impl Store {
         })
     }
 
-    /// Writes and removes records, all or none. The error is text for people.
+    /// All records of tokens.
+    pub(crate) fn load_tokens(&self) -> Result<Vec<TokenRecord>, ManagerError> {
+        let database = self.database.lock().expect("no holder panics");
+        let database = database.as_ref().expect("a store is loaded before its first failure");
+        read_tokens(database).map_err(|cause| ManagerError::State {
+            path: self.path.clone().unwrap_or_default(),
+            cause,
+            advice: ADVICE_CORRUPT,
+        })
+    }
+
+    /// Writes a token's record and removes others, all or none. The error is text for people.
+    pub(crate) fn save_token(&self, record: &TokenRecord, removed: &[String]) -> Result<(), String> {
+        self.write_by(|database| write_token(database, record, removed))
+    }
+
+    /// Writes and removes records of jobs, all or none. The error is text for people.
     pub(crate) fn save(&self, changed: &[JobRecord], removed: &[Namespace]) -> Result<(), String> {
+        self.write_by(|database| write(database, changed, removed))
+    }
+
+    fn write_by(&self, write: impl FnOnce(&Database) -> Result<(), String>) -> Result<(), String> {
         let mut slot = self.database.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if slot.is_none() {
             *slot = Some(self.reopen()?);
         }
         let database = slot.as_ref().expect("it was just opened");
-        let written = write(database, changed, removed);
+        let written = write(database);
         if written.is_err() && self.path.is_some() {
             *slot = None;
         }
@@ -136,10 +158,39 @@ fn read_all(database: &Database) -> Result<Vec<JobRecord>, String> {
     records.map_err(|cause| format!("a job's record cannot be read: {cause}"))
 }
 
+fn read_tokens(database: &Database) -> Result<Vec<TokenRecord>, String> {
+    let read = || -> Result<Vec<Result<TokenRecord, serde_json::Error>>, redb::Error> {
+        let table = database.begin_read()?.open_table(TOKENS)?;
+        table.iter()?.map(|entry| Ok(serde_json::from_slice(entry?.1.value()))).collect()
+    };
+    let records = read().map_err(|cause| cause.to_string())?;
+    let records: Result<Vec<TokenRecord>, serde_json::Error> = records.into_iter().collect();
+    records.map_err(|cause| format!("a token's record cannot be read: {cause}"))
+}
+
+fn write_token(database: &Database, record: &TokenRecord, removed: &[String]) -> Result<(), String> {
+    let write = || -> Result<(), redb::Error> {
+        let transaction = database.begin_write()?;
+        {
+            let mut table = transaction.open_table(TOKENS)?;
+            let json = serde_json::to_vec(record).expect("records are plain data");
+            table.insert(record.id.as_str(), json.as_slice())?;
+            for id in removed {
+                table.remove(id.as_str())?;
+            }
+        }
+        transaction.commit()?;
+        Ok(())
+    };
+    write().map_err(|cause| cause.to_string())
+}
+
 fn write(database: &Database, changed: &[JobRecord], removed: &[Namespace]) -> Result<(), String> {
     let write = || -> Result<(), redb::Error> {
         let transaction = database.begin_write()?;
         {
+            // This creates the other table, which readers expect.
+            transaction.open_table(TOKENS)?;
             let mut table = transaction.open_table(JOBS)?;
             for record in changed {
                 let json = serde_json::to_vec(record).expect("records are plain data");

@@ -178,6 +178,48 @@ fn jobs_are_listed_shown_and_stopped() {
 }
 
 #[test]
+fn tokens_are_made_listed_and_revoked_and_the_log_says_by_whom() {
+    let token = "the-first-token\n";
+    let arguments =
+        ["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0", "--admin-token-file", "token"];
+    let hub = paramhub(arguments).file("token", token).start();
+    let ready = hub.wait_for("hub ready: ");
+    let url = ready.split_whitespace().find(|word| word.starts_with("http://")).expect("a URL").to_owned();
+    let tokens = |by: &str, more: &[&str]| {
+        paramhub([&["tokens", "--hub", &url], more].concat()).env("PARAMHUB_ADMIN_TOKEN", by).finish()
+    };
+    let first = token.trim();
+    let made = tokens(first, &["create", "grafana", "--role", "reader"]).expect_code(0).stdout;
+    let reader = made.trim();
+    assert!(reader.starts_with("pht-") && made.lines().count() == 1, "{made}");
+    let jobs = |by: &str, more: &[&str]| {
+        paramhub([&["jobs", "--hub", &url], more].concat()).env("PARAMHUB_ADMIN_TOKEN", by).finish()
+    };
+    assert_eq!(jobs(reader, &[]).expect_code(0).stdout, "no jobs\n");
+    jobs(reader, &["create", "x", "-n", "1"]).expect_code(1).expect_error(&["`grafana` has the role reader"]);
+    jobs(first, &["create", "x", "-n", "1"]).expect_code(0);
+    let refused = tokens(first, &["create", "ci", "--role", "everything"]).expect_code(2).stderr;
+    assert!(refused.contains("expected admin, hub or reader"), "{refused}");
+    tokens(first, &["revoke", "grafana"]).expect_code(0);
+    jobs(reader, &[]).expect_code(1).expect_error(&["the token `grafana` was revoked"]);
+    let listed = tokens(first, &["list"]).expect_code(0).stdout;
+    let row = listed.lines().find(|line| line.contains("grafana")).expect("it is listed");
+    assert!(
+        row.contains("reader") && row.contains("configured") && row.matches(" ago").count() == 2,
+        "{row}"
+    );
+    let log = hub.stderr();
+    for line in [
+        "made the token `grafana` (reader) token=\"configured\"",
+        "created job `x`",
+        "revoked the token `grafana` (reader) token=\"configured\"",
+    ] {
+        assert!(log.lines().any(|logged| logged.contains("audit") && logged.contains(line)), "{line}: {log}");
+    }
+    assert!(!log.contains(first) && !log.contains(reader), "{log}");
+}
+
+#[test]
 fn a_job_is_created_for_workers_that_another_launcher_starts() {
     let (_hub, url) = hub([]);
     let create = |more: &[&str]| paramhub([&["jobs", "create", "-n", "1", "--hub", &url], more].concat());

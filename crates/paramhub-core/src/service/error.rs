@@ -17,6 +17,7 @@ pub struct ServiceError {
 /// - `bad_request` (400, also 408, 413, 415, 421): the request is malformed or out of bounds; its body is too
 ///   slow, too long or not declared as JSON; its `Host` is no name of loopback, and the manager has no token.
 /// - `unauthorized` (401): the admin token or hub token is missing or wrong.
+/// - `forbidden` (403): the token is for something else.
 /// - `wrong_nonce` (403): no job of this namespace has the nonce that the proof was made with.
 /// - `not_found` (404, also 405): no such job, hub or route, or the route does not take the method.
 /// - `missing` (408): ranks or hubs, which the message names, did not arrive in time.
@@ -36,6 +37,8 @@ pub enum ErrorCode {
     BadRequest,
     /// The admin token or hub token is missing or wrong (401).
     Unauthorized,
+    /// The token is for something else (403).
+    Forbidden,
     /// The proof does not match the job's nonce (403).
     WrongNonce,
     /// No such job, hub or route (404).
@@ -64,7 +67,7 @@ impl ErrorCode {
         match self {
             ErrorCode::BadRequest => 400,
             ErrorCode::Unauthorized => 401,
-            ErrorCode::WrongNonce => 403,
+            ErrorCode::Forbidden | ErrorCode::WrongNonce => 403,
             ErrorCode::NotFound => 404,
             ErrorCode::NameTaken | ErrorCode::RankTaken | ErrorCode::Disagreement | ErrorCode::Busy => 409,
             ErrorCode::Missing => 408,

@@ -39,7 +39,7 @@ A worker's proof is a keyed hash under the job's nonce: see [protocol.md](protoc
 
 | caller | shows |
 | --- | --- |
-| operator | `authorization: Bearer TOKEN` with the admin token, if the manager has one |
+| operator | `authorization: Bearer TOKEN` with the admin token or another one, if the manager has an admin token. One of the role `admin` is good for every call, one of `hub` for a hub's registration, one of `reader` for reading jobs, hubs, links and metrics |
 | hub | `authorization: Bearer TOKEN` with the token that registration answered |
 | worker | a proof in the body |
 ";

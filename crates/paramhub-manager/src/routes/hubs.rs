@@ -13,11 +13,12 @@ use paramhub_core::service::{
 };
 use tokio::time::{Instant, timeout_at};
 
-use crate::auth::{Admin, FromHub};
+use crate::auth::{Admin, FromHub, HubOwner, Reader};
 use crate::body::{JsonBody, REPORT, SHAPE, SMALL};
 use crate::clock::now;
 use crate::error::Refusal;
 use crate::hub_queues::{WaitingCommands, commands_json};
+use crate::log::audit;
 use crate::registry::{Registry, random, shutting_down};
 
 /// The longest wait of one poll.
@@ -37,7 +38,8 @@ const POLL_MAX: Duration = Duration::from_secs(10);
     responses(
         (status = 200, description = "The hub's number and its token for later calls.", body = HubRegistered),
         (status = 400, description = "The shape cannot serve.", body = ServiceError),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 408, description = "The body did not arrive in time.", body = ServiceError),
         (status = 413, description = "The body is too long.", body = ServiceError),
         (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
@@ -46,12 +48,13 @@ const POLL_MAX: Duration = Duration::from_secs(10);
     )
 )]
 pub(crate) async fn register(
-    _: Admin,
+    HubOwner(by): HubOwner,
     State(registry): State<Arc<Registry>>,
     JsonBody(request): JsonBody<RegisterHub, SHAPE>,
 ) -> Result<Json<HubRegistered>, Refusal> {
     let token: String = paramhub_core::auth::Nonce(random()?).into();
     let hub = registry.with(|state| state.membership.register_hub(request, token.clone(), now()))?;
+    audit(&by, format_args!("let hub {hub} join"));
     Ok(Json(HubRegistered { hub, token }))
 }
 
@@ -61,10 +64,11 @@ pub(crate) async fn register(
     security(("admin_token" = [])),
     responses(
         (status = 200, description = "In order of arrival.", body = Vec<HubStatus>),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
     )
 )]
-pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<HubStatus>> {
+pub(crate) async fn list(_: Reader, State(registry): State<Arc<Registry>>) -> Json<Vec<HubStatus>> {
     Json(registry.with(|state| state.membership.hub_statuses(now())))
 }
 
@@ -74,10 +78,11 @@ pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Jso
     security(("admin_token" = [])),
     responses(
         (status = 200, description = "By the racks' names, each direction by itself.", body = Vec<LinkStatus>),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
     )
 )]
-pub(crate) async fn links(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<LinkStatus>> {
+pub(crate) async fn links(_: Reader, State(registry): State<Arc<Registry>>) -> Json<Vec<LinkStatus>> {
     Json(registry.with(|state| state.membership.link_statuses(now())))
 }
 
@@ -90,7 +95,8 @@ pub(crate) async fn links(_: Admin, State(registry): State<Arc<Registry>>) -> Js
     responses(
         (status = 200, description = "As GET; what failed says why.", body = Vec<LinkStatus>),
         (status = 400, description = "The body is malformed, or there are not hubs of two racks.", body = ServiceError),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 408, description = "The body did not arrive in time.", body = ServiceError),
         (status = 409, description = "A job runs at hubs that would probe.", body = ServiceError),
         (status = 413, description = "The body is too long.", body = ServiceError),
@@ -99,10 +105,11 @@ pub(crate) async fn links(_: Admin, State(registry): State<Arc<Registry>>) -> Js
     )
 )]
 pub(crate) async fn probe(
-    _: Admin,
+    Admin(by): Admin,
     State(registry): State<Arc<Registry>>,
     JsonBody(ProbeLinks {}): JsonBody<ProbeLinks, SMALL>,
 ) -> Result<Json<Vec<LinkStatus>>, Refusal> {
+    audit(&by, format_args!("lets hubs probe the links between racks"));
     Ok(Json(registry.probe_links().await?))
 }
 

@@ -10,7 +10,7 @@ use paramhub_core::scheme::{BestScheme, InformationBook, InformationBookError};
 use paramhub_core::service::{AskBestScheme, AskInformationBook, ErrorCode, ServiceError};
 
 use super::{PathSegment, QueryParameters};
-use crate::auth::Admin;
+use crate::auth::Reader;
 use crate::error::{Refusal, refusal};
 use crate::registry::Registry;
 
@@ -28,14 +28,15 @@ use crate::registry::Registry;
     responses(
         (status = 200, description = "The whole book, where no properties are asked for.", body = InformationBook),
         (status = 400, description = "The path or the query is malformed.", body = ServiceError),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 404, description = "There is no such job, layer or property.", body = ServiceError),
         (status = 408, description = "The job has no book yet: not every rank has called InitService.", body = ServiceError),
         (status = 410, description = "The job has ended.", body = ServiceError),
     )
 )]
 pub(crate) async fn query(
-    _: Admin,
+    _: Reader,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
     QueryParameters(ask): QueryParameters<AskInformationBook>,
@@ -58,14 +59,15 @@ pub(crate) async fn query(
     responses(
         (status = 200, description = "The layer's scheme.", body = BestScheme),
         (status = 400, description = "The path or the query is malformed.", body = ServiceError),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 404, description = "There is no such job or layer.", body = ServiceError),
         (status = 408, description = "The job has no book yet: not every rank has called InitService.", body = ServiceError),
         (status = 410, description = "The job has ended.", body = ServiceError),
     )
 )]
 pub(crate) async fn best_scheme(
-    _: Admin,
+    _: Reader,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
     QueryParameters(ask): QueryParameters<AskBestScheme>,

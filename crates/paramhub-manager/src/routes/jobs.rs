@@ -13,10 +13,11 @@ use paramhub_core::service::{
 };
 
 use super::{PathSegment, QueryParameters, namespace};
-use crate::auth::{Admin, CallerSlot};
+use crate::auth::{Admin, CallerSlot, Reader};
 use crate::body::{JsonBody, SMALL, TableBody};
 use crate::clock::now;
 use crate::error::Refusal;
+use crate::log::audit;
 use crate::registry::Registry;
 use crate::rendezvous;
 use crate::state::CallingRank;
@@ -31,7 +32,8 @@ type Answer<T> = Result<Json<T>, Refusal>;
     responses(
         (status = 200, description = "The job exists.", body = ServiceCreated),
         (status = 400, description = "The name, the number of workers or an option is out of bounds.", body = ServiceError),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 408, description = "The body did not arrive in time.", body = ServiceError),
         (status = 409, description = "The name belongs to a living job.", body = ServiceError),
         (status = 413, description = "The body is too long.", body = ServiceError),
@@ -41,11 +43,14 @@ type Answer<T> = Result<Json<T>, Refusal>;
     )
 )]
 pub(crate) async fn create(
-    _: Admin,
+    Admin(by): Admin,
     State(registry): State<Arc<Registry>>,
     JsonBody(request): JsonBody<CreateService, SMALL>,
 ) -> Answer<ServiceCreated> {
-    Ok(Json(registry.create(request).await?))
+    let name = request.name.clone();
+    let created = registry.create(request).await?;
+    audit(&by, format_args!("created job `{name}` ({})", created.namespace));
+    Ok(Json(created))
 }
 
 /// ConnectService: joins a rank. Answered when every rank has called, as many hubs have joined as the job waits
@@ -156,10 +161,11 @@ pub(crate) async fn leave(
     security(("admin_token" = [])),
     responses(
         (status = 200, description = "Oldest first.", body = Vec<JobStatus>),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
     )
 )]
-pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<JobStatus>> {
+pub(crate) async fn list(_: Reader, State(registry): State<Arc<Registry>>) -> Json<Vec<JobStatus>> {
     Json(registry.with(|state| state.membership.statuses(now())))
 }
 
@@ -171,12 +177,13 @@ pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Jso
     responses(
         (status = 200, description = "The job.", body = JobStatus),
         (status = 400, description = "The path is malformed.", body = ServiceError),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 404, description = "There is no such job.", body = ServiceError),
     )
 )]
 pub(crate) async fn show(
-    _: Admin,
+    _: Reader,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
 ) -> Answer<JobStatus> {
@@ -192,17 +199,20 @@ pub(crate) async fn show(
     responses(
         (status = 200, description = "Namespace and nonce.", body = ServiceCreated),
         (status = 400, description = "The path is malformed.", body = ServiceError),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 404, description = "No living job has this name.", body = ServiceError),
         (status = 409, description = "Every rank of it has joined.", body = ServiceError),
     )
 )]
 pub(crate) async fn membership(
-    _: Admin,
+    Admin(by): Admin,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
 ) -> Answer<ServiceCreated> {
-    Ok(Json(registry.with(|state| state.membership.credentials_to_join(&job))?))
+    let credentials = registry.with(|state| state.membership.credentials_to_join(&job))?;
+    audit(&by, format_args!("took the secret of job `{job}` ({})", credentials.namespace));
+    Ok(Json(credentials))
 }
 
 /// StopService: ends a job for all ranks. Its status, its workers and the logs then say `stopped: ` and the
@@ -221,17 +231,20 @@ pub(crate) async fn membership(
     responses(
         (status = 200, description = "The job is over and its memory free; with `workers_ending`, its last checkpoint is taken.", body = JobStatus),
         (status = 400, description = "The path or the reason is malformed.", body = ServiceError),
-        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 404, description = "There is no such job.", body = ServiceError),
         (status = 408, description = "A hub, which is named, has not confirmed in time that the job's memory is free or, with `workers_ended`, how the job ended.", body = ServiceError),
         (status = 500, description = "The manager is shutting down.", body = ServiceError),
     )
 )]
 pub(crate) async fn stop(
-    _: Admin,
+    Admin(by): Admin,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
     QueryParameters(stop): QueryParameters<StopService>,
 ) -> Answer<JobStatus> {
+    let name = registry.with(|state| state.membership.find(&job).map(|job| job.name.clone()))?;
+    audit(&by, format_args!("stops job `{name}`"));
     Ok(Json(registry.stop_job(&job, stop).await?))
 }

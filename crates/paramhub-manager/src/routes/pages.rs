@@ -8,7 +8,7 @@ use axum::response::IntoResponse;
 use paramhub_core::service::ServiceError;
 use utoipa::OpenApi;
 
-use crate::auth::Admin;
+use crate::auth::Reader;
 use crate::error::Refusal;
 use crate::metrics::Detail;
 use crate::openapi::ApiDocument;
@@ -36,23 +36,24 @@ pub(crate) async fn health() -> &'static str {
     "ok\n"
 }
 
-/// Metrics for Prometheus, in the OpenMetrics text format. With the admin token, or if the manager has none,
-/// they include those of each job and rack by name; without it only totals.
+/// Metrics for Prometheus, in the OpenMetrics text format. With the admin token or a reader's, or if the manager
+/// asks for none, they include those of each job and rack by name; without it only totals.
 #[utoipa::path(
     get, path = "/metrics", tag = "manager", operation_id = "metrics",
     security((), ("admin_token" = [])),
     responses(
         (status = 200, description = "OpenMetrics text.", body = String, content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8"),
-        (status = 401, description = "The admin token is wrong.", body = ServiceError),
+        (status = 401, description = "The token is wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
     )
 )]
 pub(crate) async fn metrics(
-    admin: Result<Admin, Refusal>,
+    reader: Result<Reader, Refusal>,
     headers: HeaderMap,
     State(registry): State<Arc<Registry>>,
 ) -> Result<impl IntoResponse, Refusal> {
-    let detail = match admin {
-        Ok(Admin) => Detail::Everything,
+    let detail = match reader {
+        Ok(Reader) => Detail::Everything,
         // A scrape with a wrong token is refused: it was meant to have everything and should not go on with
         // less.
         Err(refusal) if headers.contains_key(header::AUTHORIZATION) => return Err(refusal),

@@ -207,8 +207,11 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
                 );
             }
             // The document is about this server: no operation answers that there is no such route.
-            let real =
-                path.replace("{namespace}", &"0".repeat(32)).replace("{job}", "j").replace("{hub}", "0");
+            let real = path
+                .replace("{namespace}", &"0".repeat(32))
+                .replace("{job}", "j")
+                .replace("{hub}", "0")
+                .replace("{token}", "t");
             let (status, answer) = ask(address, &request(&method.to_uppercase(), &real, "{}"));
             assert!(
                 status != 405 && !answer.contains("lists every route"),
@@ -219,6 +222,7 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
     listed.sort();
     let routes = [
         "DELETE /v1/jobs/{job}",
+        "DELETE /v1/tokens/{token}",
         "GET /",
         "GET /health",
         "GET /metrics",
@@ -230,6 +234,7 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
         "GET /v1/jobs/{job}/book",
         "GET /v1/jobs/{job}/membership",
         "GET /v1/links",
+        "GET /v1/tokens",
         "POST /v1/hubs",
         "POST /v1/hubs/{hub}/events",
         "POST /v1/hubs/{hub}/poll",
@@ -238,6 +243,7 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
         "POST /v1/jobs/{namespace}/init",
         "POST /v1/jobs/{namespace}/leave",
         "POST /v1/links",
+        "POST /v1/tokens",
     ];
     assert_eq!(listed, routes);
     let schemas = document["components"]["schemas"].as_object().unwrap();

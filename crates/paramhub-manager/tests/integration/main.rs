@@ -9,4 +9,5 @@ mod information_book;
 mod meeting;
 mod rendezvous;
 mod state;
+mod tokens;
 mod unauthenticated;
