@@ -90,8 +90,10 @@ impl Tokens {
             .find(|record| record.status.revoked_at.is_some() && is_same(&record.hash, &hashed));
         match (revoked, record, is_configured) {
             (Some(record), ..) => {
-                let TokenStatus { name, .. } = &record.status;
-                refused(&format!("the token `{name}` was revoked"))
+                let name = &record.status.name;
+                let message =
+                    format!("the token `{name}` was revoked: ask the manager's operator for another");
+                Err(refusal(ErrorCode::Unauthorized, message))
             }
             (None, Some(record), _) => {
                 Ok(TokenBearer { token: Some(record.status.name.clone()), role: record.status.role })

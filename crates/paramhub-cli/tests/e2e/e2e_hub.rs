@@ -201,7 +201,7 @@ fn tokens_are_made_listed_and_revoked_and_the_log_says_by_whom() {
     let refused = tokens(first, &["create", "ci", "--role", "everything"]).expect_code(2).stderr;
     assert!(refused.contains("expected admin, hub or reader"), "{refused}");
     tokens(first, &["revoke", "grafana"]).expect_code(0);
-    jobs(reader, &[]).expect_code(1).expect_error(&["the token `grafana` was revoked"]);
+    jobs(reader, &[]).expect_code(2).expect_error(&["the token `grafana` was revoked"]);
     let listed = tokens(first, &["list"]).expect_code(0).stdout;
     let row = listed.lines().find(|line| line.contains("grafana")).expect("it is listed");
     assert!(
