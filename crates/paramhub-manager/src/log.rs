@@ -6,8 +6,10 @@ use paramhub_core::tokens::TokenBearer;
 /// Logs what an operator or a hub's owner has done, under the target `audit`. Without tokens it is not known who
 /// called.
 pub(crate) fn audit(by: &TokenBearer, what: std::fmt::Arguments<'_>) {
-    let token = by.token.as_deref().unwrap_or("none");
-    tracing::info!(target: "audit", token, "{what}");
+    match &by.token {
+        Some(token) => tracing::info!(target: "audit", "audit: token `{token}` {what}"),
+        None => tracing::info!(target: "audit", "audit: a caller without a token {what}"),
+    }
 }
 
 /// Logs one event.

@@ -109,7 +109,7 @@ pub(crate) async fn probe(
     State(registry): State<Arc<Registry>>,
     JsonBody(ProbeLinks {}): JsonBody<ProbeLinks, SMALL>,
 ) -> Result<Json<Vec<LinkStatus>>, Refusal> {
-    audit(&by, format_args!("lets hubs probe the links between racks"));
+    audit(&by, format_args!("let hubs probe the links between racks"));
     Ok(Json(registry.probe_links().await?))
 }
 

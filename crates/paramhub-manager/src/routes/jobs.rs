@@ -245,6 +245,6 @@ pub(crate) async fn stop(
     QueryParameters(stop): QueryParameters<StopService>,
 ) -> Answer<JobStatus> {
     let name = registry.with(|state| state.membership.find(&job).map(|job| job.name.clone()))?;
-    audit(&by, format_args!("stops job `{name}`"));
+    audit(&by, format_args!("asked to stop job `{name}`"));
     Ok(Json(registry.stop_job(&job, stop).await?))
 }
