@@ -1,11 +1,11 @@
 """A parameter hub for distributed deep-learning training.
 
-Workers push gradients to a hub, whose cores sum, optimise and answer each chunk while it is in cache. This package has four
-parts:
+Workers push gradients to a hub, whose cores sum each chunk, update its parameters and answer while it is in
+cache. This package has four parts:
 
 - `paramhub.torch` is for PyTorch: an optimizer, a DDP hook, a ``torch.distributed`` backend, and Horovod's API.
 - `paramhub.kvstore` has key-value stores with MXNet's API, through a hub or by collectives among the ranks.
-- `connect`, `Job` and `Handle` are for any library's tensors.
+- `connect`, `Job`, `Handle` and `Tensor` are for any library's tensors.
 - `Hub` runs a hub inside this process; the ``paramhub`` command runs hubs and workers as programs.
 
 A worker of any library, started with ``paramhub run -n 4 -- python worker.py``::
@@ -52,6 +52,7 @@ __all__ = [
     "create_job",
 ]
 
+# A forked child must not use its parent's jobs and hubs: calls that need their threads or connections raise in it.
 _os.register_at_fork(after_in_child=_native.after_fork_in_child)
 # atexit calls in reverse order, so this runs after the functions that end jobs and their requests.
 _atexit.register(_native.end_callbacks)

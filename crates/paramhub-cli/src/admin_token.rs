@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 use crate::config::Secret;
 
@@ -63,10 +64,14 @@ fn read_file(path: &Path) -> Result<Secret, String> {
         return Err(refused("it must have one line, the token, as from `openssl rand -hex 32`".into()));
     };
     if about.is_file() && about.permissions().mode() & 0o077 != 0 {
-        eprintln!(
-            "paramhub: other users may read the admin token in {}: `chmod 600` keeps it from them",
-            path.display()
-        );
+        // The Python package reads the token several times.
+        static WARNED: Once = Once::new();
+        WARNED.call_once(|| {
+            eprintln!(
+                "paramhub: other users may read the admin token in {}: `chmod 600` keeps it from them",
+                path.display()
+            );
+        });
     }
     Ok(Secret(token.to_owned()))
 }

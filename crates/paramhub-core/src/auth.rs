@@ -12,7 +12,7 @@ mod stream_secrets;
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 
-pub use stream_secrets::{Epoch, EpochSecret, StreamSecret, StreamSecrets};
+pub use stream_secrets::{Epoch, EpochSecret, StreamSecret};
 
 /// Names a job everywhere: 128 random bits, written as 32 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

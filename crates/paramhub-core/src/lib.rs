@@ -43,7 +43,7 @@ pub mod scheme;
 pub mod service;
 pub mod settings;
 pub mod stragglers;
-pub mod stream_order;
+pub mod stream_admission;
 pub mod tokens;
 pub mod wire;
 pub mod worker_job;

@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use paramhub_core::auth::{Incarnation, Namespace, StreamSecret, StreamSecrets};
+use paramhub_core::auth::{Incarnation, Namespace, StreamSecret};
 use paramhub_core::composition::{Composed, Neighbour, SiteId};
 use paramhub_core::job_control::AdmittedStreams;
 use paramhub_core::placement::RouteId;
-use paramhub_core::stream_order::check_attempt;
+use paramhub_core::stream_admission::{StreamSecrets, check_attempt};
 use paramhub_core::wire::{Caller, Hello, Refusal};
 
 use crate::core::{Ports, Side};

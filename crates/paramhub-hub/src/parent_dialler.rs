@@ -6,9 +6,10 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
-use paramhub_core::auth::{Incarnation, Namespace, StreamSecrets};
+use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::placement::RouteId;
+use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
 use paramhub_transport::dialling::{dial, dial_first};
 use paramhub_transport::greeting::greet;

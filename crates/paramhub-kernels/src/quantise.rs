@@ -8,8 +8,9 @@
 //! [`convert::decode`](crate::convert::decode), [`sum::assign`](crate::sum::assign) and
 //! [`sum::add`](crate::sum::add) do it, as for every other codec.
 //!
-//! A block with a NaN or an infinity, or whose values add up to one, has levels that are not finite. Then its
-//! decoded values are not finite either, and [`first_non_finite`] finds them.
+//! A block with a NaN or an infinity has at least one level that is not finite, and so does a block in which a
+//! sum of values overflows or a mean rounds to an infinite bf16. The values of that class decode to it, while
+//! others of the block may stay finite. [`first_non_finite`] finds the block.
 
 use paramhub_core::codec::{Codec, QUANTISED_BLOCK_ELEMENTS};
 
@@ -57,8 +58,7 @@ pub fn encode_change_with(isa: Isa, model: &[f32], seen: &mut [f32], wire: &mut 
     }
 }
 
-/// The first element of the first block that has a value that is not finite, in a payload of `elements`
-/// elements.
+/// The first element of the first block with a level that is not finite, in a payload of `elements` elements.
 ///
 /// # Panics
 /// As [`encode`].
@@ -98,7 +98,8 @@ fn bits(codec: Codec) -> usize {
     codec.quantised_bits().expect("the codec is quantised")
 }
 
-/// The levels and the numbers of a payload.
+/// The levels of a payload, which are the values that its classes decode to, and the packed numbers of the
+/// elements' classes.
 #[track_caller]
 fn parts(wire: &[u8], elements: usize, codec: Codec) -> (&[[u8; 2]], &[u8]) {
     assert_holds(codec, elements, wire.len());

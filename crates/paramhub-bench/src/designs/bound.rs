@@ -4,19 +4,21 @@
 use super::scenario::Design;
 use crate::profile::Passes;
 
-/// The number of steps after which the time of a step no longer changes.
+/// The number of steps that are left out at the beginning, and of those whose mean is then taken. With concom,
+/// times may repeat in a pattern of several steps, so the mean is approximate.
 const STEPS_TO_SETTLE: usize = 8;
 
 /// The properties of a step on which the bound depends.
 pub(super) struct Model<'a> {
     pub(super) design: Design,
-    /// The keys in the order in which a step pushes them.
+    /// The keys in the order in which a step pushes and pulls them.
     pub(super) order: &'a [usize],
     /// The passes of each layer, front layers first.
     pub(super) passes: &'a [Passes],
     /// The layer of each key.
     pub(super) layers: &'a [usize],
-    /// The seconds that each key's collective takes if nothing else runs.
+    /// The seconds that each key's collective takes if nothing else runs. For a hub: the key's share, by its
+    /// bytes, of the seconds in which all keys are exchanged together.
     pub(super) collectives: &'a [f64],
     /// For concom: the seconds that a barrier takes.
     pub(super) barrier: f64,

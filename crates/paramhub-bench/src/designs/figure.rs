@@ -1,4 +1,5 @@
-//! The results in the form of the paper's figures 13 to 15, and a step of each design as a timeline.
+//! The results in the form of figures 13 to 15 of the paper on MPI collectives in dependency engines, and a
+//! step of each design as a timeline.
 
 use std::path::Path;
 

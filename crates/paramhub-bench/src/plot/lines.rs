@@ -1,5 +1,5 @@
-//! A line plot of measurements at several values of a quantity: a line for each series, with the range of the
-//! rounds at every point.
+//! A line plot of measurements at several values of a quantity: a line for each series, with the lowest and the
+//! highest of the repeated measurements at every point.
 
 use std::path::Path;
 
@@ -59,7 +59,8 @@ pub(crate) struct Series {
     pub(crate) points: Vec<Point>,
 }
 
-/// The median of the rounds at one value, and the lowest and the highest round.
+/// The median, the lowest and the highest of the measurements at one value: of rounds, or of trainings with
+/// several seeds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Point {
     pub(crate) median: f64,

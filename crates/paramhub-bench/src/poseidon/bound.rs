@@ -7,7 +7,7 @@ use crate::profile::Passes;
 const STEPS_TO_SETTLE: usize = 8;
 
 /// Returns the seconds of a step in a run of many steps. `transfers` has the seconds for which each layer
-/// uses the link of the busiest host. It and `passes` begin with the front layer, which the forward pass
+/// keeps its busiest link busy; the bound counts these as one link. It and `passes` begin with the front layer, which the forward pass
 /// computes first.
 ///
 /// The link carries one layer at a time, in the order in which the backward pass computes the gradients. A

@@ -3,7 +3,6 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Incarnation, Namespace, Nonce, Proof, Purpose, prove};
-use crate::wire::{Caller, Hello};
 
 /// A membership of a job, from which the secrets of its streams are derived. The manager draws a new one for
 /// each epoch and gives it to the job's hubs.
@@ -83,57 +82,9 @@ impl From<Nonce> for StreamSecret {
     }
 }
 
-/// The secrets of a job's streams, as a hub knows them.
-#[derive(Clone, Debug)]
-pub struct StreamSecrets {
-    /// The job's nonce.
-    pub nonce: Nonce,
-    /// The job's epoch.
-    pub epoch: Epoch,
-    /// The ranks whose workers speak protocol version 1, ascending. The manager has given them no secrets, so
-    /// their streams are proved with the nonce.
-    pub version_1_ranks: Vec<u32>,
-}
-
-impl StreamSecrets {
-    /// The secret with which a caller must prove its stream; `None` for a caller that may open none. A rank
-    /// speaks one version for the life of the job, so that nobody with the nonce alone can be taken for a rank
-    /// that has a secret.
-    pub fn of(&self, hello: &Hello, version: u16) -> Option<StreamSecret> {
-        match hello.caller {
-            Caller::Worker { rank, .. } => {
-                let is_version_1 = self.version_1_ranks.binary_search(&rank).is_ok();
-                match (version, is_version_1) {
-                    (1, true) => Some(self.nonce.into()),
-                    (1, false) | (_, true) => None,
-                    (_, false) => Some(self.epoch.secret.of_rank(rank)),
-                }
-            }
-            Caller::Hub { .. } => Some(self.epoch.secret.of_hubs()),
-            Caller::Prober => None,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::{Attempt, Capabilities};
-
-    fn hello(caller: Caller) -> Hello {
-        Hello {
-            caller,
-            interface: 0,
-            core: 0,
-            offered: Capabilities::default(),
-            required: Capabilities::default(),
-            attempt: Attempt::first(1),
-            namespace: Namespace([1; 16]),
-            incarnation: Incarnation([2; 16]),
-            placement: [3; 32],
-            challenge: [4; 32],
-        }
-    }
 
     #[test]
     fn every_caller_of_every_epoch_has_a_secret_of_its_own() {
@@ -149,22 +100,5 @@ mod tests {
         assert_eq!(distinct.len(), all.len());
         assert!(!distinct.contains(&first.0) && !distinct.contains(&second.0));
         assert_eq!(first.of_pair(3, 1), first.of_pair(1, 3));
-    }
-
-    #[test]
-    fn the_nonce_proves_the_streams_of_ranks_without_a_secret_only() {
-        let secrets = StreamSecrets {
-            nonce: Nonce([9; 32]),
-            epoch: Epoch { number: 1, secret: EpochSecret([8; 32]) },
-            version_1_ranks: vec![1],
-        };
-        let of =
-            |rank, version| secrets.of(&hello(Caller::Worker { rank, shares_parameters: false }), version);
-        assert_eq!(of(0, 2), Some(secrets.epoch.secret.of_rank(0)));
-        assert_eq!(of(1, 1), Some(StreamSecret(secrets.nonce.0)));
-        assert_eq!((of(0, 1), of(1, 2)), (None, None));
-        assert_eq!(secrets.of(&hello(Caller::Prober), 2), None);
-        let hub = secrets.of(&hello(Caller::Hub { site: 0, route: 0 }), 2);
-        assert_eq!(hub, Some(secrets.epoch.secret.of_hubs()));
     }
 }

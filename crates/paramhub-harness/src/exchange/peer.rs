@@ -29,9 +29,9 @@ const RANKS: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"];
 pub struct PeerFlags {
     /// The launcher's socket.
     socket: PathBuf,
-    /// The number of this process.
+    /// The number of this process; see `by_mpi`.
     process: usize,
-    /// It is one of several that `mpirun` has started, which sit side by side by their ranks.
+    /// `mpirun` has started this process: the number is that of rank 0, and every rank adds its own rank to it.
     #[arg(long)]
     by_mpi: bool,
 }
@@ -72,6 +72,8 @@ fn rank_of_mpi() -> anyhow::Result<usize> {
 struct Worker {
     spec: Spec,
     job: Job,
+    /// The connection to the raw server, which moves the same bytes and does nothing with them; `None` if that
+    /// is not measured.
     raw: Option<Raw>,
     gradients: Vec<Tensor>,
     parameters: Parameters,
@@ -256,8 +258,8 @@ fn bytes_mut(tensors: &mut [Tensor]) -> Vec<&mut [u8]> {
     tensors.iter_mut().map(Tensor::elements_mut).collect()
 }
 
-/// The same with two requests for each key, the second as soon as the first is answered: a step must be
-/// pushed before it is pulled.
+/// Exchanges with two requests for each key: the pull follows once this key's push and those before it are
+/// answered, since a step must be pushed before it is pulled.
 fn push_then_pull(
     job: &Job,
     gradients: Vec<(u32, &[u8])>,

@@ -12,11 +12,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use paramhub_core::arena::ArenaLayout;
-use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce, StreamSecrets};
+use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce};
 use paramhub_core::codec::Codec;
 use paramhub_core::key::Key;
 use paramhub_core::settings::OptimizerChoice;
 use paramhub_core::stragglers::Stragglers;
+use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_core::wire::{
     Attempt, CHALLENGE_BYTES, Caller, Capabilities, Direction, Failure, Header, Hello, Operation,
 };

@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::StreamSecrets;
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::combinations::{Feature, Features, check_job};
 use paramhub_core::composition::{Composed, SiteId};
@@ -16,6 +15,7 @@ use paramhub_core::placement::{HubShape, Route, RouteId};
 use paramhub_core::scheme::Plan;
 use paramhub_core::service::JobPlan;
 use paramhub_core::settings::Settings;
+use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_kernels::{Aggregator, Optimizer, Registry};
 
 use super::checkpoints::CheckpointPlan;

@@ -1,9 +1,43 @@
-//! Which of several streams of one caller to one route counts: the newest of the job's epoch. A stream that
-//! was delayed on its way must not displace one that was opened after it.
+//! What a hub asks of a stream before it admits it: the secret with which the caller must prove itself, and that
+//! the stream is the newest of the job's epoch. A stream that was delayed on its way must not displace one that
+//! was opened after it.
 
 use thiserror::Error;
 
-use crate::wire::Attempt;
+use crate::auth::{Epoch, Nonce, StreamSecret};
+use crate::wire::{Attempt, Caller, Hello};
+
+/// The secrets of a job's streams, as a hub knows them.
+#[derive(Clone, Debug)]
+pub struct StreamSecrets {
+    /// The job's nonce.
+    pub nonce: Nonce,
+    /// The job's epoch.
+    pub epoch: Epoch,
+    /// The ranks whose workers speak protocol version 1, ascending. The manager has given them no secrets, so
+    /// their streams are proved with the nonce.
+    pub version_1_ranks: Vec<u32>,
+}
+
+impl StreamSecrets {
+    /// The secret with which a caller must prove its stream; `None` for a caller that may open none. A rank
+    /// speaks one version for the life of the job, so that nobody with the nonce alone can be taken for a rank
+    /// that has a secret.
+    pub fn of(&self, hello: &Hello, version: u16) -> Option<StreamSecret> {
+        match hello.caller {
+            Caller::Worker { rank, .. } => {
+                let is_version_1 = self.version_1_ranks.binary_search(&rank).is_ok();
+                match (version, is_version_1) {
+                    (1, true) => Some(self.nonce.into()),
+                    (1, false) | (_, true) => None,
+                    (_, false) => Some(self.epoch.secret.of_rank(rank)),
+                }
+            }
+            Caller::Hub { .. } => Some(self.epoch.secret.of_hubs()),
+            Caller::Prober => None,
+        }
+    }
+}
 
 /// Why a stream is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -54,6 +88,23 @@ pub fn check_attempt(epoch: u64, newest: Option<u32>, attempt: Attempt) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::auth::{EpochSecret, Incarnation, Namespace};
+    use crate::wire::Capabilities;
+
+    fn hello(caller: Caller) -> Hello {
+        Hello {
+            caller,
+            interface: 0,
+            core: 0,
+            offered: Capabilities::default(),
+            required: Capabilities::default(),
+            attempt: Attempt::first(1),
+            namespace: Namespace([1; 16]),
+            incarnation: Incarnation([2; 16]),
+            placement: [3; 32],
+            challenge: [4; 32],
+        }
+    }
 
     fn numbered(epoch: u64, number: u32) -> Attempt {
         Attempt::Numbered { epoch, number }
@@ -82,5 +133,22 @@ mod tests {
         assert_eq!(check_attempt(5, Some(1), again), Ok(2));
         assert_eq!(check_attempt(5, None, again), Ok(1));
         assert_eq!(check_attempt(5, Some(u32::MAX), again), Err(StaleStream::TooMany));
+    }
+
+    #[test]
+    fn the_nonce_proves_the_streams_of_ranks_without_a_secret_only() {
+        let secrets = StreamSecrets {
+            nonce: Nonce([9; 32]),
+            epoch: Epoch { number: 1, secret: EpochSecret([8; 32]) },
+            version_1_ranks: vec![1],
+        };
+        let of =
+            |rank, version| secrets.of(&hello(Caller::Worker { rank, shares_parameters: false }), version);
+        assert_eq!(of(0, 2), Some(secrets.epoch.secret.of_rank(0)));
+        assert_eq!(of(1, 1), Some(StreamSecret(secrets.nonce.0)));
+        assert_eq!((of(0, 1), of(1, 2)), (None, None));
+        assert_eq!(secrets.of(&hello(Caller::Prober), 2), None);
+        let hub = secrets.of(&hello(Caller::Hub { site: 0, route: 0 }), 2);
+        assert_eq!(hub, Some(secrets.epoch.secret.of_hubs()));
     }
 }
