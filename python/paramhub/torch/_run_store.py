@@ -59,6 +59,17 @@ class RunStore:
         else:
             choice = self.read("secret", "rank 0 has not said where the run's secret is")
             self.secret = RunSecret.find(self._rank, choice)
+            self.write(f"secret-found/{self._rank}", "")
+
+    def release_secret(self, timeout: float) -> None:
+        """Frees the memory in which the others find the secret. Rank 0 may leave before they have found it, so it waits for
+        them, at most ``timeout`` seconds; after that the memory lasts as long as the process."""
+        if self._rank != 0:
+            return
+        others = [f"secret-found/{rank}" for rank in range(1, self._size)]
+        with contextlib.suppress(Exception):
+            if not others or not wait_for_keys(self.store, others, timeout):
+                self.secret.close()
 
     def write_secret(self, key: str, text: str) -> None:
         """Writes what only the ranks of this run may read."""

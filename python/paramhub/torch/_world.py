@@ -183,7 +183,7 @@ class World:
         timeout = (
             0.0 if abandon else EXIT_TIMEOUT_AFTER_FAILURE if self.failures.is_failing() else EXIT_TIMEOUT
         )
-        self._store.secret.close()
+        self._store.release_secret(timeout)
         self.hubs.stop_host_hub(timeout)
         if not self.hubs.runs_hub_of_run:
             self._store.announce_exit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import pytest
 from team import Rank, Team
@@ -143,3 +144,17 @@ def test_no_secret_goes_through_the_store_in_clear(
     assert not any(hub.url in text or TOKEN in text for text in texts), texts
     warned = "go through torch's store, and whoever can listen" in results[0][1]
     assert warned == (source == "store"), results[0][1]
+
+
+def comes_and_goes(rank: Rank) -> None:
+    if rank.rank == 1:
+        rank.await_mark("gone")
+    paramhub.torch.init()
+    if rank.rank == 0:
+        # Rank 1 finds the secret while this rank leaves.
+        threading.Timer(0.2, rank.mark, ["gone"]).start()
+    paramhub.torch.shutdown()
+
+
+def test_rank_0_may_leave_before_the_others_have_come(team: Team, hub: paramhub.Hub) -> None:
+    team(comes_and_goes, ranks=2, env={"PARAMHUB_URL": hub.url})
