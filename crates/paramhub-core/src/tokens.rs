@@ -57,7 +57,7 @@ impl Tokens {
         Tokens { configured: configured.map(hash), records }
     }
 
-    /// Whether every caller is admitted.
+    /// Whether callers need a token. If not, every caller is admitted.
     pub fn are_needed(&self) -> bool {
         self.configured.is_some()
     }
