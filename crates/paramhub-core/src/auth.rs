@@ -119,7 +119,7 @@ impl Nonce {
         rank: u32,
         incarnation: Incarnation,
     ) -> Proof {
-        self.prove(purpose, &[&namespace.0, &rank.to_le_bytes(), &incarnation.0])
+        StreamSecret::from(*self).prove_rank(purpose, namespace, rank, incarnation)
     }
 }
 

@@ -11,6 +11,7 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::membership::JobRecord;
 use paramhub_core::tokens::TokenRecord;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
+use serde::de::DeserializeOwned;
 
 use crate::error::ManagerError;
 
@@ -72,22 +73,24 @@ impl Store {
         Ok(Store { path: Some(path), database: Mutex::new(Some(database)) })
     }
 
-    /// All records, in no particular order.
+    /// All records of jobs, in no particular order.
     pub(crate) fn load(&self) -> Result<Vec<JobRecord>, ManagerError> {
-        let database = self.database.lock().expect("no holder panics");
-        let database = database.as_ref().expect("a store is loaded before its first failure");
-        read_all(database).map_err(|cause| ManagerError::State {
-            path: self.path.clone().unwrap_or_default(),
-            cause,
-            advice: ADVICE_CORRUPT,
-        })
+        self.load_table(JOBS, "job")
     }
 
     /// All records of tokens.
     pub(crate) fn load_tokens(&self) -> Result<Vec<TokenRecord>, ManagerError> {
+        self.load_table(TOKENS, "token")
+    }
+
+    fn load_table<K: redb::Key + 'static, R: DeserializeOwned>(
+        &self,
+        table: TableDefinition<K, &'static [u8]>,
+        what: &str,
+    ) -> Result<Vec<R>, ManagerError> {
         let database = self.database.lock().expect("no holder panics");
         let database = database.as_ref().expect("a store is loaded before its first failure");
-        read_tokens(database).map_err(|cause| ManagerError::State {
+        read_all(database, table, what).map_err(|cause| ManagerError::State {
             path: self.path.clone().unwrap_or_default(),
             cause,
             advice: ADVICE_CORRUPT,
@@ -148,24 +151,19 @@ fn is_corrupt(cause: &std::io::Error) -> bool {
     matches!(cause.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::UnexpectedEof)
 }
 
-fn read_all(database: &Database) -> Result<Vec<JobRecord>, String> {
-    let read = || -> Result<Vec<Result<JobRecord, serde_json::Error>>, redb::Error> {
-        let table = database.begin_read()?.open_table(JOBS)?;
+/// All records of a table; `what` names one in errors.
+fn read_all<K: redb::Key + 'static, R: DeserializeOwned>(
+    database: &Database,
+    table: TableDefinition<K, &'static [u8]>,
+    what: &str,
+) -> Result<Vec<R>, String> {
+    let read = || -> Result<Vec<Result<R, serde_json::Error>>, redb::Error> {
+        let table = database.begin_read()?.open_table(table)?;
         table.iter()?.map(|entry| Ok(serde_json::from_slice(entry?.1.value()))).collect()
     };
     let records = read().map_err(|cause| cause.to_string())?;
-    let records: Result<Vec<JobRecord>, serde_json::Error> = records.into_iter().collect();
-    records.map_err(|cause| format!("a job's record cannot be read: {cause}"))
-}
-
-fn read_tokens(database: &Database) -> Result<Vec<TokenRecord>, String> {
-    let read = || -> Result<Vec<Result<TokenRecord, serde_json::Error>>, redb::Error> {
-        let table = database.begin_read()?.open_table(TOKENS)?;
-        table.iter()?.map(|entry| Ok(serde_json::from_slice(entry?.1.value()))).collect()
-    };
-    let records = read().map_err(|cause| cause.to_string())?;
-    let records: Result<Vec<TokenRecord>, serde_json::Error> = records.into_iter().collect();
-    records.map_err(|cause| format!("a token's record cannot be read: {cause}"))
+    let records: Result<Vec<R>, serde_json::Error> = records.into_iter().collect();
+    records.map_err(|cause| format!("a {what}'s record cannot be read: {cause}"))
 }
 
 fn write_token(database: &Database, record: &TokenRecord, removed: &[String]) -> Result<(), String> {
