@@ -88,6 +88,13 @@ pub(crate) struct HubSection {
     pub(crate) hub_dead_after_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<PathBuf>,
+    pub(crate) plain_http: bool,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) tls_names: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tls_certificate: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tls_key: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) checkpoints: Option<PathBuf>,
     pub(crate) checkpoint_keep: usize,
@@ -104,6 +111,13 @@ pub(crate) struct ManagerSection {
     pub(crate) hub_dead_after_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<PathBuf>,
+    pub(crate) plain_http: bool,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) tls_names: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tls_certificate: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tls_key: Option<PathBuf>,
 }
 
 /// `[run]`
@@ -166,6 +180,10 @@ impl Default for HubSection {
             core_rate: None,
             hub_dead_after_s: None,
             state: None,
+            plain_http: false,
+            tls_names: Vec::new(),
+            tls_certificate: None,
+            tls_key: None,
             checkpoints: None,
             checkpoint_keep: CHECKPOINTS_KEPT,
         }
@@ -198,6 +216,12 @@ impl HubSection {
         self.join.clone().map_or_else(|| self.manager.clone(), HubManager::Running)
     }
 
+    /// Returns whether it is said how other machines call the hub's own connection manager.
+    pub(crate) fn has_tls_options(&self) -> bool {
+        let has_certificate = self.tls_certificate.is_some() || self.tls_key.is_some();
+        self.plain_http || !self.tls_names.is_empty() || has_certificate
+    }
+
     pub(crate) fn is_pinned(&self) -> bool {
         match self.pin {
             Pin::Auto => !self.is_loopback_only(),
@@ -214,6 +238,10 @@ impl Default for ManagerSection {
             core_rate: None,
             hub_dead_after_s: None,
             state: None,
+            plain_http: false,
+            tls_names: Vec::new(),
+            tls_certificate: None,
+            tls_key: None,
         }
     }
 }

@@ -15,6 +15,7 @@ use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::cost::Rate;
 use paramhub_harness::launch::Signals;
 
+use super::tls::{self, TlsFlags};
 use super::{Usage, overlay};
 use crate::ExitCode;
 use crate::config::{Bytes, CHECKPOINTS_KEPT, Config, HubManager, HubSection, InterfaceRate, Pin};
@@ -115,6 +116,8 @@ pub(super) struct HubFlags {
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_STATE")]
     state: Option<PathBuf>,
+    #[command(flatten)]
+    tls: TlsFlags,
     /// Directory for checkpoints of the jobs that are to have any; several hubs of a job must share it [default: none are
     /// written]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_CHECKPOINTS")]
@@ -134,6 +137,7 @@ impl HubFlags {
             config.hub.join = None;
         }
         config.hub.hub_dead_after_s = self.hub_dead_after.or(config.hub.hub_dead_after_s);
+        overlay!(self.tls => config.hub; plain_http, tls_names; tls_certificate, tls_key);
         overlay!(
             self => config.hub;
             interface_rates, advertise, host_only, streams, spin_us, pin, manager, checkpoint_keep;
@@ -230,6 +234,9 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
         state: section.state.clone(),
         core_rate: section.core_rate,
         admin_token: config.admin_token(),
+        plain_http: section.plain_http,
+        tls_names: section.tls_names.clone(),
+        certificate: tls::certificate(&section.tls_certificate, &section.tls_key)?,
         hub_timeout: super::hub_timeout(section.hub_dead_after_s),
         ..ManagerConfig::default()
     };
@@ -248,6 +255,7 @@ fn asked(section: &HubSection) -> Features {
         (Feature::JoinedManager, joins),
         // The flag --join goes before a folder that the file names for the hub's own manager.
         (Feature::HubState, section.state.is_some() && section.join.is_none()),
+        (Feature::ManagerTls, section.has_tls_options()),
         (Feature::HubDeadAfter, section.hub_dead_after_s.is_some()),
         (Feature::CoreRate, section.core_rate.is_some()),
         (Feature::CheckpointsKept, section.checkpoint_keep != CHECKPOINTS_KEPT),

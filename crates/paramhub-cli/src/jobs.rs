@@ -232,8 +232,8 @@ fn print(json: bool, value: &impl Serialize, text: impl FnOnce() -> String) -> a
 
 /// The variables that [`Membership::from_env`](paramhub::Membership::from_env) reads, except the rank.
 fn membership(url: &str, job: &ServiceCreated) -> String {
-    let (namespace, nonce) = (job.namespace, String::from(job.nonce));
-    format!("PARAMHUB_URL={url}\nPARAMHUB_JOB={namespace}\nPARAMHUB_SECRET={nonce}")
+    let (namespace, secret) = (job.namespace, String::from(job.secret()));
+    format!("PARAMHUB_URL={url}\nPARAMHUB_JOB={namespace}\nPARAMHUB_SECRET={secret}")
 }
 
 /// The outcome of a stop. A job that had already ended keeps the reason with which it ended.

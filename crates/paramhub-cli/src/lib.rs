@@ -8,6 +8,7 @@ extern crate paramhub_harness;
 
 mod admin_token;
 mod bench;
+mod ca;
 mod checkpoints;
 #[cfg(test)]
 mod combinations_tests;
@@ -23,6 +24,7 @@ mod plan;
 mod probe;
 mod run;
 mod schemes;
+mod tls;
 mod tokens;
 #[cfg(feature = "demonstrations")]
 mod train;
@@ -135,6 +137,8 @@ enum CliCommand {
     Hubs(hubs::HubsFlags),
     /// Make, list or revoke the tokens that operators and hubs show
     Tokens(tokens::TokensFlags),
+    /// Print or replace the certificate of the authority by which curl, Prometheus and browsers recognise the connection manager
+    Ca(ca::CaFlags),
     /// List or verify checkpoints
     Checkpoints(checkpoints::CheckpointsFlags),
     /// Start the workers of a job on this machine
@@ -210,8 +214,8 @@ fn is_usage_cause(cause: &(dyn std::error::Error + 'static)) -> bool {
         None => {}
     }
     if let Some(error) = cause.downcast_ref::<ManagerError>() {
-        use ManagerError::{Setting, TokenNeeded, TokenUnusable};
-        return matches!(error, TokenNeeded { .. } | TokenUnusable | Setting { .. });
+        use ManagerError::{Setting, TokenNeeded, TokenUnusable, Trust};
+        return matches!(error, TokenNeeded { .. } | TokenUnusable | Setting { .. } | Trust(_));
     }
     if let Some(error) = cause.downcast_ref::<ControlError>() {
         return matches!(error, ControlError::Url { .. })
@@ -259,6 +263,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         CliTask::Jobs(task) => jobs::jobs(&config, task),
         CliTask::Hubs(task) => hubs::hubs(&config, task),
         CliTask::Tokens(task) => tokens::tokens(&config, task),
+        CliTask::Ca(task) => ca::ca(&config, task),
         CliTask::Checkpoints(flags) => checkpoints::checkpoints(&flags),
         CliTask::Run(command) => run::run(&config, command),
         CliTask::Doctor(task) => doctor::doctor(&config, task),
@@ -283,6 +288,7 @@ enum CliTask {
     Jobs(jobs::JobsTask),
     Hubs(hubs::HubsTask),
     Tokens(tokens::TokensTask),
+    Ca(ca::CaTask),
     Checkpoints(checkpoints::CheckpointsFlags),
     Run(Vec<OsString>),
     Doctor(doctor::DoctorTask),
@@ -320,6 +326,7 @@ impl CliCommand {
             CliCommand::Jobs(flags) => CliTask::Jobs(flags.apply(config)),
             CliCommand::Hubs(flags) => CliTask::Hubs(flags.apply(config)),
             CliCommand::Tokens(flags) => CliTask::Tokens(flags.apply(config)),
+            CliCommand::Ca(flags) => CliTask::Ca(flags.apply(config)),
             CliCommand::Checkpoints(flags) => CliTask::Checkpoints(flags),
             CliCommand::Run(flags) => CliTask::Run(flags.apply(config)),
             CliCommand::Doctor(flags) => CliTask::Doctor(flags.apply(config)),

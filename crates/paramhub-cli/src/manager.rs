@@ -10,6 +10,7 @@ use paramhub_core::cost::Rate;
 use paramhub_harness::launch::Signals;
 
 use super::overlay;
+use super::tls::{self, TlsFlags};
 use crate::ExitCode;
 use crate::config::Config;
 
@@ -29,11 +30,14 @@ pub(super) struct ManagerFlags {
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_MANAGER_STATE")]
     state: Option<PathBuf>,
+    #[command(flatten)]
+    tls: TlsFlags,
 }
 
 impl ManagerFlags {
     pub(super) fn apply(self, config: &mut Config) {
         config.manager.hub_dead_after_s = self.hub_dead_after.or(config.manager.hub_dead_after_s);
+        overlay!(self.tls => config.manager; plain_http, tls_names; tls_certificate, tls_key);
         overlay!(self => config.manager; listen; state, core_rate);
     }
 }
@@ -46,6 +50,9 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         state: config.manager.state.clone(),
         core_rate: config.manager.core_rate,
         admin_token: config.admin_token(),
+        plain_http: config.manager.plain_http,
+        tls_names: config.manager.tls_names.clone(),
+        certificate: tls::certificate(&config.manager.tls_certificate, &config.manager.tls_key)?,
         hub_timeout: super::hub_timeout(config.manager.hub_dead_after_s),
         ..ManagerConfig::default()
     })?;

@@ -1,37 +1,74 @@
 //! Reads the manager's URL.
 
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
 use paramhub_core::service::MANAGER_PORT;
 
 use crate::error::ControlError;
 
-/// Turns `http://host:port`, `host:port` or `host` into `http://host:port`; the port defaults to the
-/// manager's.
-pub(crate) fn parse_url(text: &str) -> Result<String, ControlError> {
-    let refuse = |cause: &str| ControlError::Url { url: text.to_string(), cause: cause.to_string() };
-    let trimmed = text.trim();
-    let authority = match trimmed.split_once("://") {
-        Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => rest,
-        Some((scheme, _)) if scheme.eq_ignore_ascii_case("https") => {
-            return Err(refuse("the manager speaks plain http, not https"));
+/// Where a manager answers, and whether in clear.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ManagerAddress {
+    /// `http://host:port` or `https://host:port`.
+    pub(crate) url: String,
+    /// Whether the host is this machine, whatever a name server answers.
+    is_loopback: bool,
+}
+
+impl ManagerAddress {
+    /// Reads `http://host:port`, `https://host:port`, `host:port` or `host`. The port defaults to the manager's.
+    /// Without a scheme the manager is called in clear on this machine, and over TLS elsewhere.
+    pub(crate) fn parse(text: &str) -> Result<Self, ControlError> {
+        let refuse = |cause: &str| ControlError::Url { url: text.to_string(), cause: cause.to_string() };
+        let trimmed = text.trim();
+        let (scheme, authority) = match trimmed.split_once("://") {
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => (Some("http"), rest),
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("https") => (Some("https"), rest),
+            Some(_) => return Err(refuse("its scheme is neither http nor https")),
+            None => (None, trimmed),
+        };
+        let authority = authority.strip_suffix('/').unwrap_or(authority);
+        if authority.is_empty() {
+            return Err(refuse("it names no host"));
         }
-        Some(_) => return Err(refuse("its scheme is not http")),
-        None => trimmed,
+        if authority.contains(['/', '?', '#']) {
+            return Err(refuse("it has a path or a query"));
+        }
+        if authority.contains('@') {
+            return Err(refuse("it has a user name; the token is given separately"));
+        }
+        if !authority.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(refuse("it has a space or a character outside ASCII"));
+        }
+        let (host, port) = split_port(authority).map_err(refuse)?;
+        let is_loopback = is_loopback(host);
+        let scheme = scheme.unwrap_or(if is_loopback { "http" } else { "https" });
+        Ok(ManagerAddress { url: format!("{scheme}://{host}:{port}"), is_loopback })
+    }
+
+    /// Calls the manager over TLS even if the URL says `http`, unless it is on this machine: its authority is
+    /// known, so it speaks TLS.
+    pub(crate) fn encrypted(mut self) -> Self {
+        if let Some(authority) = self.url.strip_prefix("http://")
+            && !self.is_loopback
+        {
+            self.url = format!("https://{authority}");
+        }
+        self
+    }
+
+    /// `host:port`.
+    pub(crate) fn host_and_port(&self) -> &str {
+        self.url.split_once("://").expect("a URL has a scheme").1
+    }
+}
+
+fn is_loopback(host: &str) -> bool {
+    let literal = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+        Some(inner) => inner.parse::<Ipv6Addr>().map(IpAddr::V6),
+        None => host.parse::<Ipv4Addr>().map(IpAddr::V4),
     };
-    let authority = authority.strip_suffix('/').unwrap_or(authority);
-    if authority.is_empty() {
-        return Err(refuse("it names no host"));
-    }
-    if authority.contains(['/', '?', '#']) {
-        return Err(refuse("it has a path or a query"));
-    }
-    if authority.contains('@') {
-        return Err(refuse("it has a user name; the token is given separately"));
-    }
-    if !authority.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Err(refuse("it has a space or a character outside ASCII"));
-    }
-    let (host, port) = split_port(authority).map_err(refuse)?;
-    Ok(format!("http://{host}:{port}"))
+    literal.map_or(host.eq_ignore_ascii_case("localhost"), |ip| ip.to_canonical().is_loopback())
 }
 
 /// Splits `host:port`, `host`, `[v6]:port` or `[v6]`.
@@ -43,7 +80,7 @@ fn split_port(authority: &str) -> Result<(&str, u16), &'static str> {
     let bracketed = host.starts_with('[') && host.ends_with(']');
     if bracketed {
         let inner = &host[1..host.len() - 1];
-        inner.parse::<std::net::Ipv6Addr>().map_err(|_| "the address in brackets is not IPv6")?;
+        inner.parse::<Ipv6Addr>().map_err(|_| "the address in brackets is not IPv6")?;
     } else if host.contains([':', '[', ']']) {
         return Err("an IPv6 address needs brackets, as in [::1]:7770");
     } else if host.is_empty() {
@@ -65,14 +102,32 @@ mod tests {
         for (text, url) in [
             ("http://10.0.0.1:80", "http://10.0.0.1:80"),
             ("HTTP://node-7:7770/", "http://node-7:7770"),
-            ("node-7:1234", "http://node-7:1234"),
-            ("node-7", "http://node-7:7770"),
+            ("https://node-7", "https://node-7:7770"),
+            ("HTTPS://127.0.0.1:1", "https://127.0.0.1:1"),
+            ("node-7:1234", "https://node-7:1234"),
+            ("node-7", "https://node-7:7770"),
             (" 127.0.0.1 ", "http://127.0.0.1:7770"),
+            ("localhost:99", "http://localhost:99"),
             ("[::1]:99", "http://[::1]:99"),
+            ("[2001:db8::1]:99", "https://[2001:db8::1]:99"),
             ("http://[::1]", "http://[::1]:7770"),
             (crate::DEFAULT_URL, crate::DEFAULT_URL),
         ] {
-            assert_eq!(parse_url(text).unwrap(), url, "{text}");
+            assert_eq!(ManagerAddress::parse(text).unwrap().url, url, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_manager_whose_authority_is_known_is_not_called_in_clear_over_a_network() {
+        for (text, url) in [
+            ("http://10.0.0.1:80", "https://10.0.0.1:80"),
+            ("https://10.0.0.1:80", "https://10.0.0.1:80"),
+            ("http://127.0.0.1:80", "http://127.0.0.1:80"),
+            ("http://127.0.0.1.example:80", "https://127.0.0.1.example:80"),
+        ] {
+            let address = ManagerAddress::parse(text).unwrap().encrypted();
+            assert_eq!(address.url, url);
+            assert!(url.ends_with(&format!("://{}", address.host_and_port())));
         }
     }
 
@@ -82,8 +137,8 @@ mod tests {
             ("", "names no host"),
             ("http://", "names no host"),
             (":7770", "names no host"),
-            ("https://a:1", "not https"),
-            ("tcp://a:1", "scheme is not http"),
+            ("https://", "names no host"),
+            ("tcp://a:1", "neither http nor https"),
             ("http://a:1/v1", "path"),
             ("http://u:p@a:1", "user name"),
             ("a:0", "port"),
@@ -94,7 +149,7 @@ mod tests {
             ("a b:1", "space"),
             ("http://hüb:1", "ASCII"),
         ] {
-            let refused = parse_url(text).unwrap_err().to_string();
+            let refused = ManagerAddress::parse(text).unwrap_err().to_string();
             assert!(refused.contains(cause), "{text}: {refused}");
             assert!(refused.contains("http://127.0.0.1:7770"), "{text}: {refused}");
         }

@@ -10,6 +10,7 @@ use ureq::http::{Request, Response, StatusCode};
 use ureq::{Agent, Body};
 
 use crate::error::ControlError;
+use crate::tls::{self, Recognition};
 
 /// The number of retries of a call whose connection broke, or for which the manager has no capacity: a
 /// manager with many callers breaks connections before it handles their calls.
@@ -42,6 +43,7 @@ impl Call<'_> {
         &self,
         agent: &Agent,
         url: &str,
+        recognition: &Recognition,
         retry_timeout: Duration,
     ) -> Result<Vec<u8>, ControlError> {
         let size = self.body.as_ref().map_or(0, Vec::len);
@@ -71,6 +73,12 @@ impl Call<'_> {
                 }
                 Err(failure) if is_broken(&failure) && has_time && attempts.again() => {
                     first_break.get_or_insert(failure);
+                    continue;
+                }
+                // The manager has another authority than the one it had. A token tells which.
+                Err(ureq::Error::Io(cause))
+                    if tls::is_unknown_certificate(&cause) && recognition.forget() =>
+                {
                     continue;
                 }
                 Err(failure) => Err(self.explain(failure, url)),
@@ -114,7 +122,8 @@ impl Call<'_> {
                 let (path, seconds) = (self.path.to_owned(), self.timeout.as_secs_f64());
                 ControlError::Silent { url, path, seconds }
             }
-            ureq::Error::Io(cause) => ControlError::Unreachable { url, cause: cause.to_string() },
+            ureq::Error::Io(cause) => tls::explain(&cause, &url)
+                .unwrap_or_else(|| ControlError::Unreachable { url, cause: cause.to_string() }),
             ureq::Error::HostNotFound => {
                 ControlError::Unreachable { url, cause: "its host name is unknown here".into() }
             }

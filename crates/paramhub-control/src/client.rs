@@ -1,21 +1,25 @@
 //! The manager's calls as methods.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use paramhub_core::auth::Namespace;
+use paramhub_core::auth::{Fingerprint, Namespace};
 use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
-    Commands, ConnectService, CreateService, CreateToken, HubRegistered, HubReport, HubStatus, InitService,
-    JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub, ServiceConnected,
-    ServiceCreated, ServiceInitialised, TokenCreated, TokenStatus,
+    AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, HubRegistered, HubReport,
+    HubStatus, InitService, JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub,
+    ReplaceAuthority, ServiceConnected, ServiceCreated, ServiceInitialised, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use ureq::Agent;
+use ureq::unversioned::resolver::DefaultResolver;
+use ureq::unversioned::transport::{Connector, TcpConnector};
 
-use crate::address::parse_url;
+use crate::address::ManagerAddress;
 use crate::call::{Call, decode};
 use crate::error::ControlError;
+use crate::tls::{Recognition, TlsConnector};
 
 /// The time that a call that waits for no rank may take; a stop includes the wait for the hubs.
 const CALL_TIMEOUT: Duration = Duration::from_secs(20);
@@ -29,16 +33,35 @@ const POLL_MARGIN: Duration = Duration::from_secs(10);
 #[derive(Clone)]
 pub struct ManagerClient {
     agent: Agent,
-    url: String,
+    address: ManagerAddress,
+    recognition: Arc<Recognition>,
     token: Option<String>,
     retry_timeout: Duration,
 }
 
 impl ManagerClient {
-    /// A client of the manager at `url` (`http://host:port`, `host:port` or `host`); `token` is the admin
-    /// token, where the manager has one. Dials nothing yet.
+    /// A client of the manager at `url`: `https://host:port`, `http://host:port`, or without a scheme, which calls
+    /// loopback in clear and other hosts over TLS. `token` is the admin token or another, where the manager has
+    /// one: by it the client recognises the manager. Dials nothing yet.
+    ///
+    /// # Errors
+    /// [`ControlError::Url`] says what is wrong with the URL.
     pub fn new(url: &str, token: Option<String>) -> Result<Self, ControlError> {
-        let url = parse_url(url)?;
+        Ok(Self::with(ManagerAddress::parse(url)?, token, None))
+    }
+
+    /// A client for a worker, which has a job's secret and no token. With the secret's `authority` it recognises
+    /// the manager, and calls it over TLS wherever it is not on this machine.
+    ///
+    /// # Errors
+    /// [`ControlError::Url`] says what is wrong with the URL.
+    pub fn of_worker(url: &str, authority: Option<Fingerprint>) -> Result<Self, ControlError> {
+        let address = ManagerAddress::parse(url)?;
+        let address = if authority.is_some() { address.encrypted() } else { address };
+        Ok(Self::with(address, None, authority))
+    }
+
+    fn with(address: ManagerAddress, token: Option<String>, authority: Option<Fingerprint>) -> Self {
         // A proxy from the environment leads out of the network, and the manager is inside it.
         let config = Agent::config_builder()
             .http_status_as_error(false)
@@ -48,7 +71,10 @@ impl ManagerClient {
             .timeout_connect(Some(Duration::from_secs(10)))
             .user_agent(concat!("paramhub/", env!("CARGO_PKG_VERSION")))
             .build();
-        Ok(ManagerClient { agent: config.new_agent(), url, token, retry_timeout: Duration::ZERO })
+        let recognition = Arc::new(Recognition::new(token.clone(), authority));
+        let connector = ().chain(TcpConnector::default()).chain(TlsConnector(recognition.clone()));
+        let agent = Agent::with_parts(config, connector, DefaultResolver::default());
+        ManagerClient { agent, address, recognition, token, retry_timeout: Duration::ZERO }
     }
 
     /// Lets every call retry a refused connection for this long, for a manager that is just starting.
@@ -57,9 +83,14 @@ impl ManagerClient {
         self
     }
 
-    /// The manager's URL, in the form `http://host:port`.
+    /// The manager's URL, in the form `https://host:port` or `http://host:port`.
     pub fn url(&self) -> &str {
-        &self.url
+        &self.address.url
+    }
+
+    /// Where the manager answers, as `host:port`.
+    pub fn host_and_port(&self) -> &str {
+        self.address.host_and_port()
     }
 
     /// CreateService: a new job, its namespace and its secret. Needs the admin token where the manager has
@@ -115,6 +146,17 @@ impl ManagerClient {
     /// Revokes a token, by its name.
     pub fn revoke_token(&self, name: &str) -> Result<TokenStatus, ControlError> {
         self.answer(self.admin("DELETE", &format!("/v1/tokens/{}", percent_encoded(name))))
+    }
+
+    /// The authority that signs the manager's certificates.
+    pub fn authority(&self) -> Result<AuthorityStatus, ControlError> {
+        self.answer(self.admin("GET", "/v1/authority"))
+    }
+
+    /// Makes a new authority, which signs the manager's certificates from now on. Needs the admin token.
+    pub fn replace_authority(&self, request: &ReplaceAuthority) -> Result<AuthorityStatus, ControlError> {
+        let call = Call { repeatable: false, ..self.post("/v1/authority", request)? };
+        self.answer(call)
     }
 
     /// Every job that the manager remembers, oldest first.
@@ -224,23 +266,25 @@ impl ManagerClient {
     }
 
     fn post<'a>(&'a self, path: &'a str, request: &impl Serialize) -> Result<Call<'a>, ControlError> {
-        let body = serde_json::to_vec(request)
-            .map_err(|cause| ControlError::Request { url: self.url.clone(), cause: cause.to_string() })?;
+        let body = serde_json::to_vec(request).map_err(|cause| ControlError::Request {
+            url: self.address.url.clone(),
+            cause: cause.to_string(),
+        })?;
         Ok(Call { body: Some(body), ..self.admin("POST", path) })
     }
 
     fn answer<T: DeserializeOwned>(&self, call: Call) -> Result<T, ControlError> {
-        decode(&self.send(call)?, &self.url)
+        decode(&self.send(call)?, &self.address.url)
     }
 
     fn send(&self, call: Call) -> Result<Vec<u8>, ControlError> {
-        call.make(&self.agent, &self.url, self.retry_timeout)
+        call.make(&self.agent, &self.address.url, &self.recognition, self.retry_timeout)
     }
 }
 
 impl std::fmt::Debug for ManagerClient {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ManagerClient").field("url", &self.url).finish_non_exhaustive()
+        f.debug_struct("ManagerClient").field("url", &self.address.url).finish_non_exhaustive()
     }
 }
 

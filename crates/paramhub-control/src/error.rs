@@ -42,6 +42,14 @@ pub enum ControlError {
         /// The fault of the answer.
         cause: String,
     },
+    /// The program that answers is not recognised as the manager.
+    #[error("{url} is not recognised as the connection manager: {cause}")]
+    Unrecognised {
+        /// The URL that was dialled.
+        url: String,
+        /// The fault.
+        cause: String,
+    },
     /// The request cannot be sent as it is.
     #[error("the request to {url} cannot be sent: {cause}")]
     Request {
@@ -52,7 +60,7 @@ pub enum ControlError {
     },
     /// The URL names no manager.
     #[error(
-        "`{url}` is no connection manager's URL: {cause}. Expected http://host:port, as in {}",
+        "`{url}` is no connection manager's URL: {cause}. Expected https://host:port or http://host:port, as in {}",
         crate::DEFAULT_URL
     )]
     Url {

@@ -1,5 +1,8 @@
 //! The blocking HTTP client with which hubs, workers and the command line call the connection manager.
 //!
+//! A manager on another machine is called over TLS. A worker recognises it by the authority's fingerprint in the
+//! job's secret, the bearer of a token by the manager's proof that it knows the token.
+//!
 //! Every call opens its own connection: calls are rare, and without a pool no call can fail because a kept
 //! connection has gone stale. Requests and answers are the types of [`paramhub_core::service`].
 //!
@@ -19,6 +22,7 @@ mod address;
 mod call;
 mod client;
 mod error;
+mod tls;
 
 pub use client::ManagerClient;
 pub use error::ControlError;

@@ -7,11 +7,13 @@
 //! Whoever knows a job's nonce may ask the manager for a rank. The manager gives the rank's process a secret
 //! of its own, with which it proves its streams: a rank cannot act as another rank or as a hub.
 
+mod job_secret;
 mod stream_secrets;
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 
+pub use job_secret::JobSecret;
 pub use stream_secrets::{Epoch, EpochSecret, StreamSecret};
 
 /// Names a job everywhere: 128 random bits, written as 32 hexadecimal digits.
@@ -47,6 +49,13 @@ pub struct RankClaim(pub [u8; 32]);
 #[serde(try_from = "String", into = "String")]
 pub struct Proof(pub [u8; 32]);
 
+/// The SHA-256 hash of the public key of an authority that signs certificates, as X.509 encodes the key
+/// (SubjectPublicKeyInfo), written as 64 hexadecimal digits. It is not secret.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
+#[serde(try_from = "String", into = "String")]
+pub struct Fingerprint(pub [u8; 32]);
+
 /// The use of a proof.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
@@ -68,6 +77,10 @@ pub enum Purpose {
     MeshDialler,
     /// A rank of a mesh answers the challenge of the peer that dialled it.
     MeshListener,
+    /// A caller of the manager shows that it knows a token.
+    TokenCaller,
+    /// The manager shows that it knows the caller's token.
+    TokenManager,
     /// The proof is sent to no peer: it becomes a secret itself.
     Derive,
 }
@@ -84,6 +97,8 @@ impl Purpose {
             Purpose::StreamHubVersion1 => b"paramhub v1 stream hub",
             Purpose::MeshDialler => b"paramhub v1 mesh dialler",
             Purpose::MeshListener => b"paramhub v1 mesh listener",
+            Purpose::TokenCaller => b"paramhub v1 token caller",
+            Purpose::TokenManager => b"paramhub v1 token manager",
             Purpose::Derive => b"paramhub v1 derived secret",
         }
     }
@@ -190,6 +205,7 @@ macro_rules! hexadecimal {
 hexadecimal!(Namespace, "a namespace");
 hexadecimal!(Nonce, "a nonce");
 hexadecimal!(Incarnation, "an incarnation");
+hexadecimal!(Fingerprint, "a fingerprint");
 hexadecimal!(Proof, "a proof");
 hexadecimal!(RankClaim, "a claim");
 hexadecimal!(EpochSecret, "an epoch's secret");

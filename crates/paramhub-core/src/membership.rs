@@ -212,7 +212,7 @@ impl Membership {
             );
             return Err(refusal(ErrorCode::NameTaken, message));
         }
-        Ok(ServiceCreated { namespace: job.namespace, nonce: job.nonce })
+        Ok(ServiceCreated { namespace: job.namespace, nonce: job.nonce, authority: None })
     }
 
     /// The workers and hubs of a job whose ranks have all connected.

@@ -3,6 +3,7 @@
 //! CreateService, ConnectService and InitService keep their names from PHub section 3.1. All of it is JSON
 //! over HTTP; each type names the route that carries it.
 
+mod authority;
 mod error;
 mod hub;
 mod hub_events;
@@ -15,12 +16,13 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::auth::{Incarnation, Namespace, Nonce, Proof, RankClaim, StreamSecret};
+use crate::auth::{Fingerprint, Incarnation, JobSecret, Namespace, Nonce, Proof, RankClaim, StreamSecret};
 use crate::composition::Place;
 use crate::placement::{HubShape, Imbalance};
 use crate::scheme::Roster;
 use crate::settings::Settings;
 
+pub use authority::{AuthorityStatus, ReplaceAuthority};
 pub use error::{ErrorCode, ServiceError, refusal};
 pub use hub::{Commands, HubCommand, HubJobCheckpoints, HubJobCounters, HubRegistered, HubReport, JobPlan};
 pub use hub::{NumberedCommand, PollCommands, Presence, RegisterHub};
@@ -58,6 +60,17 @@ pub struct ServiceCreated {
     /// The job's secret. Until every rank has joined, launchers can ask for it again; no other answer shows
     /// it. Share it with the job's workers only.
     pub nonce: Nonce,
+    /// The authority that signs the manager's certificates; absent if the manager is reached in clear. Workers
+    /// get it with the nonce, as `NONCE.FINGERPRINT`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub authority: Option<Fingerprint>,
+}
+
+impl ServiceCreated {
+    /// What a worker needs beside namespace and rank.
+    pub fn secret(&self) -> JobSecret {
+        JobSecret { nonce: self.nonce, authority: self.authority }
+    }
 }
 
 /// `POST /v1/jobs/{namespace}/connect`: ConnectService.

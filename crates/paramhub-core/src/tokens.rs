@@ -4,12 +4,16 @@
 //! A manager starts with one token from its configuration, or with none; then every caller is admitted. Further
 //! tokens are made and revoked while jobs run. Only their hashes are kept.
 
+mod connection_proof;
+
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 
 use crate::service::{ErrorCode, ServiceError, TokenRole, TokenStatus, refusal};
+
+pub use connection_proof::TokenKey;
 
 /// The name of the token in the manager's configuration.
 pub const CONFIGURED: &str = "configured";

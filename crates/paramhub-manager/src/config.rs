@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use paramhub_core::cost::Rate;
 use paramhub_core::service::MANAGER_PORT;
+use paramhub_trust::CertificateFiles;
 
 use crate::error::ManagerError;
 
@@ -20,6 +21,14 @@ pub struct ManagerConfig {
     /// The token that operators and hubs must show. Needed unless the manager listens on loopback only;
     /// enforced wherever it is given. Default: `None`.
     pub admin_token: Option<String>,
+    /// `true` lets callers of other machines use HTTP in clear. Default: `false`; they use TLS.
+    pub plain_http: bool,
+    /// Further names under which the manager is called, host names or IP addresses, for the certificate that
+    /// curl and browsers check. It has those of this machine and of its interfaces in any case. Default: none.
+    pub tls_names: Vec<String>,
+    /// A certificate for curl, browsers and other programs that are not of paramhub. Default: `None`, they get
+    /// one that the manager's own authority has signed.
+    pub certificate: Option<CertificateFiles>,
     /// The rate of a rack's link to the others, each way. With it a job's `auto` reduction follows PHub's
     /// condition. Default: `None`, hubs of several racks probe it.
     pub core_rate: Option<Rate>,
@@ -46,6 +55,9 @@ impl Default for ManagerConfig {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, MANAGER_PORT)),
             state: None,
             admin_token: None,
+            plain_http: false,
+            tls_names: Vec::new(),
+            certificate: None,
             core_rate: None,
             hub_timeout: Duration::from_secs(10),
             unauthenticated_max: 1024,
@@ -57,6 +69,11 @@ impl Default for ManagerConfig {
 }
 
 impl ManagerConfig {
+    /// Whether callers of other machines must use TLS. Then jobs' secrets tell by what to recognise the manager.
+    pub(crate) fn needs_tls(&self) -> bool {
+        !self.plain_http && !self.listen.ip().is_loopback()
+    }
+
     /// Refuses configurations that are unsafe or cannot work.
     pub(crate) fn check(&self) -> Result<(), ManagerError> {
         match &self.admin_token {
@@ -92,6 +109,9 @@ impl std::fmt::Debug for ManagerConfig {
             .field("listen", &self.listen)
             .field("state", &self.state)
             .field("admin_token", &self.admin_token.as_ref().map(|_| ".."))
+            .field("plain_http", &self.plain_http)
+            .field("tls_names", &self.tls_names)
+            .field("certificate", &self.certificate)
             .field("hub_timeout", &self.hub_timeout)
             .field("unauthenticated_max", &self.unauthenticated_max)
             .field("ranks_max", &self.ranks_max)

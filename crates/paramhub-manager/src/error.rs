@@ -8,6 +8,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 pub(crate) use paramhub_core::service::refusal;
 use paramhub_core::service::{ErrorCode, ServiceError};
+use paramhub_trust::TrustError;
 use thiserror::Error;
 
 /// The reason why a connection manager cannot start.
@@ -56,6 +57,9 @@ pub enum ManagerError {
         /// The remedy.
         advice: &'static str,
     },
+    /// The certificates cannot be made or read.
+    #[error("the connection manager cannot speak TLS: {0}")]
+    Trust(#[from] TrustError),
     /// The system has no threads or no random numbers.
     #[error("the connection manager cannot start: {0}")]
     System(std::io::Error),

@@ -17,7 +17,8 @@
 //! # Ok::<(), paramhub_manager::ManagerError>(())
 //! ```
 //!
-//! From the outside inwards: `server` accepts connections, for which there are `connection_slots`; `routes`
+//! From the outside inwards: `server` accepts connections, for which there are `connection_slots`, in clear or over
+//! `tls`; `routes`
 //! decides which caller may call which route; `rendezvous` lets ranks wait, each as a `caller`; `registry`
 //! guards the `state` of jobs and hubs and saves it to the `store`. Which hubs and ranks may join, when a
 //! rendezvous is complete, and when hubs and jobs end is decided by the state machine in
@@ -47,7 +48,9 @@ mod routes;
 mod server;
 mod state;
 mod store;
+mod tls;
 
 pub use config::ManagerConfig;
 pub use error::ManagerError;
 pub use manager::{Manager, RunningManager};
+pub use paramhub_trust::CertificateFiles;

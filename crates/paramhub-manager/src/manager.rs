@@ -56,6 +56,7 @@ impl Manager {
             runtime.block_on(async {
                 let saving = tokio::spawn(serving.clone().save_changes());
                 tokio::spawn(serving.clone().watch_time());
+                tokio::spawn(serving.clone().renew_certificates());
                 serve(listener, serving).await;
                 // The last states are worth a short wait, but a disk that hangs must not keep the manager
                 // from stopping.
@@ -84,7 +85,9 @@ impl RunningManager {
             IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
             ip => ip,
         };
-        format!("http://{}", SocketAddr::new(host, self.address.port()))
+        // Over loopback nobody listens.
+        let scheme = if self.registry.needs_tls && !host.is_loopback() { "https" } else { "http" };
+        format!("{scheme}://{}", SocketAddr::new(host, self.address.port()))
     }
 
     /// Stops the manager within a second: it accepts no further connection and notifies every caller that

@@ -7,7 +7,7 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{ComponentsBuilder, OpenApi as Document};
 use utoipa::{Modify, OpenApi};
 
-use crate::routes::{hubs, information_book, jobs, pages, tokens};
+use crate::routes::{authority, hubs, information_book, jobs, pages, tokens};
 
 /// Every route the manager serves.
 #[derive(OpenApi)]
@@ -32,6 +32,7 @@ use crate::routes::{hubs, information_book, jobs, pages, tokens};
         jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop, jobs::membership,
         information_book::query, information_book::best_scheme,
         hubs::register, hubs::list, hubs::poll, hubs::events, hubs::links, hubs::probe,
+        authority::show, authority::replace,
         tokens::create, tokens::list, tokens::revoke,
         pages::index, pages::health, pages::metrics, pages::openapi,
     ),

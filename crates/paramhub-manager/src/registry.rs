@@ -2,15 +2,16 @@
 //! times.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use paramhub_core::auth::{Epoch, EpochSecret, Namespace, Nonce, Proof, Purpose, StreamSecret};
+use paramhub_core::auth::{Epoch, EpochSecret, Fingerprint, Namespace, Nonce, Proof, Purpose, StreamSecret};
 use paramhub_core::membership::{Answer, Job, Membership, MembershipLimits};
 use paramhub_core::service::{
-    CreateService, CreateToken, ErrorCode, JobState, JobStatus, LinkStatus, ServiceCreated, ServiceError,
-    StopService, TokenCreated, TokenStatus,
+    AuthorityStatus, CreateService, CreateToken, ErrorCode, JobState, JobStatus, LinkStatus,
+    ReplaceAuthority, ServiceCreated, ServiceError, StopService, TokenCreated, TokenStatus,
 };
 use paramhub_core::tokens::{TokenBearer, TokenRecord, Tokens};
+use paramhub_trust::{AUTHORITIES_MAX, ManagerIdentity};
 use rustix::process::{Resource, getrlimit};
 use tokio::sync::{Notify, Semaphore, watch};
 
@@ -23,7 +24,11 @@ use crate::error::{ManagerError, Refusal, refusal};
 use crate::key_table_budgets::KeyTableBudgets;
 use crate::state::{CallingRank, ManagerState, check_reason, check_request};
 use crate::store::Store;
+use crate::tls::machine_names;
 
+/// The time between two looks at how long certificates are still valid, and whether the configured one's file has
+/// changed.
+const RENEWAL_INTERVAL: Duration = Duration::from_secs(60);
 /// The time between two attempts to save.
 const SAVE_PAUSE: Duration = Duration::from_secs(1);
 
@@ -33,6 +38,12 @@ pub(crate) struct Registry {
     store: Arc<Store>,
     /// The tokens of operators and hubs. A change is made on a copy, which replaces them once it is saved.
     tokens: RwLock<Arc<Tokens>>,
+    /// The certificates, and the authorities that have signed them.
+    pub(crate) identity: ManagerIdentity,
+    /// Held while authorities change.
+    changing_authorities: tokio::sync::Mutex<()>,
+    /// Whether callers of other machines must use TLS.
+    pub(crate) needs_tls: bool,
     /// Held while tokens change.
     changing_tokens: tokio::sync::Mutex<()>,
     pub(crate) hub_timeout: Duration,
@@ -51,6 +62,7 @@ impl Registry {
         let store = Store::open(config.state.as_deref())?;
         let records = store.load()?;
         let tokens = Tokens::new(config.admin_token.as_deref(), store.load_tokens()?);
+        let identity = identity(config, &store)?;
         let secret = random().map_err(|refused| ManagerError::System(std::io::Error::other(refused)))?;
         let limits = MembershipLimits {
             hub_timeout: config.hub_timeout,
@@ -64,6 +76,9 @@ impl Registry {
             state: Mutex::new(state),
             store: Arc::new(store),
             tokens: RwLock::new(Arc::new(tokens)),
+            identity,
+            changing_authorities: tokio::sync::Mutex::new(()),
+            needs_tls: config.needs_tls(),
             changing_tokens: tokio::sync::Mutex::new(()),
             hub_timeout: config.hub_timeout,
             requests: AnsweredRequests::default(),
@@ -121,7 +136,62 @@ impl Registry {
             written
         });
         writing.await.unwrap_or_else(|_| Err(broken()))?;
-        Ok(ServiceCreated { namespace, nonce })
+        Ok(ServiceCreated { namespace, nonce, authority: self.authority_of_jobs() })
+    }
+
+    /// The fingerprint that the secrets of jobs carry.
+    pub(crate) fn authority_of_jobs(&self) -> Option<Fingerprint> {
+        self.needs_tls.then(|| self.identity.authority())
+    }
+
+    /// The authority that signs the manager's certificates.
+    pub(crate) fn authority(&self) -> AuthorityStatus {
+        AuthorityStatus {
+            certificate: self.identity.authority_certificate(),
+            fingerprint: self.identity.authority(),
+            former: self.identity.authorities().len() - 1,
+        }
+    }
+
+    /// Makes a new authority. It signs once it is in the store.
+    pub(crate) async fn replace_authority(
+        self: &Arc<Self>,
+        request: ReplaceAuthority,
+    ) -> Result<AuthorityStatus, ServiceError> {
+        let registry = self.clone();
+        // This runs as a task of its own, so that a caller that hangs up cannot leave the store ahead of what
+        // the manager shows.
+        let changing = tokio::spawn(async move {
+            let _alone = registry.changing_authorities.lock().await;
+            let failed = |cause: String| {
+                refusal(ErrorCode::Internal, format!("the authority stays as it is: {cause}"))
+            };
+            let mut authorities =
+                vec![ManagerIdentity::make_authority().map_err(|cause| failed(cause.to_string()))?];
+            if !request.revoke_former {
+                authorities.extend(registry.identity.authorities());
+                authorities.truncate(AUTHORITIES_MAX);
+            }
+            let (store, records) = (registry.store.clone(), authorities.clone());
+            blocking(move || store.save_authorities(&records)).await?.map_err(failed)?;
+            registry.identity.replace_authorities(authorities).map_err(|cause| failed(cause.to_string()))?;
+            Ok(registry.authority())
+        });
+        changing.await.unwrap_or_else(|_| Err(broken()))
+    }
+
+    /// Renews certificates until the manager stops.
+    pub(crate) async fn renew_certificates(self: Arc<Self>) {
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(RENEWAL_INTERVAL) => {}
+                () = self.stopped() => return,
+            }
+            let registry = self.clone();
+            if let Ok(Err(cause)) = blocking(move || registry.identity.renew(SystemTime::now())).await {
+                tracing::error!("the certificate stays as it was: {cause}");
+            }
+        }
     }
 
     /// StopService: ends a job, or asks its hubs how it ends, and waits for that for a bounded time.
@@ -330,6 +400,19 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], ServiceError> {
         refusal(ErrorCode::Internal, format!("the operating system gives no random numbers: {cause}"))
     })?;
     Ok(bytes)
+}
+
+/// The manager's certificates. A manager without an authority makes one.
+fn identity(config: &ManagerConfig, store: &Store) -> Result<ManagerIdentity, ManagerError> {
+    let mut authorities = store.load_authorities()?;
+    if authorities.is_empty() {
+        authorities.push(ManagerIdentity::make_authority()?);
+        store
+            .save_authorities(&authorities)
+            .map_err(|cause| ManagerError::System(std::io::Error::other(cause)))?;
+    }
+    let names = machine_names(config.listen).into_iter().chain(config.tls_names.clone()).collect();
+    Ok(ManagerIdentity::new(authorities, names, config.certificate.clone())?)
 }
 
 /// The slots that the configuration and the process's limit of descriptors allow.

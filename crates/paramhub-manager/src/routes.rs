@@ -1,5 +1,6 @@
 //! The HTTP routes: the arguments of each, its callers, and its answer.
 
+pub(crate) mod authority;
 pub(crate) mod hubs;
 pub(crate) mod information_book;
 pub(crate) mod jobs;

@@ -5,6 +5,7 @@
 //! [slots](crate::connection_slots): every connection is accepted at once, and unauthenticated ones are
 //! evicted.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,16 +18,20 @@ use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use paramhub_core::service::ErrorCode;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
+use crate::error::{Refusal, refusal};
 use crate::host::guard;
 use crate::metered_stream::MeteredStream;
 use crate::metrics::count;
 use crate::registry::Registry;
-use crate::routes::{hubs, information_book, jobs, pages, tokens, unknown_method, unknown_route};
+use crate::routes::{authority, hubs, information_book, jobs, pages, tokens, unknown_method, unknown_route};
+use crate::tls;
 
 /// The time that the head of a request may take.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
@@ -65,6 +70,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/hubs", get(hubs::list).post(hubs::register))
         .route("/v1/hubs/{hub}/poll", post(hubs::poll))
         .route("/v1/hubs/{hub}/events", post(hubs::events))
+        .route("/v1/authority", get(authority::show).post(authority::replace))
         .route("/v1/tokens", get(tokens::list).post(tokens::create))
         .route("/v1/tokens/{token}", delete(tokens::revoke))
         .route("/v1/links", get(hubs::links).post(hubs::probe))
@@ -77,7 +83,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
 
 /// Serves connections until the manager stops.
 pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>) {
-    let router = router(registry.clone());
+    let routers = Routers { all: router(registry.clone()), none: refusing_router() };
     let mut accept_warning = AcceptWarning::default();
     loop {
         let accepted = tokio::select! {
@@ -87,7 +93,7 @@ pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>) {
         match accepted {
             Ok((stream, peer)) => {
                 let slot = Arc::new(registry.slots.accept(peer.ip()));
-                tokio::spawn(serve_connection(stream, slot, router.clone(), registry.clone()));
+                tokio::spawn(serve_connection(stream, peer.ip(), slot, routers.clone(), registry.clone()));
                 evict_excess(&registry.slots).await;
             }
             Err(cause) => {
@@ -119,28 +125,79 @@ async fn evict_excess(slots: &ConnectionSlots) {
     }
 }
 
+/// The routes for callers, and for those who must use TLS and do not.
+#[derive(Clone)]
+struct Routers {
+    all: Router,
+    none: Router,
+}
+
+/// Refuses every request because it came in clear.
+fn refusing_router() -> Router {
+    async fn refuse() -> Refusal {
+        let message = "this connection manager is called over TLS from other machines: give its URL as https://HOST:PORT \
+                       (curl needs --cacert with what `paramhub ca` prints). Or start the manager with --plain-http, if \
+                       nobody on the network may listen who must not learn every job's secret";
+        refusal(ErrorCode::BadRequest, message).into()
+    }
+    Router::new().fallback(refuse)
+}
+
 /// Serves one connection. A caller that sends nothing takes no more memory than this.
 async fn serve_connection(
     stream: TcpStream,
+    peer: IpAddr,
     slot: Arc<ConnectionSlot>,
-    router: Router,
+    routers: Routers,
     registry: Arc<Registry>,
 ) {
+    let mut first = [0];
     tokio::select! {
-        readable = timeout(HEAD_TIMEOUT, stream.readable()) => {
-            if matches!(readable, Ok(Ok(()))) {
-                // The request is boxed, so that it takes no memory before bytes arrive.
-                Box::pin(serve_request(stream, &slot, router, &registry)).await;
+        peeked = timeout(HEAD_TIMEOUT, stream.peek(&mut first)) => {
+            if !matches!(peeked, Ok(Ok(1))) {
+                return;
             }
         }
-        () = slot.evicted() => send_evicted(&stream),
-        () = registry.stopped() => {}
+        () = slot.evicted() => return send_evicted(&stream),
+        () = registry.stopped() => return,
+    }
+    // An answer is written at once. Without this its last bytes could wait for an acknowledgement.
+    let _ = stream.set_nodelay(true);
+    // What follows is boxed, so that it takes no memory before bytes arrive.
+    if first[0] == tls::HANDSHAKE {
+        return Box::pin(serve_encrypted(stream, &slot, routers.all, &registry)).await;
+    }
+    let is_local = peer.to_canonical().is_loopback();
+    let router = if registry.needs_tls && !is_local { routers.none } else { routers.all };
+    let stream = MeteredStream::new(stream, slot.clone());
+    let evicted = |stream: MeteredStream| send_evicted(&stream.into_stream());
+    Box::pin(serve_request(stream, &slot, router, &registry, evicted)).await;
+}
+
+/// Makes the handshake, and serves the request that follows. An evicted caller only loses its connection.
+async fn serve_encrypted(stream: TcpStream, slot: &Arc<ConnectionSlot>, router: Router, registry: &Registry) {
+    let tokens = registry.tokens();
+    let stream = MeteredStream::new(stream, slot.clone());
+    let accepted = tokio::select! {
+        accepted = timeout(HEAD_TIMEOUT, tls::accept(stream, &registry.identity, &tokens)) => accepted,
+        () = slot.evicted() => return,
+        () = registry.stopped() => return,
+    };
+    // Errors here are the client's: bytes that are no handshake, or came too slowly, or a certificate that it does
+    // not take.
+    if let Ok(Ok(stream)) = accepted {
+        serve_request(stream, slot, router, registry, drop).await;
     }
 }
 
-async fn serve_request(stream: TcpStream, slot: &Arc<ConnectionSlot>, router: Router, registry: &Registry) {
-    // An answer is written at once. Without this its last bytes could wait for an acknowledgement.
-    let _ = stream.set_nodelay(true);
+/// Serves one request over `stream`. An evicted caller that has got no answer yet is told so by `evicted`.
+async fn serve_request<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: S,
+    slot: &Arc<ConnectionSlot>,
+    router: Router,
+    registry: &Registry,
+    evicted: impl FnOnce(S),
+) {
     let answered = Arc::new(Notify::new());
     let service = TowerToHyperService::new(router);
     let service = service_fn(|mut request: Request<Incoming>| {
@@ -160,7 +217,7 @@ async fn serve_request(stream: TcpStream, slot: &Arc<ConnectionSlot>, router: Ro
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(HEAD_BYTES_MAX)
         .keep_alive(false)
-        .serve_connection(TokioIo::new(MeteredStream::new(stream, slot.clone())), service);
+        .serve_connection(TokioIo::new(stream), service);
     let answer_read = async {
         answered.notified().await;
         sleep(if slot.is_proven() { ANSWER_TIMEOUT } else { UNAUTHENTICATED_ANSWER_TIMEOUT }).await;
@@ -171,7 +228,7 @@ async fn serve_request(stream: TcpStream, slot: &Arc<ConnectionSlot>, router: Ro
         _ = &mut connection => {}
         () = slot.evicted() => {
             if !slot.is_answering() {
-                send_evicted(&connection.into_parts().io.into_inner().into_stream());
+                evicted(connection.into_parts().io.into_inner());
             }
         }
         () = answer_read => {}

@@ -1,6 +1,7 @@
-//! The records of jobs and tokens on disk, or in memory where no state directory is given.
+//! The records of jobs, tokens and authorities on disk, or in memory where no state directory is given.
 //!
-//! Two redb tables: a job's namespace to JSON, and a token's id to JSON. Records of jobs hold the jobs' nonces: the file is its owner's alone.
+//! redb tables: a job's namespace to JSON, a token's id to JSON, and authorities, the newest first. Records
+//! of jobs hold the jobs' nonces, those of authorities their keys: the file is its owner's alone.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -10,6 +11,7 @@ use std::sync::Mutex;
 use paramhub_core::auth::Namespace;
 use paramhub_core::membership::JobRecord;
 use paramhub_core::tokens::TokenRecord;
+use paramhub_trust::AuthorityRecord;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
 use serde::de::DeserializeOwned;
 
@@ -19,6 +21,7 @@ use crate::error::ManagerError;
 const FILE: &str = "jobs.redb";
 const JOBS: TableDefinition<[u8; 16], &[u8]> = TableDefinition::new("jobs");
 const TOKENS: TableDefinition<&str, &[u8]> = TableDefinition::new("tokens");
+const AUTHORITIES: TableDefinition<u64, &[u8]> = TableDefinition::new("authorities");
 /// Records are small and read once: redb's own default would let the cache grow to a gigabyte.
 const CACHE_BYTES: usize = 4 << 20;
 
@@ -81,6 +84,16 @@ impl Store {
     /// All records of tokens.
     pub(crate) fn load_tokens(&self) -> Result<Vec<TokenRecord>, ManagerError> {
         self.load_table(TOKENS, "token")
+    }
+
+    /// All records of authorities, the newest first.
+    pub(crate) fn load_authorities(&self) -> Result<Vec<AuthorityRecord>, ManagerError> {
+        self.load_table(AUTHORITIES, "authority")
+    }
+
+    /// Replaces the records of authorities, the newest first, all or none. The error is text for people.
+    pub(crate) fn save_authorities(&self, records: &[AuthorityRecord]) -> Result<(), String> {
+        self.write_by(|database| write_authorities(database, records))
     }
 
     fn load_table<K: redb::Key + 'static, R: DeserializeOwned>(
@@ -183,12 +196,30 @@ fn write_token(database: &Database, record: &TokenRecord, removed: &[String]) ->
     write().map_err(|cause| cause.to_string())
 }
 
+fn write_authorities(database: &Database, records: &[AuthorityRecord]) -> Result<(), String> {
+    let write = || -> Result<(), redb::Error> {
+        let transaction = database.begin_write()?;
+        {
+            let mut table = transaction.open_table(AUTHORITIES)?;
+            table.retain(|_, _| false)?;
+            for (place, record) in (0..).zip(records) {
+                let json = serde_json::to_vec(record).expect("records are plain data");
+                table.insert(place, json.as_slice())?;
+            }
+        }
+        transaction.commit()?;
+        Ok(())
+    };
+    write().map_err(|cause| cause.to_string())
+}
+
 fn write(database: &Database, changed: &[JobRecord], removed: &[Namespace]) -> Result<(), String> {
     let write = || -> Result<(), redb::Error> {
         let transaction = database.begin_write()?;
         {
-            // This creates the other table, which readers expect.
+            // This creates the other tables, which readers expect.
             transaction.open_table(TOKENS)?;
+            transaction.open_table(AUTHORITIES)?;
             let mut table = transaction.open_table(JOBS)?;
             for record in changed {
                 let json = serde_json::to_vec(record).expect("records are plain data");

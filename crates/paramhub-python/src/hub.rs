@@ -175,7 +175,7 @@ pub(crate) fn create_job(
     let request = CreateService { name, workers, options };
     let created = interruptible(py, move || client.create_service(&request))?;
     let created = created.map_err(|error| errors::connect(py, &error.to_string()))?;
-    Ok((created.namespace.to_string(), String::from(created.nonce)))
+    Ok((created.namespace.to_string(), String::from(created.secret())))
 }
 
 /// Ends a job, by name or namespace. Its workers receive the reason.

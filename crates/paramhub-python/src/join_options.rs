@@ -20,7 +20,7 @@ pub(crate) fn membership(
         url,
         namespace: namespace.parse().map_err(|problem| unreadable("the job's namespace", problem))?,
         // The problem never repeats the value.
-        nonce: secret.parse().map_err(|problem| unreadable("the job's secret", problem))?,
+        secret: secret.parse().map_err(|problem| unreadable("the job's secret", problem))?,
         rank,
     })
 }

@@ -72,10 +72,10 @@ impl fmt::Display for PortRange {
 /// # Errors
 /// A message for people: why the address is not known.
 pub fn address_towards(url: &str) -> Result<IpAddr, String> {
-    let url = ManagerClient::new(url, None).map_err(|error| error.to_string())?.url().to_owned();
+    let manager = ManagerClient::new(url, None).map_err(|error| error.to_string())?;
     let cannot = |why: &str| format!("cannot find the interface that leads to {url}: {why}");
-    let authority = url.strip_prefix("http://").unwrap_or(&url);
-    let resolved = authority.to_socket_addrs().map_err(|error| cannot(&error.to_string()))?.next();
+    let resolved =
+        manager.host_and_port().to_socket_addrs().map_err(|error| cannot(&error.to_string()))?.next();
     let server = resolved.ok_or_else(|| cannot("its name has no address"))?;
     let any: IpAddr = if server.is_ipv4() { [0, 0, 0, 0].into() } else { Ipv6Addr::UNSPECIFIED.into() };
     // Connecting a datagram socket sends nothing: it only picks the route.

@@ -52,7 +52,7 @@ impl Member {
     pub fn connect_with(membership: Membership, options: Options) -> Result<Member, WorkerError> {
         let who = WorkerId { job: membership.namespace.to_string().into(), rank: membership.rank };
         let refused = |cause| manager_error(who.clone(), "ConnectService", cause);
-        let manager = ManagerClient::new(&membership.url, None)
+        let manager = ManagerClient::of_worker(&membership.url, membership.secret.authority)
             .map_err(refused)?
             .with_retry_timeout(options.manager_retry_timeout);
         let random = |error: std::io::Error| WorkerError::System {
@@ -66,7 +66,7 @@ impl Member {
         let request = ConnectService {
             rank,
             incarnation,
-            proof: membership.nonce.prove_rank(Purpose::Connect, namespace, rank, incarnation),
+            proof: membership.secret.nonce.prove_rank(Purpose::Connect, namespace, rank, incarnation),
             claim: Some(claim),
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
             process: std::process::id(),

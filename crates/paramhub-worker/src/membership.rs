@@ -1,24 +1,30 @@
 //! The manager, job and rank with which a worker joins.
 
-use paramhub_core::auth::{Namespace, Nonce};
+use paramhub_core::auth::{JobSecret, Namespace};
+use paramhub_core::service::ServiceCreated;
 
 use crate::error::WorkerError;
 
 /// The information that a worker needs to join a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Membership {
-    /// The connection manager, as `http://host:port`, `host:port` or `host`.
+    /// The connection manager, as `https://host:port`, `http://host:port`, `host:port` or `host`.
     pub url: String,
     /// The job's namespace, from the answer to CreateService.
     pub namespace: Namespace,
-    /// The job's nonce, from the answer to CreateService.
-    pub nonce: Nonce,
+    /// The job's secret, from the answer to CreateService: the nonce, and how to recognise the manager.
+    pub secret: JobSecret,
     /// This worker's rank, from 0.
     pub rank: u32,
 }
 
 impl Membership {
-    /// Reads `PARAMHUB_URL`, `PARAMHUB_JOB` (the namespace), `PARAMHUB_SECRET` (the nonce) and `RANK`, which
+    /// The membership of `rank` in a job that was just created at the manager at `url`.
+    pub fn of_job(url: impl Into<String>, job: &ServiceCreated, rank: u32) -> Self {
+        Membership { url: url.into(), namespace: job.namespace, secret: job.secret(), rank }
+    }
+
+    /// Reads `PARAMHUB_URL`, `PARAMHUB_JOB` (the namespace), `PARAMHUB_SECRET` and `RANK`, which
     /// `paramhub run` sets.
     ///
     /// # Errors
@@ -41,16 +47,16 @@ impl Membership {
         let namespace: Namespace = required("PARAMHUB_JOB", expected)?
             .parse()
             .map_err(|problem: String| unreadable("PARAMHUB_JOB", &problem, expected))?;
-        let expected = "the nonce that CreateService answered";
-        // The problem never repeats the value: it is a secret.
-        let nonce: Nonce = required("PARAMHUB_SECRET", expected)?
+        let expected = "the job's secret, as `paramhub jobs create` prints it";
+        // The problem never repeats the value.
+        let secret: JobSecret = required("PARAMHUB_SECRET", expected)?
             .parse()
             .map_err(|problem: String| unreadable("PARAMHUB_SECRET", &problem, expected))?;
         let expected = "this worker's rank, from 0";
         let rank = required("RANK", expected)?
             .parse()
             .map_err(|problem: std::num::ParseIntError| unreadable("RANK", &problem.to_string(), expected))?;
-        Ok(Membership { url, namespace, nonce, rank })
+        Ok(Membership { url, namespace, secret, rank })
     }
 }
 

@@ -90,12 +90,7 @@ fn run(arguments: &Arguments) -> Result<bool, Error> {
 fn join(client: &ManagerClient, name: &str, elements: u64) -> Result<Job, Error> {
     let create = CreateService { name: name.into(), workers: 1, options: JobOptions::default() };
     let created = client.create_service(&create)?;
-    let membership = Membership {
-        url: client.url().to_owned(),
-        namespace: created.namespace,
-        nonce: created.nonce,
-        rank: 0,
-    };
+    let membership = Membership::of_job(client.url(), &created, 0);
     let options = Options { transport: Transport::Tcp, ..Default::default() };
     let settings = Settings::new(KeyTable::new(vec![Key::new("w", [elements])])?);
     Ok(Member::connect_with(membership, options)?.init(settings)?)

@@ -49,7 +49,7 @@ fn allocations(client: &ManagerClient, folder: &Path, chunk_bytes: u32, way: Way
             ..Default::default()
         },
     };
-    let created = client.create_service(&request).unwrap();
+    let created = &client.create_service(&request).unwrap();
     let run: String = created.namespace.to_string().chars().take(12).collect();
     let manifest = folder.join(&request.name).join(format!("step-{KEPT:010}.{run}")).join("hub-0.json");
     let hyperparameters = Hyperparameters { momentum: 0.9, ..Default::default() };
@@ -76,13 +76,12 @@ fn allocations(client: &ManagerClient, folder: &Path, chunk_bytes: u32, way: Way
                 let (settings, barrier, url) = (settings.clone(), &barrier, client.url().to_owned());
                 let manifest = &manifest;
                 scope.spawn(move || {
-                    let (namespace, nonce) = (created.namespace, created.nonce);
                     let options = Options {
                         transport: way.transports[rank as usize],
                         shared_parameters: way.shared_parameters,
                         ..Default::default()
                     };
-                    let membership = Membership { url, namespace, nonce, rank };
+                    let membership = Membership::of_job(url, created, rank);
                     let job = Member::connect_with(membership, options).unwrap().init(settings).unwrap();
                     let mut parameters = vec![vec![0.0f32; ELEMENTS]];
                     job.broadcast(&mut parameters, 0).unwrap();

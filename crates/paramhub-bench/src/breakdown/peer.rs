@@ -96,7 +96,7 @@ fn run_worker(
     let mut network = Network::new(task.train.net, data.train.geometry(), task.train.seed)?;
     let mut hub = match at {
         Some(JobEndpoints { url, job, .. }) => {
-            let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
+            let membership = Membership::of_job(url, &job, rank);
             let options = Options { transport: Transport::Tcp, ..Options::default() };
             let settings = task.train.settings(&network)?;
             let job = Member::connect_with(membership, options)?.init(settings)?;

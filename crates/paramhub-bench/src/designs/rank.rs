@@ -2,7 +2,6 @@
 
 use anyhow::{Context, bail};
 use paramhub::Membership;
-use paramhub::service::ServiceCreated;
 use paramhub_harness::exchange::messages::JsonConnection;
 use paramhub_mesh::{MeshConfig, MeshListener};
 use paramhub_syncer::address_towards;
@@ -33,8 +32,7 @@ pub(crate) fn run_rank(command: ScenarioCommand, connection: &mut JsonConnection
             MeshConfig { shares_memory: rank_spec.shares_memory, ..MeshConfig::new(rank, secret, addresses) };
         (listener, config)
     });
-    let membership =
-        job.map(|ServiceCreated { namespace, nonce, .. }| Membership { url, namespace, nonce, rank });
+    let membership = job.map(|job| Membership::of_job(url, &job, rank));
     let runtime = RankRuntime::open(&rank_spec, rank, membership, native)?;
     match &rank_spec.work {
         Work::Play(workload) => {

@@ -170,7 +170,7 @@ enum Update {
 
 impl SimulatedWorker {
     fn join(spec: WorkerSpec, rank: u32, at: JobEndpoints) -> anyhow::Result<SimulatedWorker> {
-        let membership = Membership { url: at.url, namespace: at.job.namespace, nonce: at.job.nonce, rank };
+        let membership = Membership::of_job(at.url, &at.job, rank);
         let options = Options { transport: paramhub::Transport::Tcp, ..Default::default() };
         let registry = Registry::with_builtins();
         let mut syncers = Syncers::join(membership, options, spec.settings()?, &registry, 1)?;

@@ -320,8 +320,8 @@ fn find(
 /// Starts the connection manager if the URL is an address of this host on which no process listens yet.
 fn run_manager(config: &Config) -> anyhow::Result<Option<RunningManager>> {
     let client = client(config)?;
-    let authority = client.url().strip_prefix("http://").unwrap_or(client.url());
-    let listen: SocketAddr = authority
+    let listen: SocketAddr = client
+        .host_and_port()
         .to_socket_addrs()
         .with_context(|| format!("{} leads nowhere", client.url()))?
         .next()

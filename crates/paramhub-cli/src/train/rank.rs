@@ -118,7 +118,7 @@ fn at_hubs_of_rank_0(mut config: Config, ranks: &dyn Communicator) -> anyhow::Re
     let Some(JobAddress { url, job }) = serde_json::from_str(&job_address)? else {
         bail!("rank 0 has no job for the others")
     };
-    let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
+    let membership = Membership::of_job(url, &job, rank);
     let training_rank = TrainingRank::new(config.train, rank, size);
     let trained = training_rank.learn(|section, data, network, progress| {
         train_through_hub(section, &data, network, membership, progress)

@@ -25,7 +25,7 @@ fn workers(url: &str, created: &ServiceCreated, count: u32, arguments: &[&str]) 
         example("exchange", arguments.iter().copied())
             .env("PARAMHUB_URL", url)
             .env("PARAMHUB_JOB", &created.namespace.to_string())
-            .env("PARAMHUB_SECRET", &String::from(created.nonce))
+            .env("PARAMHUB_SECRET", &String::from(created.secret()))
             .env("RANK", &rank.to_string())
             .start()
     };

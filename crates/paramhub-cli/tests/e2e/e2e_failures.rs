@@ -33,7 +33,7 @@ fn job(url: &str, name: &str, transport: &str, workers: u32, dead_after_s: f64, 
             example("exchange", arguments.iter().copied())
                 .env("PARAMHUB_URL", url)
                 .env("PARAMHUB_JOB", &created.namespace.to_string())
-                .env("PARAMHUB_SECRET", &String::from(created.nonce))
+                .env("PARAMHUB_SECRET", &String::from(created.secret()))
                 .env("PARAMHUB_TRANSPORT", transport)
                 .env("RANK", &rank.to_string())
                 .start()

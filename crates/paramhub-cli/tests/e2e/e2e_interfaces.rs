@@ -48,7 +48,7 @@ fn job(rails: &Rails, name: &str, environment: &[(&str, &str)], arguments: &[&st
             })
             .env("PARAMHUB_URL", "http://10.77.8.100:7770")
             .env("PARAMHUB_JOB", &created.namespace.to_string())
-            .env("PARAMHUB_SECRET", &String::from(created.nonce))
+            .env("PARAMHUB_SECRET", &String::from(created.secret()))
             .env("RANK", &rank.to_string())
             .inside(rails.worker(rank))
             .start()

@@ -43,7 +43,7 @@ fn start_job(client: &ManagerClient, name: &str, arguments: &[&str]) -> Vec<Proc
         example("exchange", arguments.iter().copied())
             .env("PARAMHUB_URL", client.url())
             .env("PARAMHUB_JOB", &created.namespace.to_string())
-            .env("PARAMHUB_SECRET", &String::from(created.nonce))
+            .env("PARAMHUB_SECRET", &String::from(created.secret()))
             .env("RANK", &rank.to_string())
             .start()
     };

@@ -35,7 +35,7 @@ fn train(client: &ManagerClient, name: &str, workers: [Program; 3]) -> Vec<u8> {
             worker
                 .env("PARAMHUB_URL", client.url())
                 .env("PARAMHUB_JOB", &created.namespace.to_string())
-                .env("PARAMHUB_SECRET", &String::from(created.nonce))
+                .env("PARAMHUB_SECRET", &String::from(created.secret()))
                 .env("RANK", &rank.to_string())
                 .start()
         })

@@ -73,7 +73,7 @@ fn a_late_worker_that_dies_ends_the_job_as_any_other() {
             example("exchange", arguments)
                 .env("PARAMHUB_URL", &url)
                 .env("PARAMHUB_JOB", &created.namespace.to_string())
-                .env("PARAMHUB_SECRET", &String::from(created.nonce))
+                .env("PARAMHUB_SECRET", &String::from(created.secret()))
                 .env("RANK", &rank.to_string())
                 .start()
         })

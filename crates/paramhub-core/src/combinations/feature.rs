@@ -125,6 +125,7 @@ features! {
     JoinedManager, "joined-manager", "a hub that joins a running connection manager";
     ManagerAddress, "manager-address", "an address for the hub's own connection manager";
     HubState, "hub-state", "`--state`";
+    ManagerTls, "manager-tls", "`--plain-http` or an option that begins with `--tls`";
     HubDeadAfter, "hub-dead-after", "`--hub-dead-after`";
     CoreRate, "core-rate", "`--core-rate`";
     HubInterfaces, "hub-interfaces", "`--interfaces` of a hub";

@@ -105,7 +105,7 @@ impl Worker {
         let job = match extension.join(&spec, rank, &job, &cores)? {
             Some(job) => job,
             None => {
-                let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
+                let membership = Membership::of_job(url, &job, rank);
                 let sharing =
                     if shared_parameters { ParameterSharing::Always } else { ParameterSharing::Never };
                 let options = Options { transport, rack, shared_parameters: sharing, ..Default::default() };

@@ -31,7 +31,7 @@ impl RankEnvironment<'_> {
             .env("LOCAL_WORLD_SIZE", self.local_workers.to_string())
             .env("PARAMHUB_URL", self.url)
             .env("PARAMHUB_JOB", self.job.namespace.to_string())
-            .env("PARAMHUB_SECRET", String::from(self.job.nonce))
+            .env("PARAMHUB_SECRET", String::from(self.job.secret()))
             // A worker does not need the operator's token.
             .env_remove("PARAMHUB_ADMIN_TOKEN")
             .env_remove("PARAMHUB_ADMIN_TOKEN_FILE");

@@ -210,7 +210,8 @@ pub(crate) async fn membership(
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
 ) -> Answer<ServiceCreated> {
-    let credentials = registry.with(|state| state.membership.credentials_to_join(&job))?;
+    let mut credentials = registry.with(|state| state.membership.credentials_to_join(&job))?;
+    credentials.authority = registry.authority_of_jobs();
     audit(&by, format_args!("took the secret of job `{job}` ({})", credentials.namespace));
     Ok(Json(credentials))
 }

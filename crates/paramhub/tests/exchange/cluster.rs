@@ -139,7 +139,7 @@ impl Ticket {
     }
 
     pub(crate) fn membership(&self, rank: u32) -> Membership {
-        Membership { url: self.url.clone(), namespace: self.namespace, nonce: self.nonce, rank }
+        Membership { url: self.url.clone(), namespace: self.namespace, secret: self.nonce.into(), rank }
     }
 
     pub(crate) fn join(&self, rank: u32, settings: Settings) -> Result<Job, WorkerError> {

@@ -26,8 +26,7 @@ impl HublessJob {
     }
 
     fn membership(&self, rank: u32) -> Membership {
-        let ServiceCreated { namespace, nonce } = self.job;
-        Membership { url: self.manager.url(), namespace, nonce, rank }
+        Membership::of_job(self.manager.url(), &self.job, rank)
     }
 
     /// Runs `part` with every rank's communicator. Returns the results by rank.

@@ -106,12 +106,7 @@ impl Racks {
         let request = CreateService { name, workers: racks.len() as u32, options };
         let created = self.client.create_service(&request).unwrap();
         let join = |rank: u32, rack: &str| -> Result<T, WorkerError> {
-            let membership = Membership {
-                url: self.client.url().to_owned(),
-                namespace: created.namespace,
-                nonce: created.nonce,
-                rank,
-            };
+            let membership = Membership::of_job(self.client.url(), &created, rank);
             let transport = self.transports.of_rank(rank);
             let (rack, host) =
                 rack.strip_prefix("workstation in ").map_or((rack, None), |rack| (rack, Some(HOST)));

@@ -38,7 +38,7 @@ pub(crate) fn serve(spec: &Spec) -> anyhow::Result<CoreServer> {
     let mut secret = ([0; 16], [0; 32]);
     getrandom::fill(&mut secret.0).context("the system gives no random numbers")?;
     getrandom::fill(&mut secret.1).context("the system gives no random numbers")?;
-    let job = ServiceCreated { namespace: Namespace(secret.0), nonce: Nonce(secret.1) };
+    let job = ServiceCreated { namespace: Namespace(secret.0), nonce: Nonce(secret.1), authority: None };
     let chunks = Arc::new(Chunks::new(spec)?);
     let mut addresses = Vec::new();
     for number in 0..spec.cores {

@@ -76,8 +76,7 @@ impl Cluster {
                 .map(|rank| {
                     let (work, url) = (&work, self.client.url().to_owned());
                     let rack = self.racks.get(rank as usize).map(ToString::to_string);
-                    let membership =
-                        Membership { url, namespace: created.namespace, nonce: created.nonce, rank };
+                    let membership = Membership::of_job(url, &created, rank);
                     scope.spawn(move || {
                         let job = Member::connect_with(membership, Options { rack, ..Default::default() })?
                             .init(settings.clone())?;

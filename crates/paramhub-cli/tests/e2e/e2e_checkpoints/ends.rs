@@ -18,8 +18,7 @@ fn push_until_the_end(url: &str, name: &str, every: &str, resume: Option<Resume>
     let client = ManagerClient::new(url, None).unwrap();
     let request = CreateService { name: name.into(), workers: 1, options };
     let created = client.create_service(&request).map_err(|error| error.to_string())?;
-    let (namespace, nonce) = (created.namespace, created.nonce);
-    let membership = Membership { url: url.into(), namespace, nonce, rank: 0 };
+    let membership = Membership::of_job(url, &created, 0);
     let hyperparameters = Hyperparameters { momentum: 0.9, ..Default::default() };
     let settings = Settings {
         optimizer: OptimizerChoice {

@@ -141,7 +141,7 @@ fn an_array_that_does_not_fit_is_refused_with_what_would_fit() {
             let membership = Membership {
                 url: "http://127.0.0.1:1".into(),
                 namespace: Namespace([1; 16]),
-                nonce: Nonce([2; 32]),
+                secret: Nonce([2; 32]).into(),
                 rank: 0,
             };
             let at_hub = StoreOptions::at_hub(two(), HubStoreConfig::new(membership));

@@ -7,8 +7,8 @@ use crate::combinations::Feature::{
     ContinuesOverInterfaces, CoreRate, DeploymentCc, DeploymentCs, DeploymentNcc, DeploymentNcs,
     ExchangeConcom, ExchangeDepcha, ExchangeFunnel, ExchangeHub, ExchangeLocal, FixedAddresses,
     HierarchicalReduction, HostRank, HubCores, HubCount, HubDeadAfter, HubInterfaces, HubMembership,
-    HubState, JobName, JoinedManager, LateLeftOut, ManagerAddress, Momentum, NoHostRank, NoHubs, OneHost,
-    OptimizerAtOwner, OutstandingKeys, OwnHub, ProgressTimeout, Reproducible, Resume, RunningHub,
+    HubState, JobName, JoinedManager, LateLeftOut, ManagerAddress, ManagerTls, Momentum, NoHostRank, NoHubs,
+    OneHost, OptimizerAtOwner, OutstandingKeys, OwnHub, ProgressTimeout, Reproducible, Resume, RunningHub,
     SeveralHosts, SeveralHubs, SharedMemory, StartedByMpi, StartedByRun, Trace, UnnamedJob, WorkerInterfaces,
     Workers,
 };
@@ -279,7 +279,7 @@ pub(super) const LAUNCHERS: &[Rule] = &[
 
 pub(super) const HUBS: &[Rule] = &[
     Rule {
-        these: &[ManagerAddress, HubState, HubDeadAfter, CoreRate],
+        these: &[ManagerAddress, HubState, ManagerTls, HubDeadAfter, CoreRate],
         those: &[JoinedManager],
         verdict: NoEffect,
         why: "the hub starts no connection manager of its own",
