@@ -46,8 +46,7 @@ impl ManagerAddress {
         Ok(ManagerAddress { url: format!("{scheme}://{host}:{port}"), is_loopback })
     }
 
-    /// Calls the manager over TLS even if the URL says `http`, unless it is on this machine: its authority is
-    /// known, so it speaks TLS.
+    /// Calls the manager over TLS even if the URL says `http`, unless it is on this machine.
     pub(crate) fn encrypted(mut self) -> Self {
         if let Some(authority) = self.url.strip_prefix("http://")
             && !self.is_loopback
@@ -118,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manager_whose_authority_is_known_is_not_called_in_clear_over_a_network() {
+    fn a_manager_that_can_be_recognised_is_not_called_in_clear_over_a_network() {
         for (text, url) in [
             ("http://10.0.0.1:80", "https://10.0.0.1:80"),
             ("https://10.0.0.1:80", "https://10.0.0.1:80"),

@@ -42,7 +42,8 @@ pub struct ManagerClient {
 impl ManagerClient {
     /// A client of the manager at `url`: `https://host:port`, `http://host:port`, or without a scheme, which calls
     /// loopback in clear and other hosts over TLS. `token` is the admin token or another, where the manager has
-    /// one: by it the client recognises the manager. Dials nothing yet.
+    /// one: by it the client recognises the manager, and so calls it over TLS wherever it is not on this machine.
+    /// Dials nothing yet.
     ///
     /// # Errors
     /// [`ControlError::Url`] says what is wrong with the URL.
@@ -56,12 +57,13 @@ impl ManagerClient {
     /// # Errors
     /// [`ControlError::Url`] says what is wrong with the URL.
     pub fn of_worker(url: &str, authority: Option<Fingerprint>) -> Result<Self, ControlError> {
-        let address = ManagerAddress::parse(url)?;
-        let address = if authority.is_some() { address.encrypted() } else { address };
-        Ok(Self::with(address, None, authority))
+        Ok(Self::with(ManagerAddress::parse(url)?, None, authority))
     }
 
     fn with(address: ManagerAddress, token: Option<String>, authority: Option<Fingerprint>) -> Self {
+        // Every manager speaks TLS, even one that lets others call it in clear.
+        let is_recognisable = token.is_some() || authority.is_some();
+        let address = if is_recognisable { address.encrypted() } else { address };
         // A proxy from the environment leads out of the network, and the manager is inside it.
         let config = Agent::config_builder()
             .http_status_as_error(false)

@@ -23,4 +23,5 @@ mod e2e_run;
 mod e2e_stragglers;
 mod e2e_tenants;
 mod e2e_testbed;
+mod e2e_tls;
 mod e2e_train;

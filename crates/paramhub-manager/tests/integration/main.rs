@@ -9,5 +9,6 @@ mod information_book;
 mod meeting;
 mod rendezvous;
 mod state;
+mod tls;
 mod tokens;
 mod unauthenticated;

@@ -41,7 +41,20 @@ fn behaviours() -> Vec<ClientBehaviour> {
         behaviour(&head(INIT, 512 << 20), true),
         behaviour(&head("/v1/jobs", 60_000), true),
         behaviour(&long_body, true),
+        // The handshake of TLS: its first byte, the head of a record that never comes, and a whole first message,
+        // which the manager answers with a signature, without what must follow.
+        behaviour(&[22], false),
+        behaviour(&[&[22, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xfc][..], &[3; 4000]].concat(), true),
+        behaviour(&client_hello(), false),
     ]
+}
+
+fn client_hello() -> Vec<u8> {
+    let config = paramhub_trust::caller_by_token();
+    let mut caller = rustls::ClientConnection::new(config, paramhub_trust::manager_name()).unwrap();
+    let mut hello = Vec::new();
+    caller.write_tls(&mut hello).unwrap();
+    hello
 }
 
 /// UnauthenticatedClients that reconnect whenever they are turned away, until they are dropped.

@@ -7,7 +7,7 @@ use super::{Process, Program};
 
 pub const MANAGER_PORT: u16 = 7770;
 pub const HUB_PORT: u16 = 7771;
-const TOKEN: &str = "of-these-hosts-only";
+pub const TOKEN: &str = "of-these-hosts-only";
 
 /// The processes that run on a host.
 #[derive(Clone, Copy)]
@@ -62,8 +62,7 @@ pub struct Cluster {
     hubs: BTreeMap<usize, Process>,
     pub manager_host: Host,
     roles: Vec<(HostRole, Host)>,
-    /// Keeps the switch alive.
-    _network: Network,
+    network: Network,
 }
 
 impl Cluster {
@@ -73,7 +72,7 @@ impl Cluster {
         let mut network = Network::new()?;
         let manager_host = network.host();
         let roles = roles.iter().map(|&role| (role, network.host())).collect();
-        Some(Cluster { manager: None, hubs: BTreeMap::new(), manager_host, roles, _network: network })
+        Some(Cluster { manager: None, hubs: BTreeMap::new(), manager_host, roles, network })
     }
 
     /// The hosts with manager and hubs.
@@ -105,9 +104,14 @@ impl Cluster {
         program.env("PARAMHUB_ADMIN_TOKEN", TOKEN).start()
     }
 
+    /// The network of the hosts, whose switch sees every packet between them.
+    pub fn network(&self) -> &Network {
+        &self.network
+    }
+
     /// The manager's URL.
     pub fn url(&self) -> String {
-        format!("http://{}:{MANAGER_PORT}", self.manager_host.address)
+        format!("https://{}:{MANAGER_PORT}", self.manager_host.address)
     }
 
     pub fn host(&self, role: usize) -> &Host {
@@ -127,6 +131,13 @@ impl Cluster {
     /// Runs a command that operators use, on the manager's host.
     pub fn operate(&self, arguments: &[&str]) -> String {
         self.operator(arguments).finish().expect_code(0).stdout
+    }
+
+    /// The same on the host of a role.
+    pub fn operate_from(&self, role: usize, arguments: &[&str]) -> String {
+        let program = self.host(role).paramhub(arguments.iter().copied());
+        let program = program.env("PARAMHUB_URL", &self.url()).env("PARAMHUB_ADMIN_TOKEN", TOKEN);
+        program.finish().expect_code(0).stdout
     }
 
     fn operator(&self, arguments: &[&str]) -> Program {

@@ -1,5 +1,13 @@
 //! Hosts at one switch, each a network namespace with one interface.
 
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use socket2::{Domain, Protocol, Socket, Type};
+
 use super::namespace::Namespace;
 use super::{Program, example, paramhub};
 
@@ -38,6 +46,53 @@ impl Network {
         let address = format!("{SUBNET}.{number}");
         namespace.ip(&[&format!("addr add {address}/24 dev eth0"), "link set eth0 up", "link set lo up"]);
         Host { namespace, address }
+    }
+}
+
+/// Every byte that has passed the switch since [`Network::listen`].
+pub struct Listener {
+    quit: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<u8>>,
+}
+
+impl Network {
+    /// Listens to all that passes the switch, as anybody could who has it.
+    pub fn listen(&self) -> Listener {
+        const EVERY_PROTOCOL: u16 = 3;
+        let socket = self.switch.within(|| {
+            let protocol = Protocol::from(i32::from(EVERY_PROTOCOL.to_be()));
+            let socket = Socket::new(Domain::PACKET, Type::RAW, Some(protocol)).expect("root may");
+            // It must not lose packets while this machine is busy.
+            socket.set_recv_buffer_size(64 << 20).expect("a socket takes buffers");
+            socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket takes times");
+            socket
+        });
+        let quit = Arc::new(AtomicBool::new(false));
+        let thread = std::thread::spawn({
+            let quit = quit.clone();
+            move || record(socket, &quit)
+        });
+        Listener { quit, thread }
+    }
+}
+
+/// The bytes of all packets, until it is asked to quit and no more come.
+fn record(mut socket: Socket, quit: &AtomicBool) -> Vec<u8> {
+    let (mut recorded, mut packet) = (Vec::new(), vec![0; 1 << 17]);
+    loop {
+        match socket.read(&mut packet) {
+            Ok(bytes) => recorded.extend_from_slice(&packet[..bytes]),
+            Err(_) if quit.load(Ordering::Relaxed) => return recorded,
+            Err(_) => {}
+        }
+    }
+}
+
+impl Listener {
+    /// What was heard.
+    pub fn stop(self) -> Vec<u8> {
+        self.quit.store(true, Ordering::Relaxed);
+        self.thread.join().expect("it only reads")
     }
 }
 

@@ -57,6 +57,12 @@ pub(crate) fn settings(elements: u64) -> Settings {
     Settings::new(KeyTable::new(keys).unwrap())
 }
 
+/// Settings of this many keys.
+pub(crate) fn many_keys(keys: usize) -> Settings {
+    let keys = (0..keys).map(|key| Key::new(format!("layer.{key}.weight"), [3, 5])).collect();
+    Settings::new(KeyTable::new(keys).unwrap())
+}
+
 pub(crate) fn code<T: std::fmt::Debug>(result: &Result<T, ControlError>) -> ErrorCode {
     match result {
         Err(ControlError::Service(refusal)) => refusal.code,
