@@ -59,7 +59,7 @@ def test_a_rank_is_one_process_s(hub: paramhub.Hub) -> None:
 
 
 WRONG = {
-    "the URL's scheme": ({"url": "ftp://127.0.0.1"}, paramhub.ConnectError, "scheme is not http"),
+    "the URL's scheme": ({"url": "ftp://127.0.0.1"}, paramhub.ConnectError, "neither http nor https"),
     "no manager there": (
         {"url": "http://127.0.0.1:9"},
         paramhub.ConnectError,

@@ -98,7 +98,7 @@ pub(super) struct HubFlags {
     /// and any number of jobs have equal shares]
     #[arg(long, value_name = "PERCENT", env = "PARAMHUB_HUB_JOB_SHARE")]
     job_share: Option<u32>,
-    /// Where the hub's own connection manager listens; port 0 takes a free one. Or the URL, as in http://HOST:PORT, of a
+    /// Where the hub's own connection manager listens; port 0 takes a free one. Or the URL, as in https://HOST:PORT, of a
     /// running one that the hub joins instead [default: 127.0.0.1:7770]
     #[arg(long, value_name = "IP:PORT|URL", env = "PARAMHUB_HUB_MANAGER")]
     manager: Option<HubManager>,

@@ -46,6 +46,16 @@ def test_every_rank_finds_the_secret_of_rank_0(monkeypatch: pytest.MonkeyPatch, 
     chosen.close()
 
 
+def test_a_jobs_secret_with_a_fingerprint_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMHUB_SECRET", f"{JOB_SECRET}.{'ab' * 32}")
+    chosen, choice = RunSecret.choose(own_sources(), is_on_one_host=False)
+    assert json.loads(choice)["from"] == "job" and not chosen.is_exposed
+    # The fingerprint is no secret: ranks that were given the secret without it find the same.
+    monkeypatch.setenv("PARAMHUB_SECRET", JOB_SECRET)
+    assert RunSecret.find(1, choice).derive("mesh") == chosen.derive("mesh")
+    chosen.close()
+
+
 def test_two_runs_with_one_token_have_different_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARAMHUB_ADMIN_TOKEN", TOKEN)
     one, other = (RunSecret.choose(["token"], is_on_one_host=False)[0] for _ in range(2))

@@ -264,7 +264,7 @@ pub(super) const LAUNCHERS: &[Rule] = &[
         those: &[OwnHub],
         verdict: Refused,
         why: "the hosts meet at one connection manager, which runs already or, with --deployment cc or cs, is run by the first host",
-        remedy: "give --hub URL, the same on every host, as in http://FIRST-HOST:7770",
+        remedy: "give --hub URL, the same on every host, as in https://FIRST-HOST:7770",
         callers: &[CommandLine],
     },
     Rule {
