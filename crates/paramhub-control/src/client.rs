@@ -7,7 +7,7 @@ use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
     Commands, ConnectService, CreateService, CreateToken, HubRegistered, HubReport, HubStatus, InitService,
     JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub, ServiceConnected,
-    ServiceCreated, ServiceInitialised, TokenCreated, TokenStatus,
+    ServiceCreated, ServiceInitialised, TeamQuotas, TeamStatus, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -115,6 +115,22 @@ impl ManagerClient {
     /// Revokes a token, by its name.
     pub fn revoke_token(&self, name: &str) -> Result<TokenStatus, ControlError> {
         self.answer(self.admin("DELETE", &format!("/v1/tokens/{}", percent_encoded(name))))
+    }
+
+    /// Adds a team, or replaces all of its quotas. Needs the admin token.
+    pub fn set_team(&self, name: &str, quotas: &TeamQuotas) -> Result<TeamStatus, ControlError> {
+        let path = team_path(name);
+        self.answer(Call { method: "PUT", ..self.post(&path, quotas)? })
+    }
+
+    /// Every team with its quotas and what it has of them.
+    pub fn teams(&self) -> Result<Vec<TeamStatus>, ControlError> {
+        self.answer(self.admin("GET", "/v1/teams"))
+    }
+
+    /// Removes a team that has neither jobs that live nor valid tokens.
+    pub fn remove_team(&self, name: &str) -> Result<TeamStatus, ControlError> {
+        self.answer(self.admin("DELETE", &team_path(name)))
     }
 
     /// Every job that the manager remembers, oldest first.
@@ -242,6 +258,10 @@ impl std::fmt::Debug for ManagerClient {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ManagerClient").field("url", &self.url).finish_non_exhaustive()
     }
+}
+
+fn team_path(name: &str) -> String {
+    format!("/v1/teams/{}", percent_encoded(name))
 }
 
 fn job_path(job: &str) -> String {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::HttpBody;
-use axum::routing::{delete, get, post};
+use axum::routing::{delete, get, post, put};
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -26,7 +26,7 @@ use crate::host::guard;
 use crate::metered_stream::MeteredStream;
 use crate::metrics::count;
 use crate::registry::Registry;
-use crate::routes::{hubs, information_book, jobs, pages, tokens, unknown_method, unknown_route};
+use crate::routes::{hubs, information_book, jobs, pages, teams, tokens, unknown_method, unknown_route};
 
 /// The time that the head of a request may take.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
@@ -65,6 +65,8 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/hubs", get(hubs::list).post(hubs::register))
         .route("/v1/hubs/{hub}/poll", post(hubs::poll))
         .route("/v1/hubs/{hub}/events", post(hubs::events))
+        .route("/v1/teams", get(teams::list))
+        .route("/v1/teams/{team}", put(teams::set).delete(teams::remove))
         .route("/v1/tokens", get(tokens::list).post(tokens::create))
         .route("/v1/tokens/{token}", delete(tokens::revoke))
         .route("/v1/links", get(hubs::links).post(hubs::probe))

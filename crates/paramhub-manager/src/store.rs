@@ -1,6 +1,7 @@
-//! The records of jobs and tokens on disk, or in memory where no state directory is given.
+//! The records of jobs, tokens and teams on disk, or in memory where no state directory is given.
 //!
-//! Two redb tables: a job's namespace to JSON, and a token's id to JSON. Records of jobs hold the jobs' nonces: the file is its owner's alone.
+//! Three redb tables: a job's namespace to JSON, a token's id to JSON, and a team's name to JSON. Records of jobs
+//! hold the jobs' nonces: the file is its owner's alone.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -9,8 +10,10 @@ use std::sync::Mutex;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::membership::JobRecord;
+use paramhub_core::teams::TeamRecord;
 use paramhub_core::tokens::TokenRecord;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::ManagerError;
@@ -19,6 +22,7 @@ use crate::error::ManagerError;
 const FILE: &str = "jobs.redb";
 const JOBS: TableDefinition<[u8; 16], &[u8]> = TableDefinition::new("jobs");
 const TOKENS: TableDefinition<&str, &[u8]> = TableDefinition::new("tokens");
+const TEAMS: TableDefinition<&str, &[u8]> = TableDefinition::new("teams");
 /// Records are small and read once: redb's own default would let the cache grow to a gigabyte.
 const CACHE_BYTES: usize = 4 << 20;
 
@@ -83,6 +87,11 @@ impl Store {
         self.load_table(TOKENS, "token")
     }
 
+    /// All records of teams.
+    pub(crate) fn load_teams(&self) -> Result<Vec<TeamRecord>, ManagerError> {
+        self.load_table(TEAMS, "team")
+    }
+
     fn load_table<K: redb::Key + 'static, R: DeserializeOwned>(
         &self,
         table: TableDefinition<K, &'static [u8]>,
@@ -99,7 +108,17 @@ impl Store {
 
     /// Writes a token's record and removes others, all or none. The error is text for people.
     pub(crate) fn save_token(&self, record: &TokenRecord, removed: &[String]) -> Result<(), String> {
-        self.write_by(|database| write_token(database, record, removed))
+        self.write_by(|database| write_named(database, TOKENS, &[(&record.id, record)], removed))
+    }
+
+    /// Writes a team's record. The error is text for people.
+    pub(crate) fn save_team(&self, record: &TeamRecord) -> Result<(), String> {
+        self.write_by(|database| write_named(database, TEAMS, &[(&record.name, record)], &[]))
+    }
+
+    /// Removes a team's record. The error is text for people.
+    pub(crate) fn remove_team(&self, name: String) -> Result<(), String> {
+        self.write_by(|database| write_named::<TeamRecord>(database, TEAMS, &[], &[name]))
     }
 
     /// Writes and removes records of jobs, all or none. The error is text for people.
@@ -166,15 +185,23 @@ fn read_all<K: redb::Key + 'static, R: DeserializeOwned>(
     records.map_err(|cause| format!("a {what}'s record cannot be read: {cause}"))
 }
 
-fn write_token(database: &Database, record: &TokenRecord, removed: &[String]) -> Result<(), String> {
+/// Writes and removes records of a table whose keys are text.
+fn write_named<R: Serialize>(
+    database: &Database,
+    table: TableDefinition<&'static str, &'static [u8]>,
+    changed: &[(&String, &R)],
+    removed: &[String],
+) -> Result<(), String> {
     let write = || -> Result<(), redb::Error> {
         let transaction = database.begin_write()?;
         {
-            let mut table = transaction.open_table(TOKENS)?;
-            let json = serde_json::to_vec(record).expect("records are plain data");
-            table.insert(record.id.as_str(), json.as_slice())?;
-            for id in removed {
-                table.remove(id.as_str())?;
+            let mut table = transaction.open_table(table)?;
+            for (key, record) in changed {
+                let json = serde_json::to_vec(record).expect("records are plain data");
+                table.insert(key.as_str(), json.as_slice())?;
+            }
+            for key in removed {
+                table.remove(key.as_str())?;
             }
         }
         transaction.commit()?;
@@ -187,8 +214,9 @@ fn write(database: &Database, changed: &[JobRecord], removed: &[Namespace]) -> R
     let write = || -> Result<(), redb::Error> {
         let transaction = database.begin_write()?;
         {
-            // This creates the other table, which readers expect.
+            // This creates the other tables, which readers expect.
             transaction.open_table(TOKENS)?;
+            transaction.open_table(TEAMS)?;
             let mut table = transaction.open_table(JOBS)?;
             for record in changed {
                 let json = serde_json::to_vec(record).expect("records are plain data");

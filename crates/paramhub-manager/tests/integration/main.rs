@@ -9,5 +9,6 @@ mod information_book;
 mod meeting;
 mod rendezvous;
 mod state;
+mod teams;
 mod tokens;
 mod unauthenticated;
