@@ -60,7 +60,7 @@ pub(super) fn tokens(config: &Config, task: TokensTask) -> anyhow::Result<ExitCo
     let client = client(config)?;
     match task.command {
         TokensCommand::Create { name, role } => {
-            let created = client.create_token(&CreateToken { name, role })?;
+            let created = client.create_token(&CreateToken { name, role, team: None })?;
             match task.json {
                 true => println!("{}", serde_json::to_string_pretty(&created)?),
                 // Alone on its line, for $(...).

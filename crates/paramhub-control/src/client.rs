@@ -8,7 +8,8 @@ use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
     AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, HubRegistered, HubReport,
     HubStatus, InitService, JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub,
-    ReplaceAuthority, ServiceConnected, ServiceCreated, ServiceInitialised, TokenCreated, TokenStatus,
+    ReplaceAuthority, ServiceConnected, ServiceCreated, ServiceInitialised, TeamQuotas, TeamStatus,
+    TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -161,6 +162,22 @@ impl ManagerClient {
         self.answer(call)
     }
 
+    /// Adds a team, or replaces all of its quotas. Needs the admin token.
+    pub fn set_team(&self, name: &str, quotas: &TeamQuotas) -> Result<TeamStatus, ControlError> {
+        let path = team_path(name);
+        self.answer(Call { method: "PUT", ..self.post(&path, quotas)? })
+    }
+
+    /// Every team with its quotas and what it has of them.
+    pub fn teams(&self) -> Result<Vec<TeamStatus>, ControlError> {
+        self.answer(self.admin("GET", "/v1/teams"))
+    }
+
+    /// Removes a team that has neither jobs that live nor valid tokens.
+    pub fn remove_team(&self, name: &str) -> Result<TeamStatus, ControlError> {
+        self.answer(self.admin("DELETE", &team_path(name)))
+    }
+
     /// Every job that the manager remembers, oldest first.
     pub fn jobs(&self) -> Result<Vec<JobStatus>, ControlError> {
         self.answer(self.admin("GET", "/v1/jobs"))
@@ -288,6 +305,10 @@ impl std::fmt::Debug for ManagerClient {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ManagerClient").field("url", &self.address.url).finish_non_exhaustive()
     }
+}
+
+fn team_path(name: &str) -> String {
+    format!("/v1/teams/{}", percent_encoded(name))
 }
 
 fn job_path(job: &str) -> String {

@@ -44,6 +44,7 @@ pub mod service;
 pub mod settings;
 pub mod stragglers;
 pub mod stream_admission;
+pub mod teams;
 pub mod tokens;
 pub mod wire;
 pub mod worker_job;

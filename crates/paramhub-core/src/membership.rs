@@ -19,6 +19,7 @@ mod hubs;
 mod job;
 mod output;
 mod probes;
+mod teams;
 #[cfg(test)]
 mod tests;
 mod time;
@@ -36,6 +37,7 @@ use crate::service::{
     CoreCounters, CreateService, ErrorCode, HubCommand, HubStatus, JobState, JobStatus, LeaveService,
     ServiceCreated, ServiceError, StopWhen, refusal,
 };
+use crate::teams::TeamRecord;
 pub use callers::Submission;
 pub use commands::CommandQueue;
 use hubs::Hubs;
@@ -66,6 +68,10 @@ pub struct Membership {
     jobs: BTreeMap<Namespace, Job>,
     /// The jobs that have not ended, by name. A job that is still being written to the store is only in here.
     living: BTreeMap<String, Namespace>,
+    /// The weights of the jobs that are still being written to the store, by name.
+    weights_reserved: BTreeMap<String, u32>,
+    /// The teams by name.
+    teams: BTreeMap<String, TeamRecord>,
     /// The jobs that have ended, oldest first.
     ended: VecDeque<Namespace>,
     hubs: Hubs,
@@ -91,6 +97,8 @@ impl Membership {
         let mut state = Membership {
             jobs: BTreeMap::new(),
             living: BTreeMap::new(),
+            weights_reserved: BTreeMap::new(),
+            teams: BTreeMap::new(),
             ended: VecDeque::new(),
             hubs: Hubs::default(),
             probes: Probes::new(probe_secret),
@@ -132,8 +140,9 @@ impl Membership {
         })
     }
 
-    /// Reserves a name for a job that is about to be written to the store. Returns the job's number.
-    pub fn reserve(&mut self, name: &str, namespace: Namespace) -> Result<u64, ServiceError> {
+    /// Reserves a name, and a part of its team's quotas, for a job that is about to be written to the store.
+    /// Returns the job's number.
+    pub fn reserve(&mut self, name: &str, weight: u32, namespace: Namespace) -> Result<u64, ServiceError> {
         if self.living.contains_key(name) {
             let message = format!(
                 "the name `{name}` belongs to a job that has not ended: choose another, or end that one with \
@@ -148,7 +157,9 @@ impl Membership {
             );
             return Err(refusal(ErrorCode::DoesNotFit, message));
         }
+        self.admit_to_team(name, weight)?;
         self.living.insert(name.to_string(), namespace);
+        self.weights_reserved.insert(name.to_string(), weight);
         self.next_order += 1;
         Ok(self.next_order - 1)
     }
@@ -156,12 +167,14 @@ impl Membership {
     /// Frees a name whose job could not be written.
     pub fn give_back(&mut self, name: &str) {
         self.living.remove(name);
+        self.weights_reserved.remove(name);
     }
 
     /// Admits a job whose name was reserved and whose record is in the store.
     pub fn admit(&mut self, job: Job) {
         let (namespace, workers) = (job.namespace, job.workers);
         self.outputs.push(Output::Log(LogEvent::JobCreated { job: job.name.clone(), namespace, workers }));
+        self.weights_reserved.remove(&job.name);
         self.jobs.insert(job.namespace, job);
     }
 
@@ -187,14 +200,19 @@ impl Membership {
     /// A job by namespace or by name. Of several with one name, the living one or else the newest.
     pub fn find(&self, text: &str) -> Result<&Job, ServiceError> {
         let by_namespace = text.parse().ok().and_then(|namespace: Namespace| self.jobs.get(&namespace));
-        let by_name = || self.living.get(text).and_then(|namespace| self.jobs.get(namespace));
-        let ended = || self.ended.iter().rev().filter_map(|namespace| self.jobs.get(namespace));
-        by_namespace.or_else(by_name).or_else(|| ended().find(|job| job.name == text)).ok_or_else(|| {
-            let message = format!(
-                "there is no job with the name or namespace `{text}`: `paramhub jobs list` lists all"
-            );
-            refusal(ErrorCode::NotFound, message)
-        })
+        by_namespace.or_else(|| self.find_named(text)).ok_or_else(|| Self::no_such_job(text))
+    }
+
+    fn find_named(&self, name: &str) -> Option<&Job> {
+        let living = self.living.get(name).and_then(|namespace| self.jobs.get(namespace));
+        let mut ended = self.ended.iter().rev().filter_map(|namespace| self.jobs.get(namespace));
+        living.or_else(|| ended.find(|job| job.name == name))
+    }
+
+    fn no_such_job(text: &str) -> ServiceError {
+        let message =
+            format!("there is no job with the name or namespace `{text}`: `paramhub jobs list` lists all");
+        refusal(ErrorCode::NotFound, message)
     }
 
     /// Returns what a launcher on a further host needs to join a job whose ranks are still connecting.

@@ -10,6 +10,7 @@ mod hub_events;
 mod options;
 mod probe;
 mod status;
+mod teams;
 mod tokens;
 
 use std::net::SocketAddr;
@@ -30,6 +31,7 @@ pub use hub_events::{CauseKind, HubEvent, JobEnd, StopWhen, add_by_rank};
 pub use options::{JobOptions, OnInterfaceDown};
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
 pub use status::{AwaitedRanks, CoreCounters, HubStatus, JobCounters, JobState, JobStatus};
+pub use teams::{Allowance, TeamAllowance, TeamQuotas, TeamStatus};
 pub use tokens::{CreateToken, TokenCreated, TokenRole, TokenStatus};
 
 /// The default port of a connection manager.

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 
-use crate::service::{ErrorCode, ServiceError, TokenRole, TokenStatus, refusal};
+use crate::service::{CreateToken, ErrorCode, ServiceError, TokenRole, TokenStatus, refusal};
 
 pub use connection_proof::TokenKey;
 
@@ -33,6 +33,8 @@ pub struct TokenBearer {
     pub token: Option<String>,
     /// What the token is for.
     pub role: TokenRole,
+    /// The team whose jobs it is for, if that is its role.
+    pub team: Option<String>,
 }
 
 /// The record of a token, which the store keeps.
@@ -72,7 +74,7 @@ impl Tokens {
     /// If a token is needed and this is none, or is revoked.
     pub fn check(&self, given: Option<&str>) -> Result<TokenBearer, ServiceError> {
         let Some(configured) = &self.configured else {
-            return Ok(TokenBearer { token: None, role: TokenRole::Admin });
+            return Ok(TokenBearer { token: None, role: TokenRole::Admin, team: None });
         };
         let advice = "give it with --admin-token-file, --admin-token or PARAMHUB_ADMIN_TOKEN";
         let refused = |what: &str| Err(refusal(ErrorCode::Unauthorized, format!("{what}: {advice}")));
@@ -100,10 +102,15 @@ impl Tokens {
                 Err(refusal(ErrorCode::Unauthorized, message))
             }
             (None, Some(record), _) => {
-                Ok(TokenBearer { token: Some(record.status.name.clone()), role: record.status.role })
+                let TokenStatus { name, role, team, .. } = record.status.clone();
+                if (role == TokenRole::Team) != team.is_some() {
+                    // Without its team it would open the jobs of all.
+                    return refused(&format!("the record of the token `{name}` is damaged"));
+                }
+                Ok(TokenBearer { token: Some(name), role, team })
             }
             (None, None, true) => {
-                Ok(TokenBearer { token: Some(CONFIGURED.to_owned()), role: TokenRole::Admin })
+                Ok(TokenBearer { token: Some(CONFIGURED.to_owned()), role: TokenRole::Admin, team: None })
             }
             (None, None, false) => {
                 refused("this is not the connection manager's admin token, nor another token of it")
@@ -114,15 +121,16 @@ impl Tokens {
     /// Makes a token. Returns its text, which is shown once, and its record.
     ///
     /// # Errors
-    /// If the manager asks for no token, the name is unusable or taken, or there are too many.
+    /// If the manager asks for no token, the name is unusable or taken, there are too many, or a team is missing
+    /// or superfluous. Whether there is such a team is for the caller to check.
     pub fn create(
         &mut self,
-        name: &str,
-        role: TokenRole,
+        request: CreateToken,
         by: &TokenBearer,
         random: [u8; 36],
         unix_s: u64,
     ) -> Result<(String, TokenRecord), ServiceError> {
+        let CreateToken { name, role, team } = request;
         let refuse = |code, message: String| Err(refusal(code, message));
         if self.configured.is_none() {
             let message = "this connection manager admits every caller without a token: start it with --admin-token-file first";
@@ -137,6 +145,17 @@ impl Tokens {
                     "{shown:?} is no token's name: it must have 1 to {NAME_BYTES_MAX} letters, digits, `.`, `_` or `-`"
                 ),
             );
+        }
+        if (role == TokenRole::Team) != team.is_some() {
+            let message = match role {
+                TokenRole::Team => {
+                    "a token with the role team needs the name of the team (--team)".to_owned()
+                }
+                other => format!(
+                    "a token with the role {other} is for no team: leave the team out, or make its role team"
+                ),
+            };
+            return refuse(ErrorCode::BadRequest, message);
         }
         if name == CONFIGURED || self.valid().any(|record| record.status.name == name) {
             return refuse(
@@ -154,8 +173,9 @@ impl Tokens {
         let id = hexadecimal(id);
         let text = format!("{PREFIX}-{id}-{}", hexadecimal(secret));
         let status = TokenStatus {
-            name: name.to_owned(),
+            name,
             role,
+            team,
             created_at: unix_s,
             created_by: by.token.clone().unwrap_or_default(),
             revoked_at: None,
@@ -196,6 +216,7 @@ impl Tokens {
                 let status = TokenStatus {
                     name: CONFIGURED.to_owned(),
                     role: TokenRole::Admin,
+                    team: None,
                     created_at: unix_s,
                     created_by: String::new(),
                     revoked_at: Some(unix_s),
@@ -215,6 +236,7 @@ impl Tokens {
             self.configured.as_ref().filter(|hash| !self.is_revoked(hash)).map(|_| TokenStatus {
                 name: CONFIGURED.to_owned(),
                 role: TokenRole::Admin,
+                team: None,
                 created_at: 0,
                 created_by: String::new(),
                 revoked_at: None,
@@ -223,6 +245,12 @@ impl Tokens {
             self.records.values().map(|record| record.status.clone()).collect();
         others.sort_by(|a, b| (a.created_at, &a.name).cmp(&(b.created_at, &b.name)));
         configured.into_iter().chain(others).collect()
+    }
+
+    /// The names of a team's valid tokens.
+    pub fn of_team(&self, team: &str) -> impl Iterator<Item = &str> {
+        let of_team = self.valid().filter(move |record| record.status.team.as_deref() == Some(team));
+        of_team.map(|record| record.status.name.as_str())
     }
 
     fn valid(&self) -> impl Iterator<Item = &TokenRecord> {
@@ -276,12 +304,16 @@ mod tests {
     const FIRST: &str = "the-first-token";
 
     fn admin() -> TokenBearer {
-        TokenBearer { token: Some(CONFIGURED.into()), role: TokenRole::Admin }
+        TokenBearer { token: Some(CONFIGURED.into()), role: TokenRole::Admin, team: None }
     }
 
     fn create(tokens: &mut Tokens, name: &str, role: TokenRole) -> Result<String, ServiceError> {
         let number = tokens.records.len() as u8;
-        tokens.create(name, role, &admin(), [number; 36], 1000 + u64::from(number)).map(|(text, _)| text)
+        tokens.create(of(name, role), &admin(), [number; 36], 1000 + u64::from(number)).map(|(text, _)| text)
+    }
+
+    fn of(name: &str, role: TokenRole) -> CreateToken {
+        CreateToken { name: name.into(), role, team: None }
     }
 
     fn code<T: std::fmt::Debug>(result: Result<T, ServiceError>) -> ErrorCode {
@@ -292,7 +324,10 @@ mod tests {
     fn a_manager_without_a_configured_token_admits_everyone_and_makes_none() {
         let mut open = Tokens::new(None, Vec::new());
         for given in [None, Some("anything")] {
-            assert_eq!(open.check(given).unwrap(), TokenBearer { token: None, role: TokenRole::Admin });
+            assert_eq!(
+                open.check(given).unwrap(),
+                TokenBearer { token: None, role: TokenRole::Admin, team: None }
+            );
         }
         assert_eq!(code(create(&mut open, "x", TokenRole::Reader)), ErrorCode::BadRequest);
         assert!(open.statuses().is_empty());
@@ -338,6 +373,40 @@ mod tests {
     }
 
     #[test]
+    fn tokens_of_a_team_name_it_and_those_of_an_earlier_release_name_none() {
+        let mut tokens = Tokens::new(Some(FIRST), Vec::new());
+        let of_team = |name: &str, role, team: Option<&str>| CreateToken {
+            team: team.map(str::to_owned),
+            ..of(name, role)
+        };
+        for wrong in [
+            of_team("alice", TokenRole::Team, None),
+            of_team("alice", TokenRole::Admin, Some("vision")),
+            of_team("alice", TokenRole::Reader, Some("vision")),
+        ] {
+            assert_eq!(code(tokens.create(wrong, &admin(), [1; 36], 0)), ErrorCode::BadRequest);
+        }
+        for (number, name) in [(1, "alice"), (2, "bob")] {
+            let request = of_team(name, TokenRole::Team, Some("vision"));
+            let (text, record) = tokens.create(request, &admin(), [number; 36], 0).unwrap();
+            let bearer = tokens.check(Some(&text)).unwrap();
+            assert_eq!((bearer.role, bearer.team.as_deref()), (TokenRole::Team, Some("vision")));
+            let stored = serde_json::to_string(&record).unwrap();
+            assert_eq!(serde_json::from_str::<TokenRecord>(&stored).unwrap(), record);
+        }
+        let (text, mut damaged) =
+            tokens.create(of_team("carol", TokenRole::Team, Some("vision")), &admin(), [3; 36], 0).unwrap();
+        damaged.status.team = None;
+        assert_eq!(code(Tokens::new(Some(FIRST), vec![damaged]).check(Some(&text))), ErrorCode::Unauthorized);
+        tokens.revoke("carol", 1).unwrap();
+        tokens.revoke("alice", 1).unwrap();
+        assert_eq!(tokens.of_team("vision").collect::<Vec<_>>(), ["bob"]);
+        assert_eq!(tokens.of_team("speech").count(), 0);
+        let earlier = r#"{"id":"00","hash":"11","status":{"name":"x","role":"reader","created_at":1,"created_by":"y"}}"#;
+        assert_eq!(serde_json::from_str::<TokenRecord>(earlier).unwrap().status.team, None);
+    }
+
+    #[test]
     fn names_are_plain_and_few() {
         let mut tokens = Tokens::new(Some(FIRST), Vec::new());
         for wrong in ["", "a b", "a\n", CONFIGURED, &"x".repeat(65)] {
@@ -346,9 +415,9 @@ mod tests {
         for number in 0..TOKENS_MAX {
             let mut random = [0; 36];
             random[..4].copy_from_slice(&(number as u32).to_le_bytes());
-            tokens.create(&format!("t{number}"), TokenRole::Hub, &admin(), random, 0).unwrap();
+            tokens.create(of(&format!("t{number}"), TokenRole::Hub), &admin(), random, 0).unwrap();
         }
-        let full = tokens.create("more", TokenRole::Hub, &admin(), [9; 36], 0);
+        let full = tokens.create(of("more", TokenRole::Hub), &admin(), [9; 36], 0);
         assert_eq!(code(full), ErrorCode::DoesNotFit);
     }
 
@@ -359,7 +428,7 @@ mod tests {
         for number in 0..REVOKED_MAX as u32 + 10 {
             let mut random = [0; 36];
             random[..4].copy_from_slice(&number.to_le_bytes());
-            tokens.create("t", TokenRole::Hub, &admin(), random, 0).unwrap();
+            tokens.create(of("t", TokenRole::Hub), &admin(), random, 0).unwrap();
             forgotten.extend(tokens.revoke("t", u64::from(number)).unwrap().1);
         }
         assert_eq!((forgotten.len(), tokens.statuses().len()), (10, 1 + REVOKED_MAX));

@@ -9,7 +9,7 @@ use paramhub_core::combinations;
 use paramhub_core::composition::Composed;
 use paramhub_core::membership::{Job, SettingsSummary, SitePlacement};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
-use paramhub_core::service::{ErrorCode, HubCommand, JobPlan, ServiceError};
+use paramhub_core::service::{ErrorCode, HubCommand, JobPlan, ServiceError, TeamAllowance};
 use paramhub_core::settings::Settings;
 
 use crate::clock::now;
@@ -35,7 +35,11 @@ pub(crate) async fn allocate(registry: Arc<Registry>, namespace: Namespace, sett
     let Ok(turn) = registry.placing.acquire().await else { return };
     let plan = registry.with(|state| {
         let membership = &state.membership;
-        Ok::<_, ServiceError>(plan_of(membership.job(namespace)?, membership.roster(namespace)?))
+        Ok::<_, ServiceError>(plan_of(
+            membership.job(namespace)?,
+            membership.roster(namespace)?,
+            membership.allowance(namespace),
+        ))
     });
     let Ok(plan) = plan else { return };
     // All ranks' settings have been compared by now, so this takes the table and copies nothing.
@@ -51,7 +55,11 @@ pub(crate) async fn allocate(registry: Arc<Registry>, namespace: Namespace, sett
 }
 
 /// The data for a job's hubs besides its settings.
-fn plan_of(job: &Job, roster: Roster) -> impl FnOnce(Settings) -> (JobPlan, Roster) + Send + use<> {
+fn plan_of(
+    job: &Job,
+    roster: Roster,
+    team: TeamAllowance,
+) -> impl FnOnce(Settings) -> (JobPlan, Roster) + Send + use<> {
     let (name, namespace, nonce) = (job.name.clone(), job.namespace, job.nonce);
     let (options, composition) = (job.options, job.composition());
     let (epoch, version_1_ranks) = (job.epoch, job.version_1_ranks());
@@ -71,6 +79,7 @@ fn plan_of(job: &Job, roster: Roster) -> impl FnOnce(Settings) -> (JobPlan, Rost
             hub: 0,
             cluster,
             settings,
+            team,
         };
         (plan, roster)
     }

@@ -21,8 +21,14 @@ pub(crate) struct Admin(pub(crate) TokenBearer);
 /// Witness that the caller may let hubs join.
 pub(crate) struct HubOwner(pub(crate) TokenBearer);
 
-/// Witness that the caller may read jobs, hubs and metrics.
+/// Witness that the caller may create and stop jobs: all, or those of its team.
+pub(crate) struct JobOwner(pub(crate) TokenBearer);
+
+/// Witness that the caller may read all jobs, hubs and metrics.
 pub(crate) struct Reader;
+
+/// Witness that the caller may read hubs and jobs: all, or those of its team.
+pub(crate) struct JobReader(pub(crate) TokenBearer);
 
 impl FromRequestParts<Arc<Registry>> for Admin {
     type Rejection = Refusal;
@@ -48,13 +54,29 @@ impl FromRequestParts<Arc<Registry>> for Reader {
     }
 }
 
+impl FromRequestParts<Arc<Registry>> for JobOwner {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, registry: &Arc<Registry>) -> Result<Self, Refusal> {
+        operator(parts, registry, &[TokenRole::Admin, TokenRole::Team]).map(JobOwner)
+    }
+}
+
+impl FromRequestParts<Arc<Registry>> for JobReader {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, registry: &Arc<Registry>) -> Result<Self, Refusal> {
+        operator(parts, registry, &[TokenRole::Admin, TokenRole::Reader, TokenRole::Team]).map(JobReader)
+    }
+}
+
 /// The caller, if its token has one of these roles.
 fn operator(parts: &Parts, registry: &Registry, allowed: &[TokenRole]) -> Result<TokenBearer, Refusal> {
     let slot = CallerSlot::of(parts);
     let bearer = registry.tokens().check(bearer(parts))?;
     let Some(token) = &bearer.token else {
         // Without a token every caller is admitted. A call without a body is complete.
-        if parts.method != Method::POST {
+        if ![Method::POST, Method::PUT].contains(&parts.method) {
             slot.0.complete_request();
         }
         return Ok(bearer);
@@ -68,7 +90,10 @@ fn operator(parts: &Parts, registry: &Registry, allowed: &[TokenRole]) -> Result
         );
         return Err(refusal(ErrorCode::Forbidden, message).into());
     }
-    slot.0.prove_operator()?;
+    match &bearer.team {
+        Some(team) => slot.0.prove_team(team)?,
+        None => slot.0.prove_operator()?,
+    }
     Ok(bearer)
 }
 

@@ -25,6 +25,10 @@ use crate::error::Refusal;
 const HUB_SLOTS: usize = 8;
 /// Slots of all operators together. An operator is a caller that showed the admin token.
 const OPERATOR_SLOTS: usize = 256;
+/// Slots of the callers with tokens of one team.
+const TEAM_SLOTS: usize = 32;
+/// Slots of the callers with tokens of teams together.
+const ALL_TEAMS_SLOTS: usize = 512;
 /// The slots that a job has in addition to two for each rank.
 const JOB_SPARE: usize = 8;
 /// The most bytes that the manager keeps for all unauthenticated callers together: bytes that it received,
@@ -51,14 +55,17 @@ pub(crate) struct ConnectionCounts {
     pub(crate) hubs: usize,
     pub(crate) ranks: usize,
     pub(crate) operators: usize,
+    pub(crate) teams: usize,
     /// The evictions of unauthenticated connections since the manager started.
     pub(crate) evictions: u64,
 }
 
 /// What a caller has proved to be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum CallerKind {
     Operator,
+    /// A caller with a token of the team of this name.
+    Team(Arc<str>),
     /// The hub of this number.
     Hub(u32),
     /// Some rank of this job: all ranks of a job prove the same.
@@ -172,6 +179,7 @@ impl ConnectionSlots {
         for (kind, slots) in &state.proven {
             match kind {
                 CallerKind::Operator => counts.operators += slots.len(),
+                CallerKind::Team(_) => counts.teams += slots.len(),
                 CallerKind::Hub(_) => counts.hubs += slots.len(),
                 CallerKind::Rank(_) => counts.ranks += slots.len(),
             }
@@ -195,10 +203,29 @@ impl ConnectionSlot {
     /// Gives a caller that showed the admin token an operator slot.
     pub(crate) fn prove_operator(&self) -> Result<(), Refusal> {
         self.prove(CallerKind::Operator, |state| {
-            if state.count(CallerKind::Operator) < OPERATOR_SLOTS {
+            if state.count(&CallerKind::Operator) < OPERATOR_SLOTS {
                 return Ok(());
             }
             Err(no_room(format!("{OPERATOR_SLOTS} operators' calls are being answered: try again")))
+        })
+    }
+
+    /// Gives a caller that showed a token of this team one of the team's slots.
+    pub(crate) fn prove_team(&self, team: &str) -> Result<(), Refusal> {
+        let kind = CallerKind::Team(team.into());
+        self.prove(kind.clone(), |state| {
+            if state.count(&kind) >= TEAM_SLOTS {
+                return Err(no_room(format!(
+                    "{TEAM_SLOTS} calls of team `{team}` are being answered: try again"
+                )));
+            }
+            let of_teams = state.proven.iter().filter(|(kind, _)| matches!(kind, CallerKind::Team(_)));
+            if of_teams.map(|(_, slots)| slots.len()).sum::<usize>() >= ALL_TEAMS_SLOTS {
+                return Err(no_room(format!(
+                    "{ALL_TEAMS_SLOTS} calls of teams are being answered: try again"
+                )));
+            }
+            Ok(())
         })
     }
 
@@ -206,7 +233,7 @@ impl ConnectionSlot {
     /// connection is evicted.
     pub(crate) fn prove_hub(&self, hub: u32) -> Result<(), Refusal> {
         self.prove(CallerKind::Hub(hub), |state| {
-            state.keep_newest(CallerKind::Hub(hub), HUB_SLOTS - 1);
+            state.keep_newest(&CallerKind::Hub(hub), HUB_SLOTS - 1);
             Ok(())
         })
     }
@@ -233,7 +260,7 @@ impl ConnectionSlot {
                 }
                 state.reserved.insert(job, workers);
             }
-            state.keep_newest(CallerKind::Rank(job), 2 * workers + JOB_SPARE - 1);
+            state.keep_newest(&CallerKind::Rank(job), 2 * workers + JOB_SPARE - 1);
             Ok(())
         })
     }
@@ -315,7 +342,7 @@ impl ConnectionSlot {
         }
         admit(&mut state)?;
         state.remove_unauthenticated(self.number);
-        state.proven.entry(kind).or_default().insert(self.number, self.evicted.clone());
+        state.proven.entry(kind.clone()).or_default().insert(self.number, self.evicted.clone());
         *mine = Some(kind);
         self.proven.store(true, Ordering::Release);
         Ok(())
@@ -342,13 +369,13 @@ impl Drop for ConnectionSlot {
 }
 
 impl SlotsState {
-    fn count(&self, kind: CallerKind) -> usize {
-        self.proven.get(&kind).map_or(0, BTreeMap::len)
+    fn count(&self, kind: &CallerKind) -> usize {
+        self.proven.get(kind).map_or(0, BTreeMap::len)
     }
 
     /// Evicts the oldest connections of a proven kind, so that at most `most` are left.
-    fn keep_newest(&mut self, kind: CallerKind, most: usize) {
-        let Some(slots) = self.proven.get_mut(&kind) else { return };
+    fn keep_newest(&mut self, kind: &CallerKind, most: usize) {
+        let Some(slots) = self.proven.get_mut(kind) else { return };
         while slots.len() > most {
             let Some((_, evicted)) = slots.pop_first() else { return };
             evicted.notify_one();

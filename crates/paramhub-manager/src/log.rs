@@ -6,9 +6,12 @@ use paramhub_core::tokens::TokenBearer;
 /// Logs what an operator or a hub's owner has done, under the target `audit`. Without tokens it is not known who
 /// called.
 pub(crate) fn audit(by: &TokenBearer, what: std::fmt::Arguments<'_>) {
-    match &by.token {
-        Some(token) => tracing::info!(target: "audit", "audit: token `{token}` {what}"),
-        None => tracing::info!(target: "audit", "audit: a caller without a token {what}"),
+    match (&by.token, &by.team) {
+        (Some(token), Some(team)) => {
+            tracing::info!(target: "audit", "audit: token `{token}` of team `{team}` {what}");
+        }
+        (Some(token), None) => tracing::info!(target: "audit", "audit: token `{token}` {what}"),
+        (None, _) => tracing::info!(target: "audit", "audit: a caller without a token {what}"),
     }
 }
 

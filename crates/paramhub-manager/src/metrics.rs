@@ -116,6 +116,7 @@ fn collect_connections(counts: ConnectionCounts, metrics: &mut prometheus_client
         ("hub", counts.hubs),
         ("rank", counts.ranks),
         ("operator", counts.operators),
+        ("team", counts.teams),
     ];
     for (kind, count) in kinds {
         connections.get_or_create(&KindLabels { kind }).set(i64::try_from(count).unwrap_or(i64::MAX));

@@ -7,7 +7,7 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{ComponentsBuilder, OpenApi as Document};
 use utoipa::{Modify, OpenApi};
 
-use crate::routes::{authority, hubs, information_book, jobs, pages, tokens};
+use crate::routes::{authority, hubs, information_book, jobs, pages, teams, tokens};
 
 /// Every route the manager serves.
 #[derive(OpenApi)]
@@ -34,6 +34,7 @@ use crate::routes::{authority, hubs, information_book, jobs, pages, tokens};
         hubs::register, hubs::list, hubs::poll, hubs::events, hubs::links, hubs::probe,
         authority::show, authority::replace,
         tokens::create, tokens::list, tokens::revoke,
+        teams::set, teams::list, teams::remove,
         pages::index, pages::health, pages::metrics, pages::openapi,
     ),
     modifiers(&Tokens),
@@ -48,6 +49,9 @@ use crate::routes::{authority, hubs, information_book, jobs, pages, tokens};
                                        never dials. Commands are numbered from 1 without gaps, and are repeated until a poll \
                                        acknowledges them."),
         (name = "tokens", description = "The tokens of operators and hubs. A manager that asks for no token has none."),
+        (name = "teams", description = "Teams that share the hubs, each with quotas. The jobs of the team `vision` are those whose \
+                                        names begin with `vision/`. A caller with a token of the team may leave that out; \
+                                        the jobs of others do not exist for it."),
         (name = "manager", description = "The manager itself."),
     )
 )]

@@ -8,8 +8,10 @@ use paramhub_core::auth::{Epoch, EpochSecret, Fingerprint, Namespace, Nonce, Pro
 use paramhub_core::membership::{Answer, Job, Membership, MembershipLimits};
 use paramhub_core::service::{
     AuthorityStatus, CreateService, CreateToken, ErrorCode, JobState, JobStatus, LinkStatus,
-    ReplaceAuthority, ServiceCreated, ServiceError, StopService, TokenCreated, TokenStatus,
+    ReplaceAuthority, ServiceCreated, ServiceError, StopService, TeamQuotas, TeamStatus, TokenCreated,
+    TokenStatus,
 };
+use paramhub_core::teams::{TeamRecord, name_of_new};
 use paramhub_core::tokens::{TokenBearer, TokenRecord, Tokens};
 use paramhub_trust::{AUTHORITIES_MAX, ManagerIdentity};
 use rustix::process::{Resource, getrlimit};
@@ -40,11 +42,11 @@ pub(crate) struct Registry {
     tokens: RwLock<Arc<Tokens>>,
     /// The certificates, and the authorities that have signed them.
     pub(crate) identity: ManagerIdentity,
-    /// Held while authorities change.
+    /// Held while authorities or certificates change.
     changing_authorities: tokio::sync::Mutex<()>,
     /// Whether callers of other machines must use TLS.
     pub(crate) needs_tls: bool,
-    /// Held while tokens change.
+    /// Held while tokens or teams change.
     changing_tokens: tokio::sync::Mutex<()>,
     pub(crate) hub_timeout: Duration,
     pub(crate) requests: AnsweredRequests,
@@ -71,6 +73,7 @@ impl Registry {
             core_rate: config.core_rate,
         };
         let mut state = ManagerState::new(Membership::new(records, limits, Nonce(secret), now()));
+        store.load_teams()?.into_iter().for_each(|team| state.membership.set_team(team));
         state.carry_out();
         Ok(Arc::new(Registry {
             state: Mutex::new(state),
@@ -101,17 +104,24 @@ impl Registry {
         value
     }
 
-    /// CreateService. The job exists once its record is in the store.
+    /// CreateService. The job exists once its record is in the store. Returns its full name, too.
     pub(crate) async fn create(
         self: &Arc<Self>,
-        request: CreateService,
-    ) -> Result<ServiceCreated, ServiceError> {
+        mut request: CreateService,
+        by: &TokenBearer,
+    ) -> Result<(String, ServiceCreated), ServiceError> {
+        request.name = name_of_new(by.team.as_deref(), &request.name)?;
         check_request(&request)?;
+        let name = request.name.clone();
         let (namespace, nonce) = (Namespace(random()?), Nonce(random()?));
         let epoch = Some(Epoch { number: 1, secret: EpochSecret(random()?) });
         let order = self.with(|state| {
+            if let Some(team) = &by.team {
+                // The team may have been removed since the token was checked.
+                state.membership.team(team)?;
+            }
             state.membership.check_checkpoints(&request)?;
-            state.membership.reserve(&request.name, namespace)
+            state.membership.reserve(&request.name, request.options.weight, namespace)
         })?;
         let registry = self.clone();
         // This runs as a task of its own, so that a caller that hangs up cannot leave the name reserved for
@@ -136,7 +146,7 @@ impl Registry {
             written
         });
         writing.await.unwrap_or_else(|_| Err(broken()))?;
-        Ok(ServiceCreated { namespace, nonce, authority: self.authority_of_jobs() })
+        Ok((name, ServiceCreated { namespace, nonce, authority: self.authority_of_jobs() }))
     }
 
     /// The fingerprint that the secrets of jobs carry.
@@ -187,6 +197,7 @@ impl Registry {
                 () = tokio::time::sleep(RENEWAL_INTERVAL) => {}
                 () = self.stopped() => return,
             }
+            let _alone = self.changing_authorities.lock().await;
             let registry = self.clone();
             if let Ok(Err(cause)) = blocking(move || registry.identity.renew(SystemTime::now())).await {
                 tracing::error!("the certificate stays as it was: {cause}");
@@ -195,13 +206,17 @@ impl Registry {
     }
 
     /// StopService: ends a job, or asks its hubs how it ends, and waits for that for a bounded time.
-    pub(crate) async fn stop_job(&self, text: &str, stop: StopService) -> Result<JobStatus, ServiceError> {
+    pub(crate) async fn stop_job(
+        &self,
+        namespace: Namespace,
+        stop: StopService,
+    ) -> Result<JobStatus, ServiceError> {
         let reason = match stop.reason {
             None => "stopped by an operator".to_string(),
             Some(reason) => format!("stopped: {}", check_reason(reason)?),
         };
         let (mut call, deadline) = self.with(|state| {
-            let waiting = state.membership.stop(text, reason, stop.when, now())?;
+            let waiting = state.membership.stop(namespace, reason, stop.when, now())?;
             Ok::<_, ServiceError>((Caller::wait(self, state, waiting.call), waiting.deadline))
         })?;
         match call.answer_by(deadline).await? {
@@ -234,9 +249,12 @@ impl Registry {
         by: TokenBearer,
     ) -> Result<TokenCreated, ServiceError> {
         let random = random()?;
+        let registry = self.clone();
         self.change_tokens(move |tokens| {
-            let CreateToken { name, role } = request;
-            let (token, record) = tokens.create(&name, role, &by, random, now().unix_s)?;
+            if let Some(team) = &request.team {
+                registry.with(|state| state.membership.team(team))?;
+            }
+            let (token, record) = tokens.create(request, &by, random, now().unix_s)?;
             let status = record.status.clone();
             Ok((TokenCreated { token, status }, record, Vec::new()))
         })
@@ -273,6 +291,69 @@ impl Registry {
             })?;
             *registry.tokens.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(tokens);
             Ok(result)
+        });
+        changing.await.unwrap_or_else(|_| Err(broken()))
+    }
+
+    /// Adds a team, or replaces its quotas. They count once they are in the store.
+    pub(crate) async fn set_team(
+        self: &Arc<Self>,
+        name: String,
+        quotas: TeamQuotas,
+    ) -> Result<TeamStatus, ServiceError> {
+        let registry = self.clone();
+        self.change_teams(async move {
+            registry.with(|state| state.membership.check_team_name(&name))?;
+            let (store, record) = (registry.store.clone(), TeamRecord { name, quotas });
+            let saved = record.clone();
+            blocking(move || store.save_team(&saved)).await?.map_err(|cause| unsaved_team(&cause))?;
+            registry.with(|state| {
+                let name = record.name.clone();
+                state.membership.set_team(record);
+                state.membership.team(&name)
+            })
+        })
+        .await
+    }
+
+    /// Removes a team that has neither jobs that live nor valid tokens.
+    pub(crate) async fn remove_team(self: &Arc<Self>, name: String) -> Result<TeamStatus, ServiceError> {
+        let registry = self.clone();
+        self.change_teams(async move {
+            let team = registry.with(|state| state.membership.team(&name))?;
+            let tokens: Vec<String> =
+                registry.tokens().of_team(&name).map(|token| format!("`{token}`")).collect();
+            let busy = |message| Err(refusal(ErrorCode::Busy, message));
+            if !tokens.is_empty() {
+                return busy(format!(
+                    "team `{name}` has tokens: revoke {} first with `paramhub tokens revoke`",
+                    tokens.join(", ")
+                ));
+            }
+            if team.jobs > 0 {
+                return busy(format!(
+                    "team `{name}` has {} jobs that live: end them first with `paramhub jobs stop`",
+                    team.jobs
+                ));
+            }
+            let (store, removed) = (registry.store.clone(), name.clone());
+            blocking(move || store.remove_team(removed)).await?.map_err(|cause| unsaved_team(&cause))?;
+            registry.with(|state| state.membership.remove_team(&name));
+            Ok(team)
+        })
+        .await
+    }
+
+    /// Changes teams, one change at a time, as a task of its own: a caller that hangs up cannot leave the store
+    /// ahead of the teams in memory.
+    async fn change_teams<T: Send + 'static>(
+        self: &Arc<Self>,
+        change: impl Future<Output = Result<T, ServiceError>> + Send + 'static,
+    ) -> Result<T, ServiceError> {
+        let registry = self.clone();
+        let changing = tokio::spawn(async move {
+            let _alone = registry.changing_tokens.lock().await;
+            change.await
         });
         changing.await.unwrap_or_else(|_| Err(broken()))
     }
@@ -421,6 +502,13 @@ fn slots(config: &ManagerConfig) -> Arc<ConnectionSlots> {
     ConnectionSlots::new(
         config.unauthenticated_max.min(descriptors / 8),
         config.ranks_max.min(descriptors / 2),
+    )
+}
+
+fn unsaved_team(cause: &str) -> ServiceError {
+    refusal(
+        ErrorCode::Internal,
+        format!("the teams stay as they are, because they could not be saved to {cause}"),
     )
 }
 

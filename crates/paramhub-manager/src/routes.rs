@@ -5,6 +5,7 @@ pub(crate) mod hubs;
 pub(crate) mod information_book;
 pub(crate) mod jobs;
 pub(crate) mod pages;
+pub(crate) mod teams;
 pub(crate) mod tokens;
 
 use axum::extract::{FromRequestParts, Path, Query};

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::HttpBody;
-use axum::routing::{delete, get, post};
+use axum::routing::{delete, get, post, put};
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -30,7 +30,9 @@ use crate::host::guard;
 use crate::metered_stream::MeteredStream;
 use crate::metrics::count;
 use crate::registry::Registry;
-use crate::routes::{authority, hubs, information_book, jobs, pages, tokens, unknown_method, unknown_route};
+use crate::routes::{
+    authority, hubs, information_book, jobs, pages, teams, tokens, unknown_method, unknown_route,
+};
 use crate::tls;
 
 /// The time that the head of a request may take.
@@ -71,6 +73,8 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/hubs/{hub}/poll", post(hubs::poll))
         .route("/v1/hubs/{hub}/events", post(hubs::events))
         .route("/v1/authority", get(authority::show).post(authority::replace))
+        .route("/v1/teams", get(teams::list))
+        .route("/v1/teams/{team}", put(teams::set).delete(teams::remove))
         .route("/v1/tokens", get(tokens::list).post(tokens::create))
         .route("/v1/tokens/{token}", delete(tokens::revoke))
         .route("/v1/links", get(hubs::links).post(hubs::probe))

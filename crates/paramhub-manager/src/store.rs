@@ -1,7 +1,8 @@
-//! The records of jobs, tokens and authorities on disk, or in memory where no state directory is given.
+//! The records of jobs, tokens, teams and authorities on disk, or in memory where no state directory is given.
 //!
-//! redb tables: a job's namespace to JSON, a token's id to JSON, and authorities, the newest first. Records
-//! of jobs hold the jobs' nonces, those of authorities their keys: the file is its owner's alone.
+//! Four redb tables: a job's namespace to JSON, a token's id to JSON, a team's name to JSON, and authorities, the
+//! newest first. Records of jobs hold the jobs' nonces, those of authorities their keys: the file is its owner's
+//! alone.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -10,9 +11,11 @@ use std::sync::Mutex;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::membership::JobRecord;
+use paramhub_core::teams::TeamRecord;
 use paramhub_core::tokens::TokenRecord;
 use paramhub_trust::AuthorityRecord;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::ManagerError;
@@ -22,6 +25,7 @@ const FILE: &str = "jobs.redb";
 const JOBS: TableDefinition<[u8; 16], &[u8]> = TableDefinition::new("jobs");
 const TOKENS: TableDefinition<&str, &[u8]> = TableDefinition::new("tokens");
 const AUTHORITIES: TableDefinition<u64, &[u8]> = TableDefinition::new("authorities");
+const TEAMS: TableDefinition<&str, &[u8]> = TableDefinition::new("teams");
 /// Records are small and read once: redb's own default would let the cache grow to a gigabyte.
 const CACHE_BYTES: usize = 4 << 20;
 
@@ -96,6 +100,11 @@ impl Store {
         self.write_by(|database| write_authorities(database, records))
     }
 
+    /// All records of teams.
+    pub(crate) fn load_teams(&self) -> Result<Vec<TeamRecord>, ManagerError> {
+        self.load_table(TEAMS, "team")
+    }
+
     fn load_table<K: redb::Key + 'static, R: DeserializeOwned>(
         &self,
         table: TableDefinition<K, &'static [u8]>,
@@ -112,7 +121,17 @@ impl Store {
 
     /// Writes a token's record and removes others, all or none. The error is text for people.
     pub(crate) fn save_token(&self, record: &TokenRecord, removed: &[String]) -> Result<(), String> {
-        self.write_by(|database| write_token(database, record, removed))
+        self.write_by(|database| write_named(database, TOKENS, &[(&record.id, record)], removed))
+    }
+
+    /// Writes a team's record. The error is text for people.
+    pub(crate) fn save_team(&self, record: &TeamRecord) -> Result<(), String> {
+        self.write_by(|database| write_named(database, TEAMS, &[(&record.name, record)], &[]))
+    }
+
+    /// Removes a team's record. The error is text for people.
+    pub(crate) fn remove_team(&self, name: String) -> Result<(), String> {
+        self.write_by(|database| write_named::<TeamRecord>(database, TEAMS, &[], &[name]))
     }
 
     /// Writes and removes records of jobs, all or none. The error is text for people.
@@ -179,15 +198,23 @@ fn read_all<K: redb::Key + 'static, R: DeserializeOwned>(
     records.map_err(|cause| format!("a {what}'s record cannot be read: {cause}"))
 }
 
-fn write_token(database: &Database, record: &TokenRecord, removed: &[String]) -> Result<(), String> {
+/// Writes and removes records of a table whose keys are text.
+fn write_named<R: Serialize>(
+    database: &Database,
+    table: TableDefinition<&'static str, &'static [u8]>,
+    changed: &[(&String, &R)],
+    removed: &[String],
+) -> Result<(), String> {
     let write = || -> Result<(), redb::Error> {
         let transaction = database.begin_write()?;
         {
-            let mut table = transaction.open_table(TOKENS)?;
-            let json = serde_json::to_vec(record).expect("records are plain data");
-            table.insert(record.id.as_str(), json.as_slice())?;
-            for id in removed {
-                table.remove(id.as_str())?;
+            let mut table = transaction.open_table(table)?;
+            for (key, record) in changed {
+                let json = serde_json::to_vec(record).expect("records are plain data");
+                table.insert(key.as_str(), json.as_slice())?;
+            }
+            for key in removed {
+                table.remove(key.as_str())?;
             }
         }
         transaction.commit()?;
@@ -220,6 +247,7 @@ fn write(database: &Database, changed: &[JobRecord], removed: &[Namespace]) -> R
             // This creates the other tables, which readers expect.
             transaction.open_table(TOKENS)?;
             transaction.open_table(AUTHORITIES)?;
+            transaction.open_table(TEAMS)?;
             let mut table = transaction.open_table(JOBS)?;
             for record in changed {
                 let json = serde_json::to_vec(record).expect("records are plain data");

@@ -141,6 +141,7 @@ fn job(settings: Settings, options: JobOptions, composition: Composition) -> Job
         hub: 0,
         cluster: Cluster::beside_workers(2),
         settings,
+        team: Default::default(),
     }
 }
 

@@ -1,6 +1,7 @@
 //! What one job may take of a hub, so that room is left for the next.
 
 use super::{JobControl, JobLimits, JobTerms, mebibytes};
+use crate::service::Allowance;
 
 /// Descriptors that are needed besides those of jobs' streams: for ports, queues, the log, the manager and
 /// handshakes.
@@ -11,6 +12,7 @@ impl JobControl {
     pub(super) fn check_admission(&self, job: &JobTerms) -> Result<(), String> {
         let others = || self.jobs.values().map(|job| &job.terms);
         self.hub.job_limits.admit(job, others)?;
+        check_team(job)?;
         check_descriptors(job, others(), self.hub.descriptors_max)?;
         check_memory(job, others(), self.hub.memory_bytes)?;
         let down = job.routes.iter().find_map(|route| self.interfaces_down.get(&route.interface));
@@ -22,6 +24,17 @@ impl JobControl {
             ))
         })
     }
+}
+
+/// Checks this hub's part of the job against what the job's team may still have. The manager adds up the parts of
+/// all hubs when they have opened.
+fn check_team(job: &JobTerms) -> Result<(), String> {
+    let (name, streams) = (&job.name, job.streams());
+    Allowance::check(job.team.memory_bytes.as_ref(), job.memory_bytes).map_err(|terms| {
+        format!("job `{name}` needs {} MiB at this hub, and {terms}", mebibytes(job.memory_bytes))
+    })?;
+    Allowance::check(job.team.streams.as_ref(), streams)
+        .map_err(|terms| format!("job `{name}` would open {streams} streams to this hub, and {terms}"))
 }
 
 /// Checks that each stream of the job can have a descriptor besides those of the others. Streams over shared

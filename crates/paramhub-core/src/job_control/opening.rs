@@ -129,7 +129,8 @@ impl JobControl {
         if writes {
             self.outputs.push(Output::StartCheckpoints(namespace));
         }
-        self.report(HubEvent::Allocated { namespace, placement_hash, resumed_step });
+        let (memory_bytes, streams) = (job.terms.memory_bytes, job.terms.streams());
+        self.report(HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes, streams });
     }
 
     /// Frees what was allocated, because some core could not allocate.

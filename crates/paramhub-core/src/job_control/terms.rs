@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::auth::Namespace;
 use crate::composition::{Composed, SiteId};
 use crate::placement::{Placement, RouteId};
+use crate::service::TeamAllowance;
 use crate::stragglers::Stragglers;
 
 /// What a hub has, and what it allows.
@@ -65,6 +66,8 @@ pub struct JobTerms {
     pub weight: u32,
     /// Bytes of all its buffers at this hub.
     pub memory_bytes: u64,
+    /// What its team may still have.
+    pub team: TeamAllowance,
     /// Whether its chunks begin with a checkpoint.
     pub resumes: bool,
     /// Whether it writes checkpoints.

@@ -14,7 +14,7 @@ use crate::chunk::ChunkMap;
 use crate::composition::{Composed, Composition, Neighbour};
 use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, InterfaceShape, RouteId};
-use crate::service::{CauseKind, JobCounters, JobEnd, StopWhen};
+use crate::service::{Allowance, CauseKind, JobCounters, JobEnd, StopWhen, TeamAllowance};
 use crate::stragglers::Stragglers;
 use crate::wire::Failure;
 
@@ -53,6 +53,7 @@ fn terms(number: u8) -> JobTerms {
         stragglers: Stragglers::Wait,
         weight: 1,
         memory_bytes: 10 << 20,
+        team: TeamAllowance::default(),
         resumes: false,
         writes_checkpoints: false,
         checkpoint_folder: "/data/job-1".into(),

@@ -98,19 +98,18 @@ impl Membership {
         self.follow(namespace, transition);
     }
 
-    /// StopService: ends a job, by name or namespace, or asks its hubs how it ends. The call waits until no
+    /// StopService: ends a job, or asks its hubs how it ends. The call waits until no
     /// hub holds anything of the job; if the workers are about to end, until the last checkpoint is taken.
     ///
     /// # Errors
     /// If there is no such job.
     pub fn stop(
         &mut self,
-        text: &str,
+        namespace: Namespace,
         reason: String,
         when: StopWhen,
         now: Now,
     ) -> Result<WaitingCall, ServiceError> {
-        let namespace = self.find(text)?.namespace;
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
         let (timeout, transition) = job.stop(reason, when, now);
         let call = self.wait(namespace, JobCall::Stop(when));

@@ -4,7 +4,8 @@ use super::*;
 use crate::auth::{Incarnation, Proof, RankClaim};
 use crate::composition::{Place, Reduction};
 use crate::placement::{HubShape, InterfaceShape};
-use crate::service::{ConnectService, HubReport, JobOptions, RegisterHub};
+use crate::service::{ConnectService, HubReport, JobOptions, RegisterHub, TeamQuotas};
+use crate::teams::{TEAMS_MAX, TeamRecord};
 use crate::wire::VERSION;
 
 fn new(now: Now) -> Membership {
@@ -74,4 +75,79 @@ fn a_probe_holds_up_jobs_while_it_lasts_and_makes_none_fail() {
     assert!(is_begun(&state, asks) && is_begun(&state, beside));
     let reduction = state.job(asks).unwrap().status(now).reduction;
     assert!(reduction.contains("has not answered a probe within 2 s"), "{reduction}");
+}
+
+fn teams(names: [&str; 2], quotas: TeamQuotas) -> Membership {
+    let mut state = new(at(0.0));
+    names.into_iter().for_each(|name| state.set_team(TeamRecord { name: name.into(), quotas }));
+    state
+}
+
+/// Creates a job of one rank that has yet to connect.
+fn create(state: &mut Membership, name: &str, weight: u32) -> Result<Namespace, ServiceError> {
+    let namespace = Namespace([state.next_order as u8 + 1; 16]);
+    let order = state.reserve(name, weight, namespace)?;
+    let options = JobOptions { weight, ..JobOptions::default() };
+    let request = CreateService { name: name.into(), workers: 1, options };
+    state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), at(0.0)));
+    Ok(namespace)
+}
+
+#[test]
+fn a_team_sees_its_own_jobs_alone() {
+    let now = at(0.0);
+    let mut state = teams(["vision", "speech"], TeamQuotas::default());
+    let [mine, theirs, longer, nobodys] =
+        ["vision/a", "speech/a", "vision2/a", "a"].map(|name| create(&mut state, name, 1).unwrap());
+    let find = |text: &str| state.find_for(Some("vision"), text).map(|job| job.namespace);
+    for text in ["a", "vision/a", &mine.to_string()] {
+        assert_eq!(find(text), Ok(mine), "{text}");
+    }
+    for other in ["speech/a", "vision2/a", &theirs.to_string(), &longer.to_string(), &nobodys.to_string()] {
+        let (refused, unknown) = (find(other).unwrap_err(), state.find("unknown").err().unwrap());
+        let as_if_unknown = unknown.message.replace("unknown", other);
+        assert_eq!((refused.code, refused.message), (unknown.code, as_if_unknown), "{other}");
+    }
+    let listed: Vec<String> =
+        state.statuses_for(Some("vision"), now).into_iter().map(|job| job.name).collect();
+    assert_eq!(listed, ["vision/a"]);
+    assert_eq!(state.statuses_for(None, now).len(), 4);
+    // A job that has ended is still the team's.
+    let _ = state.stop(theirs, "enough".into(), StopWhen::Now, now).unwrap();
+    let _ = state.stop(mine, "enough".into(), StopWhen::Now, now).unwrap();
+    assert!(state.find_for(Some("vision"), &theirs.to_string()).is_err());
+    assert_eq!(state.find_for(Some("vision"), "a").unwrap().namespace, mine);
+}
+
+#[test]
+fn a_name_that_is_being_written_counts_in_its_teams_quotas() {
+    let quotas = TeamQuotas { jobs: Some(2), weight: Some(4), ..TeamQuotas::default() };
+    let mut state = teams(["vision", "speech"], quotas);
+    state.reserve("vision/a", 3, Namespace([9; 16])).unwrap();
+    assert_eq!(create(&mut state, "vision/b", 2).unwrap_err().code, ErrorCode::DoesNotFit);
+    create(&mut state, "speech/b", 4).unwrap();
+    create(&mut state, "anyone", 100).unwrap();
+    create(&mut state, "vision2/a", 100).unwrap();
+    create(&mut state, "vision/b", 1).unwrap();
+    assert_eq!(create(&mut state, "vision/c", 1).unwrap_err().code, ErrorCode::DoesNotFit);
+    state.give_back("vision/a");
+    let [speech, vision] = &state.teams()[..] else { panic!("two teams") };
+    assert_eq!((speech.jobs, speech.weight, vision.jobs, vision.weight), (1, 4, 1, 1));
+    create(&mut state, "vision/c", 3).unwrap();
+    // An ended job counts no more.
+    let ended = state.find("vision/c").unwrap().namespace;
+    let _ = state.stop(ended, "enough".into(), StopWhen::Now, at(0.0)).unwrap();
+    create(&mut state, "vision/c", 3).unwrap();
+    assert_eq!(state.reserve("vision/c", 1, Namespace([8; 16])).unwrap_err().code, ErrorCode::NameTaken);
+}
+
+#[test]
+fn teams_are_few() {
+    let mut state = new(at(0.0));
+    let quotas = TeamQuotas::default();
+    (0..TEAMS_MAX).for_each(|number| state.set_team(TeamRecord { name: format!("t{number}"), quotas }));
+    assert_eq!(state.check_team_name("more").unwrap_err().code, ErrorCode::DoesNotFit);
+    assert!(state.check_team_name("t0").is_ok(), "its quotas can change");
+    state.remove_team("t0");
+    assert!(state.check_team_name("more").is_ok() && state.team("t0").is_err());
 }

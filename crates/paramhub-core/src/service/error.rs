@@ -26,7 +26,8 @@ pub struct ServiceError {
 /// - `disagreement` (409): the ranks want different things.
 /// - `busy` (409): the request would harm jobs that run.
 /// - `job_ended` (410): the job has ended.
-/// - `does_not_fit` (507): a hub cannot hold the job, or the manager has too many jobs or hubs.
+/// - `does_not_fit` (507): a hub cannot hold the job, a quota of its team leaves no room for it, or the manager
+///   has too many jobs or hubs.
 /// - `internal` (500, also 503): the manager itself failed or is shutting down. With 503 it had no place for
 ///   the call and has done nothing: try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,7 +56,7 @@ pub enum ErrorCode {
     Missing,
     /// The job has ended (410).
     JobEnded,
-    /// A hub cannot hold the job (507).
+    /// A hub cannot hold the job, or a quota of its team leaves no room for it (507).
     DoesNotFit,
     /// The manager itself failed, for example to write its store (500).
     Internal,

@@ -2,7 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{CoreCounters, HubEvent, JobCounters, JobOptions, ProbeOrder, StopWhen, is_default};
+use super::{
+    CoreCounters, HubEvent, JobCounters, JobOptions, ProbeOrder, StopWhen, TeamAllowance, is_default,
+};
 use crate::auth::{Epoch, Namespace, Nonce};
 use crate::checkpoint::CheckpointStatus;
 use crate::composition::{Composition, Place, SiteId};
@@ -145,6 +147,9 @@ pub struct JobPlan {
     pub cluster: Cluster,
     /// The settings on which the ranks agreed.
     pub settings: Settings,
+    /// What the job's team may still have; nothing is set if the job is of no team.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub team: TeamAllowance,
 }
 
 /// `POST /v1/hubs/{hub}/events`: what a hub reports to its manager. The manager takes the counters before the

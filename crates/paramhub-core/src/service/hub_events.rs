@@ -22,6 +22,12 @@ pub enum HubEvent {
         /// chunk.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         resumed_step: Option<u32>,
+        /// Bytes of the job's buffers at this hub. A hub of an earlier release does not say it.
+        #[serde(default, skip_serializing_if = "is_default")]
+        memory_bytes: u64,
+        /// Streams of the job to this hub. A hub of an earlier release does not say it.
+        #[serde(default, skip_serializing_if = "is_default")]
+        streams: u64,
     },
     /// The hub cannot serve the job.
     Refused {

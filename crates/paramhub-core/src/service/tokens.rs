@@ -6,7 +6,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 /// What a token is for. `admin`: everything. `hub`: hubs join with it. `reader`: jobs, hubs and metrics can be
-/// read with it, and nothing changed.
+/// read with it, and nothing changed. `team`: the jobs of one team can be created, read and stopped with it,
+/// and hubs read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -17,6 +18,8 @@ pub enum TokenRole {
     Hub,
     /// Jobs, hubs and metrics can be read with it.
     Reader,
+    /// The jobs of one team can be created, read and stopped with it, and hubs read.
+    Team,
 }
 
 impl fmt::Display for TokenRole {
@@ -25,6 +28,7 @@ impl fmt::Display for TokenRole {
             TokenRole::Admin => "admin",
             TokenRole::Hub => "hub",
             TokenRole::Reader => "reader",
+            TokenRole::Team => "team",
         })
     }
 }
@@ -33,10 +37,10 @@ impl FromStr for TokenRole {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        [TokenRole::Admin, TokenRole::Hub, TokenRole::Reader]
+        [TokenRole::Admin, TokenRole::Hub, TokenRole::Reader, TokenRole::Team]
             .into_iter()
             .find(|role| role.to_string() == text)
-            .ok_or_else(|| format!("`{text}` is no role: expected admin, hub or reader"))
+            .ok_or_else(|| format!("`{text}` is no role: expected admin, hub, reader or team"))
     }
 }
 
@@ -49,6 +53,9 @@ pub struct CreateToken {
     pub name: String,
     /// What the token is for.
     pub role: TokenRole,
+    /// The team, for the role `team` and no other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub team: Option<String>,
 }
 
 /// Answer to [`CreateToken`].
@@ -69,6 +76,9 @@ pub struct TokenStatus {
     pub name: String,
     /// What it is for.
     pub role: TokenRole,
+    /// The team, if that is its role.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub team: Option<String>,
     /// The time at which it was made, in seconds since 1970; 0 for the configured one.
     pub created_at: u64,
     /// The name of the token with which it was made.

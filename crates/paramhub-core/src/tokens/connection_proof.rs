@@ -45,14 +45,15 @@ impl Tokens {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::service::TokenRole;
+    use crate::service::{CreateToken, TokenRole};
     use crate::tokens::{CONFIGURED, TokenBearer};
 
     #[test]
     fn only_a_valid_token_proves_a_connection_and_only_that_one() {
         let mut tokens = Tokens::new(Some("first"), Vec::new());
-        let admin = TokenBearer { token: Some(CONFIGURED.into()), role: TokenRole::Admin };
-        let (second, _) = tokens.create("second", TokenRole::Admin, &admin, [7; 36], 1).unwrap();
+        let admin = TokenBearer { token: Some(CONFIGURED.into()), role: TokenRole::Admin, team: None };
+        let request = CreateToken { name: "second".into(), role: TokenRole::Admin, team: None };
+        let (second, _) = tokens.create(request, &admin, [7; 36], 1).unwrap();
         let (here, elsewhere) = ([1; 32], [2; 32]);
         for text in ["first", second.as_str()] {
             let key = TokenKey::of(text);

@@ -259,6 +259,7 @@ impl PlacedChunks {
             stragglers: job_plan.options.stragglers,
             weight: weight(job_plan),
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
+            team: job_plan.team.clone(),
             resumes: checkpoints.is_some_and(CheckpointPlan::is_read),
             writes_checkpoints: checkpoints.is_some_and(CheckpointPlan::are_written),
             checkpoint_folder: checkpoints.map(CheckpointPlan::folder).unwrap_or_default(),

@@ -82,6 +82,7 @@ fn each_kind_has_places_that_no_other_can_take() {
         let slot = slots.accept(address(1));
         let proved = match kind {
             CallerKind::Operator => slot.prove_operator(),
+            CallerKind::Team(team) => slot.prove_team(&team),
             CallerKind::Hub(hub) => slot.prove_hub(hub),
             CallerKind::Rank(job) => slot.prove_rank(job, 10, true),
         };
@@ -94,6 +95,13 @@ fn each_kind_has_places_that_no_other_can_take() {
     let operators: Vec<ConnectionSlot> =
         (0..OPERATOR_SLOTS).map(|_| prove(CallerKind::Operator).unwrap()).collect();
     assert!(prove(CallerKind::Operator).is_err());
+    let mut teams: Vec<ConnectionSlot> = Vec::new();
+    for number in 0..ALL_TEAMS_SLOTS / TEAM_SLOTS {
+        let team = || CallerKind::Team(format!("team-{number}").into());
+        teams.extend((0..TEAM_SLOTS).map(|_| prove(team()).unwrap()));
+        assert!(prove(team()).is_err(), "one team has no more");
+    }
+    assert!(prove(CallerKind::Team("another".into())).is_err(), "nor have all together");
     let hubs: Vec<ConnectionSlot> = (0..=HUB_SLOTS).map(|_| prove(CallerKind::Hub(3)).unwrap()).collect();
     let counts = slots.counts();
     assert_eq!(
@@ -103,10 +111,11 @@ fn each_kind_has_places_that_no_other_can_take() {
             hubs: HUB_SLOTS,
             ranks: 10,
             operators: OPERATOR_SLOTS,
+            teams: ALL_TEAMS_SLOTS,
             evictions: 0
         }
     );
-    drop((ranks, operators, hubs));
+    drop((ranks, operators, teams, hubs));
     assert!(slots.are_empty());
     prove(CallerKind::Rank(two)).unwrap();
 }

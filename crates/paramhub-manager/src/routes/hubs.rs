@@ -13,7 +13,7 @@ use paramhub_core::service::{
 };
 use tokio::time::{Instant, timeout_at};
 
-use crate::auth::{Admin, FromHub, HubOwner, Reader};
+use crate::auth::{Admin, FromHub, HubOwner, JobReader, Reader};
 use crate::body::{JsonBody, REPORT, SHAPE, SMALL};
 use crate::clock::now;
 use crate::error::Refusal;
@@ -68,7 +68,7 @@ pub(crate) async fn register(
         (status = 403, description = "The token has another role.", body = ServiceError),
     )
 )]
-pub(crate) async fn list(_: Reader, State(registry): State<Arc<Registry>>) -> Json<Vec<HubStatus>> {
+pub(crate) async fn list(_: JobReader, State(registry): State<Arc<Registry>>) -> Json<Vec<HubStatus>> {
     Json(registry.with(|state| state.membership.hub_statuses(now())))
 }
 

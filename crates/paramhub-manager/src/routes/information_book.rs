@@ -8,9 +8,10 @@ use axum::response::{IntoResponse, Response};
 use paramhub_core::membership::Job;
 use paramhub_core::scheme::{BestScheme, InformationBook, InformationBookError};
 use paramhub_core::service::{AskBestScheme, AskInformationBook, ErrorCode, ServiceError};
+use paramhub_core::tokens::TokenBearer;
 
 use super::{PathSegment, QueryParameters};
-use crate::auth::Reader;
+use crate::auth::JobReader;
 use crate::error::{Refusal, refusal};
 use crate::registry::Registry;
 
@@ -36,12 +37,12 @@ use crate::registry::Registry;
     )
 )]
 pub(crate) async fn query(
-    _: Reader,
+    JobReader(by): JobReader,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
     QueryParameters(ask): QueryParameters<AskInformationBook>,
 ) -> Result<Response, Refusal> {
-    let information_book = find(&registry, &job)?;
+    let information_book = find(&registry, &by, &job)?;
     let Some(properties) = ask.properties else { return Ok(Json(&*information_book).into_response()) };
     let properties: Vec<&str> = properties.split(',').collect();
     let found = information_book.query(&properties).map_err(not_there)?;
@@ -67,16 +68,16 @@ pub(crate) async fn query(
     )
 )]
 pub(crate) async fn best_scheme(
-    _: Reader,
+    JobReader(by): JobReader,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
     QueryParameters(ask): QueryParameters<AskBestScheme>,
 ) -> Result<Json<BestScheme>, Refusal> {
-    Ok(Json(find(&registry, &job)?.best_scheme(&ask.layer).map_err(not_there)?))
+    Ok(Json(find(&registry, &by, &job)?.best_scheme(&ask.layer).map_err(not_there)?))
 }
 
-fn find(registry: &Registry, job: &str) -> Result<Arc<InformationBook>, ServiceError> {
-    registry.with(|state| state.membership.find(job).and_then(Job::information_book))
+fn find(registry: &Registry, by: &TokenBearer, job: &str) -> Result<Arc<InformationBook>, ServiceError> {
+    registry.with(|state| state.membership.find_for(by.team.as_deref(), job).and_then(Job::information_book))
 }
 
 fn not_there(wrong: InformationBookError) -> ServiceError {

@@ -11,9 +11,10 @@ use paramhub_core::service::{
     ConnectService, CreateService, InitService, JobStatus, LeaveService, ServiceConnected, ServiceCreated,
     ServiceError, ServiceInitialised, StopService, StopWhen,
 };
+use paramhub_core::teams::full_name;
 
 use super::{PathSegment, QueryParameters, namespace};
-use crate::auth::{Admin, CallerSlot, Reader};
+use crate::auth::{CallerSlot, JobOwner, JobReader};
 use crate::body::{JsonBody, SMALL, TableBody};
 use crate::clock::now;
 use crate::error::Refusal;
@@ -24,7 +25,8 @@ use crate::state::CallingRank;
 
 type Answer<T> = Result<Json<T>, Refusal>;
 
-/// CreateService: a new job, its namespace and its secret.
+/// CreateService: a new job, its namespace and its secret. The name of a job that a team creates begins with that of
+/// the team; where that is left out, it is added.
 #[utoipa::path(
     post, path = "/v1/jobs", tag = "jobs", operation_id = "create_service",
     request_body = CreateService,
@@ -39,16 +41,15 @@ type Answer<T> = Result<Json<T>, Refusal>;
         (status = 413, description = "The body is too long.", body = ServiceError),
         (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
         (status = 500, description = "The job could not be saved; it does not exist.", body = ServiceError),
-        (status = 507, description = "Too many jobs live.", body = ServiceError),
+        (status = 507, description = "Too many jobs live, or the team has a quota that the job does not fit.", body = ServiceError),
     )
 )]
 pub(crate) async fn create(
-    Admin(by): Admin,
+    JobOwner(by): JobOwner,
     State(registry): State<Arc<Registry>>,
     JsonBody(request): JsonBody<CreateService, SMALL>,
 ) -> Answer<ServiceCreated> {
-    let name = request.name.clone();
-    let created = registry.create(request).await?;
+    let (name, created) = registry.create(request, &by).await?;
     audit(&by, format_args!("created job `{name}` ({})", created.namespace));
     Ok(Json(created))
 }
@@ -155,7 +156,7 @@ pub(crate) async fn leave(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Every job the manager remembers, oldest first.
+/// Every job the manager remembers, oldest first; for a team its own.
 #[utoipa::path(
     get, path = "/v1/jobs", tag = "jobs", operation_id = "list_jobs",
     security(("admin_token" = [])),
@@ -165,8 +166,11 @@ pub(crate) async fn leave(
         (status = 403, description = "The token has another role.", body = ServiceError),
     )
 )]
-pub(crate) async fn list(_: Reader, State(registry): State<Arc<Registry>>) -> Json<Vec<JobStatus>> {
-    Json(registry.with(|state| state.membership.statuses(now())))
+pub(crate) async fn list(
+    JobReader(by): JobReader,
+    State(registry): State<Arc<Registry>>,
+) -> Json<Vec<JobStatus>> {
+    Json(registry.with(|state| state.membership.statuses_for(by.team.as_deref(), now())))
 }
 
 /// One job, by name or namespace. Of several with one name, the living one or else the newest.
@@ -183,11 +187,12 @@ pub(crate) async fn list(_: Reader, State(registry): State<Arc<Registry>>) -> Js
     )
 )]
 pub(crate) async fn show(
-    _: Reader,
+    JobReader(by): JobReader,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
 ) -> Answer<JobStatus> {
-    Ok(Json(registry.with(|state| state.membership.find(&job).map(|job| job.status(now())))?))
+    let team = by.team.as_deref();
+    Ok(Json(registry.with(|state| state.membership.find_for(team, &job).map(|job| job.status(now())))?))
 }
 
 /// Returns what a launcher on a further host needs for its workers, as CreateService answered it, by the
@@ -206,10 +211,11 @@ pub(crate) async fn show(
     )
 )]
 pub(crate) async fn membership(
-    Admin(by): Admin,
+    JobOwner(by): JobOwner,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
 ) -> Answer<ServiceCreated> {
+    let job = full_name(by.team.as_deref(), &job);
     let mut credentials = registry.with(|state| state.membership.credentials_to_join(&job))?;
     credentials.authority = registry.authority_of_jobs();
     audit(&by, format_args!("took the secret of job `{job}` ({})", credentials.namespace));
@@ -240,12 +246,15 @@ pub(crate) async fn membership(
     )
 )]
 pub(crate) async fn stop(
-    Admin(by): Admin,
+    JobOwner(by): JobOwner,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
     QueryParameters(stop): QueryParameters<StopService>,
 ) -> Answer<JobStatus> {
-    let name = registry.with(|state| state.membership.find(&job).map(|job| job.name.clone()))?;
+    let (name, namespace) = registry.with(|state| {
+        let job = state.membership.find_for(by.team.as_deref(), &job)?;
+        Ok::<_, ServiceError>((job.name.clone(), job.namespace))
+    })?;
     audit(&by, format_args!("asked to stop job `{name}`"));
-    Ok(Json(registry.stop_job(&job, stop).await?))
+    Ok(Json(registry.stop_job(namespace, stop).await?))
 }

@@ -100,8 +100,7 @@ fn a_failure_that_a_hub_reports_and_has_warned_of_is_no_second_warning() {
     let early = |namespace| HubEvent::Ended(JobEnd::finished(namespace));
     assert_eq!(report(early), [Level::WARN]);
     let stopped = logged(|state, _, namespace| {
-        let name = namespace.to_string();
-        state.stop(&name, "stopped".into(), StopWhen::Now, now()).unwrap();
+        state.stop(namespace, "stopped".into(), StopWhen::Now, now()).unwrap();
     });
     assert_eq!(stopped, [Level::WARN]);
 }

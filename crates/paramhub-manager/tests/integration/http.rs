@@ -222,6 +222,7 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
     listed.sort();
     let routes = [
         "DELETE /v1/jobs/{job}",
+        "DELETE /v1/teams/{team}",
         "DELETE /v1/tokens/{token}",
         "GET /",
         "GET /health",
@@ -235,6 +236,7 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
         "GET /v1/jobs/{job}/book",
         "GET /v1/jobs/{job}/membership",
         "GET /v1/links",
+        "GET /v1/teams",
         "GET /v1/tokens",
         "POST /v1/authority",
         "POST /v1/hubs",
@@ -246,6 +248,7 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
         "POST /v1/jobs/{namespace}/leave",
         "POST /v1/links",
         "POST /v1/tokens",
+        "PUT /v1/teams/{team}",
     ];
     assert_eq!(listed, routes);
     let schemas = document["components"]["schemas"].as_object().unwrap();

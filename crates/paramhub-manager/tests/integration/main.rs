@@ -9,6 +9,7 @@ mod information_book;
 mod meeting;
 mod rendezvous;
 mod state;
+mod teams;
 mod tls;
 mod tokens;
 mod unauthenticated;

@@ -59,7 +59,9 @@ fn a_whole_job_goes_over_tls() {
 fn a_manager_is_recognised_by_a_token_of_its_own_alone() {
     let manager = Manager::start(with_token(config())).unwrap();
     let admin = by_token(&manager, TOKEN);
-    let made = admin.create_token(&CreateToken { name: "second".into(), role: TokenRole::Admin }).unwrap();
+    let made = admin
+        .create_token(&CreateToken { name: "second".into(), role: TokenRole::Admin, team: None })
+        .unwrap();
     assert!(by_token(&manager, &made.token).jobs().unwrap().is_empty());
     let wrong = by_token(&manager, "another-token").jobs();
     assert_eq!(code(&wrong), ErrorCode::Unauthorized);
@@ -116,7 +118,9 @@ fn a_replaced_authority_serves_older_jobs_until_it_is_revoked() {
     let kept = || with_token(ManagerConfig { state: Some(folder.path().into()), ..config() });
     let manager = Manager::start(kept()).unwrap();
     let admin = by_token(&manager, TOKEN);
-    let reader = admin.create_token(&CreateToken { name: "reads".into(), role: TokenRole::Reader }).unwrap();
+    let reader = admin
+        .create_token(&CreateToken { name: "reads".into(), role: TokenRole::Reader, team: None })
+        .unwrap();
     let first = admin.authority().unwrap();
     let replaces = |revoke_former| ReplaceAuthority { revoke_former };
     assert_eq!(

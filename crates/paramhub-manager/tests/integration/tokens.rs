@@ -20,7 +20,7 @@ fn client(url: &str, token: &str) -> ManagerClient {
 }
 
 fn make(admin: &ManagerClient, name: &str, role: TokenRole) -> ManagerClient {
-    let created = admin.create_token(&CreateToken { name: name.into(), role }).unwrap();
+    let created = admin.create_token(&CreateToken { name: name.into(), role, team: None }).unwrap();
     assert!(!format!("{created:?}").contains(&created.token));
     client(admin.url(), &created.token)
 }
@@ -56,7 +56,8 @@ fn a_token_is_good_for_its_role_alone() {
         let head = format!("GET /metrics HTTP/1.1\r\nhost: x\r\n{client}\r\n");
         raw(manager.address(), head.as_bytes())
     };
-    let token = reader.create_token(&CreateToken { name: "more".into(), role: TokenRole::Reader });
+    let token =
+        reader.create_token(&CreateToken { name: "more".into(), role: TokenRole::Reader, team: None });
     assert_eq!(code(&token), ErrorCode::Forbidden);
     assert!(message(&token).contains("the token `grafana` has the role reader"), "{token:?}");
     for refused in [
@@ -114,7 +115,8 @@ fn tokens_and_their_ends_outlive_the_manager() {
     let kept = || with_token(ManagerConfig { state: Some(directory.path().into()), ..config() });
     let (manager, _) = start(kept());
     let admin = client(&manager.url(), FIRST);
-    let created = admin.create_token(&CreateToken { name: "next".into(), role: TokenRole::Admin }).unwrap();
+    let created =
+        admin.create_token(&CreateToken { name: "next".into(), role: TokenRole::Admin, team: None }).unwrap();
     let next = client(&manager.url(), &created.token);
     next.revoke_token(CONFIGURED).unwrap();
     manager.stop();
@@ -130,7 +132,7 @@ fn tokens_and_their_ends_outlive_the_manager() {
 #[test]
 fn a_manager_that_admits_every_caller_makes_no_tokens() {
     let (_manager, client) = start(config());
-    let refused = client.create_token(&CreateToken { name: "x".into(), role: TokenRole::Reader });
+    let refused = client.create_token(&CreateToken { name: "x".into(), role: TokenRole::Reader, team: None });
     assert_eq!(code(&refused), ErrorCode::BadRequest);
     assert!(message(&refused).contains("start it with --admin-token-file first"), "{refused:?}");
     assert!(client.tokens().unwrap().is_empty());

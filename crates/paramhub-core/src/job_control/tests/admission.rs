@@ -50,6 +50,20 @@ fn one_job_has_limits_of_its_own() {
 }
 
 #[test]
+fn a_job_takes_no_more_than_is_left_to_its_team() {
+    let allowance = |left| Some(Allowance { left, terms: "team `vision` has no more".into() });
+    let memory = |left| TeamAllowance { memory_bytes: allowance(left), streams: None };
+    assert_eq!(refused(hub_terms(), |job| job.team = memory(10 << 20)), None);
+    let why = refused(hub_terms(), |job| job.team = memory((10 << 20) - 1)).unwrap();
+    assert_eq!(why, "job `job-2` needs 10 MiB at this hub, and team `vision` has no more");
+
+    let streams = |left| TeamAllowance { memory_bytes: None, streams: allowance(left) };
+    assert_eq!(refused(hub_terms(), |job| job.team = streams(4)), None);
+    let why = refused(hub_terms(), |job| job.team = streams(3)).unwrap();
+    assert_eq!(why, "job `job-2` would open 4 streams to this hub, and team `vision` has no more");
+}
+
+#[test]
 fn promises_of_a_core_do_not_exceed_it() {
     let hub = || limited(JobLimits { share_percent: Some(40), ..JobLimits::default() });
     assert_eq!(refused(hub(), |_| {}), None);

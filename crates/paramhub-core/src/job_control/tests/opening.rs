@@ -18,12 +18,15 @@ fn a_job_admits_streams_once_every_core_has_allocated() {
     assert!(hub.core(1, opened(None)).is_empty());
     assert!(matches!(hub.phase(1), Phase::Opening { routes: 1 }));
     let outputs = hub.core(1, opened(None));
-    let [Output::AdmitStreams(_), Output::Report(HubEvent::Allocated { placement_hash, resumed_step, .. })] =
-        &outputs[..]
+    let [
+        Output::AdmitStreams(_),
+        Output::Report(HubEvent::Allocated { placement_hash, resumed_step, memory_bytes, streams, .. }),
+    ] = &outputs[..]
     else {
         panic!("{outputs:?}");
     };
     assert_eq!((placement_hash.len(), resumed_step), (64, &None));
+    assert_eq!((*memory_bytes, *streams), (10 << 20, 4), "of both routes, two streams each");
     assert!(matches!(hub.phase(1), Phase::Connecting { .. }));
 }
 

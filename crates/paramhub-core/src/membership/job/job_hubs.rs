@@ -29,6 +29,8 @@ pub(super) struct JobHub {
     /// `true` if the hub has yet to take a last checkpoint.
     pub(super) keeps: bool,
     pub(super) counters: JobCounters,
+    /// What the hub has reserved for the job: bytes of buffers, and streams.
+    pub(super) reserved: (u64, u64),
     /// For each rank, the updates made without it.
     pub(super) left_out: Vec<u64>,
     /// The step with which the hub's chunks begin, if they come from a checkpoint.
@@ -53,6 +55,7 @@ impl JobHub {
             ended: false,
             keeps: false,
             counters,
+            reserved: (0, 0),
             left_out,
             resumed_step,
             checkpoints,
@@ -113,6 +116,13 @@ impl Job {
         self.state = JobState::Running;
         self.phase = JobPhase::Running;
         Transition::Advanced
+    }
+
+    /// A hub has reserved bytes of buffers and streams for its part.
+    pub(crate) fn hub_reserved(&mut self, hub: u32, memory_bytes: u64, streams: u64) {
+        if let Some(index) = self.job_hub_index(hub) {
+            self.job_hubs[index].reserved = (memory_bytes, streams);
+        }
     }
 
     /// A hub cannot hold its part.
@@ -268,6 +278,16 @@ impl Job {
         let mut sum = self.recorded_counters;
         self.job_hubs.iter().for_each(|job_hub| sum += job_hub.counters);
         sum
+    }
+
+    /// What the job has at its hubs: bytes of buffers, and streams.
+    pub(crate) fn held(&self) -> (u64, u64) {
+        let holding = self.job_hubs.iter().filter(|job_hub| !job_hub.ended);
+        holding.fold((0, 0), |(memory_bytes, streams), job_hub| {
+            // A hub of an earlier release only counts its bytes.
+            let of_hub = job_hub.reserved.0.max(job_hub.counters.memory_bytes);
+            (memory_bytes.saturating_add(of_hub), streams.saturating_add(job_hub.reserved.1))
+        })
     }
 
     fn note_cleared(&mut self) -> Transition {

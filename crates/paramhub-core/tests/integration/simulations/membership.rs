@@ -174,7 +174,7 @@ impl Simulation {
             }
             Action::Stop { job, when } => {
                 let Some(namespace) = self.pick(job) else { return };
-                let stopped = self.membership.stop(&namespace.to_string(), "enough".into(), when, now);
+                let stopped = self.membership.stop(namespace, "enough".into(), when, now);
                 if let Ok(waiting) = stopped {
                     self.waits(waiting, Some(namespace), None);
                 }
@@ -210,7 +210,7 @@ impl Simulation {
     fn create(&mut self, workers: u32, hubs: Option<u32>, in_racks: bool) {
         let name = format!("job-{}", self.created % 4);
         let namespace = Namespace([self.created + 1; 16]);
-        let Ok(order) = self.membership.reserve(&name, namespace) else { return };
+        let Ok(order) = self.membership.reserve(&name, 1, namespace) else { return };
         self.created += 1;
         let options = JobOptions {
             hubs,
@@ -337,7 +337,13 @@ impl Simulation {
             }
             Order::Allocate { namespace, hash } => {
                 hub.jobs.insert(namespace);
-                HubEvent::Allocated { namespace, placement_hash: hash, resumed_step: None }
+                HubEvent::Allocated {
+                    namespace,
+                    placement_hash: hash,
+                    resumed_step: None,
+                    memory_bytes: 0,
+                    streams: 0,
+                }
             }
             Order::Command(HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. }) => {
                 HubEvent::Kept { namespace }

@@ -187,6 +187,9 @@ pub(crate) fn process(rank: u32) -> Incarnation {
     Incarnation([rank as u8; 16])
 }
 
+/// What a [`Hub`] says that a job takes there, besides one stream from each worker.
+pub(crate) const MEMORY_BYTES: u64 = 100 << 20;
+
 /// The reaction of a [`Hub`] that is asked to allocate.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum HubBehaviour {
@@ -311,7 +314,8 @@ fn allocate(plan: &JobPlan, behaviour: HubBehaviour) -> Option<HubEvent> {
         }
         HubBehaviour::IgnoreAllocations => return None,
     };
-    Some(HubEvent::Allocated { namespace, placement_hash, resumed_step: None })
+    let (memory_bytes, streams) = (MEMORY_BYTES, u64::from(plan.composition.workers()));
+    Some(HubEvent::Allocated { namespace, placement_hash, resumed_step: None, memory_bytes, streams })
 }
 
 /// Sends bytes to the manager and returns everything it answers until it closes the connection.

@@ -96,6 +96,7 @@ impl SimulatedJob {
             stragglers: Stragglers::Wait,
             weight: 1,
             memory_bytes: 1,
+            team: Default::default(),
             resumes,
             writes_checkpoints: writes,
             checkpoint_folder: "/data".into(),
