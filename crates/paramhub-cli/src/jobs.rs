@@ -61,6 +61,11 @@ enum JobsCommand {
         /// Its name or namespace
         name: String,
     },
+    /// Replace the secret of a job, and print what workers that have yet to join need; those that have joined go on
+    RotateSecret {
+        /// Its name or namespace
+        name: String,
+    },
     /// End a job; its workers get the reason, its memory is freed
     Stop {
         /// Its name or namespace
@@ -216,6 +221,10 @@ pub(super) fn jobs(config: &Config, todo: JobsTask) -> anyhow::Result<ExitCode> 
             print(todo.json, &information_book, || {
                 schemes::text(&information_book.plan).trim_end().to_owned()
             })?;
+        }
+        JobsCommand::RotateSecret { name } => {
+            let created = client.replace_secret(&name)?;
+            print(todo.json, &created, || membership(client.url(), &created))?;
         }
         JobsCommand::Stop { name } => {
             let job = client.stop_job(&name)?;

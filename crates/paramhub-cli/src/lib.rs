@@ -24,6 +24,7 @@ mod plan;
 mod probe;
 mod run;
 mod schemes;
+mod state;
 mod tls;
 mod tokens;
 #[cfg(feature = "demonstrations")]
@@ -139,6 +140,8 @@ enum CliCommand {
     Tokens(tokens::TokensFlags),
     /// Print or replace the certificate of the authority by which curl, Prometheus and browsers recognise the connection manager
     Ca(ca::CaFlags),
+    /// Save what a connection manager keeps to a file, or restore it for another
+    State(state::StateFlags),
     /// List or verify checkpoints
     Checkpoints(checkpoints::CheckpointsFlags),
     /// Start the workers of a job on this machine
@@ -264,6 +267,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         CliTask::Hubs(task) => hubs::hubs(&config, task),
         CliTask::Tokens(task) => tokens::tokens(&config, task),
         CliTask::Ca(task) => ca::ca(&config, task),
+        CliTask::State(task) => state::state(&config, task),
         CliTask::Checkpoints(flags) => checkpoints::checkpoints(&flags),
         CliTask::Run(command) => run::run(&config, command),
         CliTask::Doctor(task) => doctor::doctor(&config, task),
@@ -289,6 +293,7 @@ enum CliTask {
     Hubs(hubs::HubsTask),
     Tokens(tokens::TokensTask),
     Ca(ca::CaTask),
+    State(state::StateTask),
     Checkpoints(checkpoints::CheckpointsFlags),
     Run(Vec<OsString>),
     Doctor(doctor::DoctorTask),
@@ -327,6 +332,7 @@ impl CliCommand {
             CliCommand::Hubs(flags) => CliTask::Hubs(flags.apply(config)),
             CliCommand::Tokens(flags) => CliTask::Tokens(flags.apply(config)),
             CliCommand::Ca(flags) => CliTask::Ca(flags.apply(config)),
+            CliCommand::State(flags) => CliTask::State(flags.apply(config)),
             CliCommand::Checkpoints(flags) => CliTask::Checkpoints(flags),
             CliCommand::Run(flags) => CliTask::Run(flags.apply(config)),
             CliCommand::Doctor(flags) => CliTask::Doctor(flags.apply(config)),

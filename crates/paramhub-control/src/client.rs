@@ -178,6 +178,12 @@ impl ManagerClient {
         self.answer(self.admin("DELETE", &team_path(name)))
     }
 
+    /// All that the manager keeps, with the secrets in it, as JSON that another manager can restore. Needs the admin
+    /// token.
+    pub fn state(&self) -> Result<Vec<u8>, ControlError> {
+        self.send(self.admin("GET", "/v1/state"))
+    }
+
     /// Every job that the manager remembers, oldest first.
     pub fn jobs(&self) -> Result<Vec<JobStatus>, ControlError> {
         self.answer(self.admin("GET", "/v1/jobs"))
@@ -192,6 +198,12 @@ impl ManagerClient {
     /// rank has joined. Needs the admin token where the manager has one.
     pub fn membership(&self, job: &str) -> Result<ServiceCreated, ControlError> {
         self.answer(self.admin("GET", &format!("{}/membership", job_path(job))))
+    }
+
+    /// Replaces the secret of a living job, by name or namespace. Workers that have yet to join need the new one.
+    pub fn replace_secret(&self, job: &str) -> Result<ServiceCreated, ControlError> {
+        let path = format!("{}/secret", job_path(job));
+        self.answer(Call { method: "POST", repeatable: false, ..self.admin("POST", &path) })
     }
 
     /// Ends a job, by name or namespace, and waits until its hubs have freed it. The job's message then is

@@ -233,6 +233,36 @@ impl Membership {
         Ok(ServiceCreated { namespace: job.namespace, nonce: job.nonce, authority: None })
     }
 
+    /// Replaces the nonce of a job that lives: whoever knows the former one can claim no rank any more. Ranks that
+    /// have connected have secrets of their own and go on.
+    ///
+    /// # Errors
+    /// If there is no such job, or one of its ranks proves itself by the nonce alone.
+    pub fn replace_nonce(
+        &mut self,
+        namespace: Namespace,
+        nonce: Nonce,
+    ) -> Result<ServiceCreated, ServiceError> {
+        let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
+        let refuse = |code, message| Err(refusal(code, message));
+        if job.state().has_ended() {
+            return refuse(ErrorCode::JobEnded, format!("job `{}` has ended", job.name));
+        }
+        if !job.version_1_ranks().is_empty() {
+            let ranks: Vec<String> = job.version_1_ranks().iter().map(u32::to_string).collect();
+            let message = format!(
+                "rank {} of job `{}` runs the release before, whose workers prove themselves by the job's secret: it stays \
+                 as it is while they run",
+                ranks.join(", "),
+                job.name
+            );
+            return refuse(ErrorCode::Busy, message);
+        }
+        job.nonce = nonce;
+        self.outputs.push(Output::Save(namespace));
+        Ok(ServiceCreated { namespace, nonce, authority: None })
+    }
+
     /// The workers and hubs of a job whose ranks have all connected.
     pub fn roster(&self, namespace: Namespace) -> Result<Roster, ServiceError> {
         let job = self.job(namespace)?;

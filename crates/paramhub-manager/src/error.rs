@@ -57,6 +57,12 @@ pub enum ManagerError {
         /// The remedy.
         advice: &'static str,
     },
+    /// A backup cannot be restored.
+    #[error("this is no backup of a connection manager's state: {cause}")]
+    Backup {
+        /// The fault.
+        cause: String,
+    },
     /// The certificates cannot be made or read.
     #[error("the connection manager cannot speak TLS: {0}")]
     Trust(#[from] TrustError),

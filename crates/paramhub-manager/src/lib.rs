@@ -28,6 +28,7 @@
 mod allocation;
 mod answered_requests;
 mod auth;
+mod backup;
 mod body;
 mod caller;
 mod clock;
@@ -50,6 +51,7 @@ mod state;
 mod store;
 mod tls;
 
+pub use backup::restore;
 pub use config::ManagerConfig;
 pub use error::ManagerError;
 pub use manager::{Manager, RunningManager};

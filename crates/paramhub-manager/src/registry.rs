@@ -18,6 +18,7 @@ use rustix::process::{Resource, getrlimit};
 use tokio::sync::{Notify, Semaphore, watch};
 
 use crate::answered_requests::AnsweredRequests;
+use crate::backup::Backup;
 use crate::caller::Caller;
 use crate::clock::now;
 use crate::config::ManagerConfig;
@@ -149,6 +150,13 @@ impl Registry {
         Ok((name, ServiceCreated { namespace, nonce, authority: self.authority_of_jobs() }))
     }
 
+    /// Replaces a job's nonce. The former one is refused from now on.
+    pub(crate) fn replace_nonce(&self, namespace: Namespace) -> Result<ServiceCreated, ServiceError> {
+        let nonce = Nonce(random()?);
+        let replaced = self.with(|state| state.membership.replace_nonce(namespace, nonce))?;
+        Ok(ServiceCreated { authority: self.authority_of_jobs(), ..replaced })
+    }
+
     /// The fingerprint that the secrets of jobs carry.
     pub(crate) fn authority_of_jobs(&self) -> Option<Fingerprint> {
         self.needs_tls.then(|| self.identity.authority())
@@ -188,6 +196,19 @@ impl Registry {
             Ok(registry.authority())
         });
         changing.await.unwrap_or_else(|_| Err(broken()))
+    }
+
+    /// Everything that a manager keeps, as JSON, for [`restore`](crate::restore).
+    pub(crate) async fn backup(&self) -> Result<Vec<u8>, ServiceError> {
+        let failed =
+            |cause: String| refusal(ErrorCode::Internal, format!("the state cannot be read: {cause}"));
+        self.save_once().await.map_err(failed)?;
+        let store = self.store.clone();
+        blocking(move || {
+            let backup = Backup::of(&store).map_err(|cause| failed(cause.to_string()))?;
+            Ok(serde_json::to_vec(&backup).expect("records are plain data"))
+        })
+        .await?
     }
 
     /// Renews certificates until the manager stops.

@@ -18,6 +18,7 @@ use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefini
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::backup::Backup;
 use crate::error::ManagerError;
 
 /// Name of the file in the state directory.
@@ -33,6 +34,8 @@ const ADVICE_WRITABLE: &str = "Name a directory with --state that this user can 
                                leave --state out to keep jobs in memory";
 const ADVICE_CORRUPT: &str =
     "Move that file away to start with no jobs, or name another directory with --state";
+const ADVICE_RESTORED: &str =
+    "A backup is restored into a directory that has no state: name another with --state";
 const ADVICE_IN_USE: &str =
     "Another connection manager uses it: stop that one, or name another directory with --state";
 
@@ -80,6 +83,34 @@ impl Store {
         Ok(Store { path: Some(path), database: Mutex::new(Some(database)) })
     }
 
+    /// Makes a store in a directory that has none, with all records of a backup, or none.
+    pub(crate) fn restore(directory: &Path, backup: &Backup) -> Result<(), ManagerError> {
+        let path = directory.join(FILE);
+        let refuse = |cause: String, advice| ManagerError::State { path: path.clone(), cause, advice };
+        if path.exists() {
+            return Err(refuse("it is there already".to_owned(), ADVICE_RESTORED));
+        }
+        // A store that is only partly written has another name.
+        let unfinished = directory.join("restoring");
+        let removed = |cause| {
+            let _ = std::fs::remove_dir_all(&unfinished);
+            cause
+        };
+        let written = Store::open(Some(&unfinished)).map_err(removed)?;
+        let all = || {
+            written.save(&backup.jobs, &[])?;
+            backup.tokens.iter().try_for_each(|token| written.save_token(token, &[]))?;
+            backup.teams.iter().try_for_each(|team| written.save_team(team))?;
+            written.save_authorities(&backup.authorities)
+        };
+        all().map_err(|cause| removed(refuse(cause, ADVICE_WRITABLE)))?;
+        drop(written);
+        std::fs::rename(unfinished.join(FILE), &path)
+            .map_err(|cause| removed(refuse(cause.to_string(), ADVICE_WRITABLE)))?;
+        let _ = std::fs::remove_dir(&unfinished);
+        Ok(())
+    }
+
     /// All records of jobs, in no particular order.
     pub(crate) fn load(&self) -> Result<Vec<JobRecord>, ManagerError> {
         self.load_table(JOBS, "job")
@@ -111,7 +142,13 @@ impl Store {
         what: &str,
     ) -> Result<Vec<R>, ManagerError> {
         let database = self.database.lock().expect("no holder panics");
-        let database = database.as_ref().expect("a store is loaded before its first failure");
+        let Some(database) = database.as_ref() else {
+            return Err(ManagerError::State {
+                path: self.path.clone().unwrap_or_default(),
+                cause: "it could not be written a moment ago".to_owned(),
+                advice: ADVICE_WRITABLE,
+            });
+        };
         read_all(database, table, what).map_err(|cause| ManagerError::State {
             path: self.path.clone().unwrap_or_default(),
             cause,

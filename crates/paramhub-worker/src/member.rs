@@ -87,7 +87,10 @@ impl Member {
             }),
         })?;
         let gives_up = Some("it ended before it had handed in its settings".to_owned());
-        Ok(Member { membership, options, manager, incarnation, connected, secrets, call: request, gives_up })
+        // The job's nonce may be replaced while the rank renews its lease.
+        let proof = secrets.rank.prove_rank(Purpose::Connect, namespace, rank, incarnation);
+        let call = ConnectService { proof, ..request };
+        Ok(Member { membership, options, manager, incarnation, connected, secrets, call, gives_up })
     }
 
     /// This worker's rank.

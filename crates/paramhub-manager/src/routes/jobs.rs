@@ -222,6 +222,36 @@ pub(crate) async fn membership(
     Ok(Json(credentials))
 }
 
+/// Replaces a job's secret. Workers that have yet to join need the new one; those that have joined go on.
+#[utoipa::path(
+    post, path = "/v1/jobs/{job}/secret", tag = "jobs", operation_id = "replace_secret",
+    params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace.")),
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "Namespace and the new nonce.", body = ServiceCreated),
+        (status = 400, description = "The path is malformed.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
+        (status = 404, description = "There is no such job.", body = ServiceError),
+        (status = 409, description = "A rank proves itself by the secret, because it runs the release before.", body = ServiceError),
+        (status = 410, description = "The job has ended.", body = ServiceError),
+        (status = 500, description = "The operating system gives no random numbers.", body = ServiceError),
+    )
+)]
+pub(crate) async fn replace_secret(
+    JobOwner(by): JobOwner,
+    State(registry): State<Arc<Registry>>,
+    PathSegment(job): PathSegment<String>,
+) -> Answer<ServiceCreated> {
+    let (name, namespace) = registry.with(|state| {
+        let job = state.membership.find_for(by.team.as_deref(), &job)?;
+        Ok::<_, ServiceError>((job.name.clone(), job.namespace))
+    })?;
+    let replaced = registry.replace_nonce(namespace)?;
+    audit(&by, format_args!("replaced the secret of job `{name}` ({namespace})"));
+    Ok(Json(replaced))
+}
+
 /// StopService: ends a job for all ranks. Its status, its workers and the logs then say `stopped: ` and the
 /// reason. A job that has ended does not change. Answered when the hubs have freed the job, or with 408 if that
 /// takes some seconds too long.

@@ -8,8 +8,9 @@ use axum::response::IntoResponse;
 use paramhub_core::service::ServiceError;
 use utoipa::OpenApi;
 
-use crate::auth::Reader;
+use crate::auth::{Admin, Reader};
 use crate::error::Refusal;
+use crate::log::audit;
 use crate::metrics::Detail;
 use crate::openapi::ApiDocument;
 use crate::registry::Registry;
@@ -61,6 +62,27 @@ pub(crate) async fn metrics(
     };
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     Ok(([(header::CONTENT_TYPE, content_type)], crate::metrics::render(&registry, detail)))
+}
+
+/// All that the manager keeps, for `paramhub state restore`: the records of jobs, tokens, teams and authorities, with
+/// the secrets in them.
+#[utoipa::path(
+    get, path = "/v1/state", tag = "manager", operation_id = "state",
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "The state. Its form is of this release.", body = Object, content_type = "application/json"),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
+        (status = 500, description = "The store cannot be read.", body = ServiceError),
+    )
+)]
+pub(crate) async fn state(
+    Admin(by): Admin,
+    State(registry): State<Arc<Registry>>,
+) -> Result<impl IntoResponse, Refusal> {
+    let state = registry.backup().await?;
+    audit(&by, format_args!("saved the manager's state, with its secrets"));
+    Ok(([(header::CONTENT_TYPE, "application/json")], state))
 }
 
 /// The interface, as an OpenAPI document.

@@ -2,6 +2,7 @@
 //! in `full_disk.rs`, a program of its own.
 
 mod access;
+mod backup;
 mod common;
 mod http;
 mod hubs;

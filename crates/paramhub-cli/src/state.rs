@@ -1,0 +1,75 @@
+//! `paramhub state`
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use clap::{Args, Subcommand};
+use paramhub::restore_state;
+
+use super::{ManagerUrl, client};
+use crate::ExitCode;
+use crate::config::Config;
+
+#[derive(Args)]
+#[command(args_override_self = true)]
+pub(super) struct StateFlags {
+    #[command(subcommand)]
+    command: StateCommand,
+    /// The connection manager's URL [default: http://127.0.0.1:7770]
+    #[arg(long, global = true, value_name = "URL", env = "PARAMHUB_URL")]
+    hub: Option<String>,
+}
+
+#[derive(Clone, Subcommand)]
+enum StateCommand {
+    /// Save all that a running connection manager keeps to a new file, which only you can read: jobs, tokens, teams and the
+    /// authority of its certificates, with their secrets
+    Save {
+        /// The file
+        file: PathBuf,
+    },
+    /// Write what was saved into a directory, for a connection manager to start with (--state)
+    Restore {
+        /// The file
+        file: PathBuf,
+        /// The directory, which has no state yet
+        #[arg(long, value_name = "DIR")]
+        state: PathBuf,
+    },
+}
+
+pub(super) struct StateTask(StateCommand);
+
+impl StateFlags {
+    pub(super) fn apply(self, config: &mut Config) -> StateTask {
+        ManagerUrl { manager_url: self.hub }.apply(config);
+        StateTask(self.command)
+    }
+}
+
+pub(super) fn state(config: &Config, task: StateTask) -> anyhow::Result<ExitCode> {
+    match task.0 {
+        StateCommand::Save { file } => {
+            let state = client(config)?.state()?;
+            save(&file, &state).with_context(|| format!("cannot save to {}", file.display()))?;
+        }
+        StateCommand::Restore { file, state } => {
+            let saved = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
+            restore_state(&saved, &state).with_context(|| format!("cannot restore {}", file.display()))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a file that only its owner can read, whole or not at all. It must not be there yet.
+fn save(file: &Path, state: &[u8]) -> std::io::Result<()> {
+    let mut created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file)?;
+    let written = created.write_all(state).and_then(|()| created.sync_all());
+    if written.is_err() {
+        let _ = std::fs::remove_file(file);
+    }
+    written
+}

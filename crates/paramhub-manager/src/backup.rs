@@ -1,0 +1,58 @@
+//! The manager's state in one file: saved from a running manager, restored before one starts.
+
+use std::path::Path;
+
+use paramhub_core::membership::JobRecord;
+use paramhub_core::teams::TeamRecord;
+use paramhub_core::tokens::TokenRecord;
+use paramhub_trust::AuthorityRecord;
+use serde::{Deserialize, Serialize};
+
+use crate::error::ManagerError;
+use crate::store::Store;
+
+/// The version of the form of a backup.
+const VERSION: u32 = 1;
+
+/// All records of a manager. It holds secrets: those of jobs, and the keys of authorities.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Backup {
+    /// The version of this form.
+    paramhub_state: u32,
+    pub(crate) jobs: Vec<JobRecord>,
+    pub(crate) tokens: Vec<TokenRecord>,
+    pub(crate) teams: Vec<TeamRecord>,
+    /// The newest first.
+    pub(crate) authorities: Vec<AuthorityRecord>,
+}
+
+impl Backup {
+    /// Everything in a store. It blocks on the disk.
+    pub(crate) fn of(store: &Store) -> Result<Backup, ManagerError> {
+        Ok(Backup {
+            paramhub_state: VERSION,
+            jobs: store.load()?,
+            tokens: store.load_tokens()?,
+            teams: store.load_teams()?,
+            authorities: store.load_authorities()?,
+        })
+    }
+}
+
+/// Restores what a manager has saved into a state directory that has none yet. A manager that starts with it has
+/// the jobs, tokens, teams and authorities of the other. Jobs that ran have failed for it.
+///
+/// # Errors
+/// If the backup is none or of a later release, or the directory has a state or cannot be written.
+pub fn restore(backup: &[u8], directory: &Path) -> Result<(), ManagerError> {
+    let unreadable = |cause: String| ManagerError::Backup { cause };
+    let backup: Backup = serde_json::from_slice(backup).map_err(|cause| unreadable(cause.to_string()))?;
+    if backup.paramhub_state != VERSION {
+        return Err(unreadable(format!(
+            "it has version {}, and this release reads {VERSION}",
+            backup.paramhub_state
+        )));
+    }
+    Store::restore(directory, &backup)
+}
