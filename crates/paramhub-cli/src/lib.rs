@@ -23,6 +23,7 @@ mod plan;
 mod probe;
 mod run;
 mod schemes;
+mod teams;
 mod tokens;
 #[cfg(feature = "demonstrations")]
 mod train;
@@ -133,8 +134,10 @@ enum CliCommand {
     Jobs(jobs::JobsFlags),
     /// List hubs and the bandwidth between their racks, or measure it
     Hubs(hubs::HubsFlags),
-    /// Make, list or revoke the tokens that operators and hubs show
+    /// Make, list or revoke the tokens that operators, teams and hubs show
     Tokens(tokens::TokensFlags),
+    /// Name the teams that share the hubs, and set what the jobs of each may have together
+    Teams(teams::TeamsFlags),
     /// List or verify checkpoints
     Checkpoints(checkpoints::CheckpointsFlags),
     /// Start the workers of a job on this machine
@@ -259,6 +262,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         CliTask::Jobs(task) => jobs::jobs(&config, task),
         CliTask::Hubs(task) => hubs::hubs(&config, task),
         CliTask::Tokens(task) => tokens::tokens(&config, task),
+        CliTask::Teams(task) => teams::teams(&config, task),
         CliTask::Checkpoints(flags) => checkpoints::checkpoints(&flags),
         CliTask::Run(command) => run::run(&config, command),
         CliTask::Doctor(task) => doctor::doctor(&config, task),
@@ -283,6 +287,7 @@ enum CliTask {
     Jobs(jobs::JobsTask),
     Hubs(hubs::HubsTask),
     Tokens(tokens::TokensTask),
+    Teams(teams::TeamsTask),
     Checkpoints(checkpoints::CheckpointsFlags),
     Run(Vec<OsString>),
     Doctor(doctor::DoctorTask),
@@ -320,6 +325,7 @@ impl CliCommand {
             CliCommand::Jobs(flags) => CliTask::Jobs(flags.apply(config)),
             CliCommand::Hubs(flags) => CliTask::Hubs(flags.apply(config)),
             CliCommand::Tokens(flags) => CliTask::Tokens(flags.apply(config)),
+            CliCommand::Teams(flags) => CliTask::Teams(flags.apply(config)),
             CliCommand::Checkpoints(flags) => CliTask::Checkpoints(flags),
             CliCommand::Run(flags) => CliTask::Run(flags.apply(config)),
             CliCommand::Doctor(flags) => CliTask::Doctor(flags.apply(config)),
