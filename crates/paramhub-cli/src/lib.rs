@@ -25,6 +25,7 @@ mod probe;
 mod run;
 mod schemes;
 mod state;
+mod teams;
 mod tls;
 mod tokens;
 #[cfg(feature = "demonstrations")]
@@ -136,12 +137,14 @@ enum CliCommand {
     Jobs(jobs::JobsFlags),
     /// List hubs and the bandwidth between their racks, or measure it
     Hubs(hubs::HubsFlags),
-    /// Make, list or revoke the tokens that operators and hubs show
+    /// Make, list or revoke the tokens that operators, teams and hubs show
     Tokens(tokens::TokensFlags),
     /// Print or replace the certificate of the authority by which curl, Prometheus and browsers recognise the connection manager
     Ca(ca::CaFlags),
     /// Save what a connection manager keeps to a file, or restore it for another
     State(state::StateFlags),
+    /// Name the teams that share the hubs, and set what the jobs of each may have together
+    Teams(teams::TeamsFlags),
     /// List or verify checkpoints
     Checkpoints(checkpoints::CheckpointsFlags),
     /// Start the workers of a job on this machine
@@ -268,6 +271,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         CliTask::Tokens(task) => tokens::tokens(&config, task),
         CliTask::Ca(task) => ca::ca(&config, task),
         CliTask::State(task) => state::state(&config, task),
+        CliTask::Teams(task) => teams::teams(&config, task),
         CliTask::Checkpoints(flags) => checkpoints::checkpoints(&flags),
         CliTask::Run(command) => run::run(&config, command),
         CliTask::Doctor(task) => doctor::doctor(&config, task),
@@ -294,6 +298,7 @@ enum CliTask {
     Tokens(tokens::TokensTask),
     Ca(ca::CaTask),
     State(state::StateTask),
+    Teams(teams::TeamsTask),
     Checkpoints(checkpoints::CheckpointsFlags),
     Run(Vec<OsString>),
     Doctor(doctor::DoctorTask),
@@ -333,6 +338,7 @@ impl CliCommand {
             CliCommand::Tokens(flags) => CliTask::Tokens(flags.apply(config)),
             CliCommand::Ca(flags) => CliTask::Ca(flags.apply(config)),
             CliCommand::State(flags) => CliTask::State(flags.apply(config)),
+            CliCommand::Teams(flags) => CliTask::Teams(flags.apply(config)),
             CliCommand::Checkpoints(flags) => CliTask::Checkpoints(flags),
             CliCommand::Run(flags) => CliTask::Run(flags.apply(config)),
             CliCommand::Doctor(flags) => CliTask::Doctor(flags.apply(config)),

@@ -28,9 +28,13 @@ enum TokensCommand {
     Create {
         /// Its name in listings and in the manager's log
         name: String,
-        /// What it is for: `admin` everything, `hub` letting hubs join, `reader` reading jobs, hubs and metrics
+        /// What it is for: `admin` everything, `hub` letting hubs join, `reader` reading jobs, hubs and metrics, `team` the jobs of
+        /// a team
         #[arg(long, value_name = "ROLE")]
         role: TokenRole,
+        /// The team, for the role `team`
+        #[arg(long, value_name = "TEAM")]
+        team: Option<String>,
     },
     /// All tokens, without their text
     List,
@@ -59,8 +63,8 @@ impl TokensFlags {
 pub(super) fn tokens(config: &Config, task: TokensTask) -> anyhow::Result<ExitCode> {
     let client = client(config)?;
     match task.command {
-        TokensCommand::Create { name, role } => {
-            let created = client.create_token(&CreateToken { name, role, team: None })?;
+        TokensCommand::Create { name, role, team } => {
+            let created = client.create_token(&CreateToken { name, role, team })?;
             match task.json {
                 true => println!("{}", serde_json::to_string_pretty(&created)?),
                 // Alone on its line, for $(...).
@@ -91,12 +95,13 @@ fn table(tokens: &[TokenStatus]) -> String {
     }
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(["token", "role", "made", "by", "revoked"]);
+    table.set_header(["token", "role", "team", "made", "by", "revoked"]);
     for token in tokens {
         let ago = |time| format!("{} ago", age(time));
         let made = if token.created_at == 0 { String::new() } else { ago(token.created_at) };
         let revoked = token.revoked_at.map(ago).unwrap_or_default();
-        table.add_row([token.name.clone(), token.role.to_string(), made, token.created_by.clone(), revoked]);
+        let TokenStatus { name, role, team, created_by, .. } = token.clone();
+        table.add_row([name, role.to_string(), team.unwrap_or_default(), made, created_by, revoked]);
     }
     table.to_string()
 }

@@ -8,8 +8,8 @@ use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
     AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, HubRegistered, HubReport,
     HubStatus, InitService, JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub,
-    ReplaceAuthority, ServiceConnected, ServiceCreated, ServiceInitialised, TeamQuotas, TeamStatus,
-    TokenCreated, TokenStatus,
+    ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated, ServiceInitialised, TeamQuotas,
+    TeamStatus, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -203,7 +203,7 @@ impl ManagerClient {
     /// Replaces the secret of a living job, by name or namespace. Workers that have yet to join need the new one.
     pub fn replace_secret(&self, job: &str) -> Result<ServiceCreated, ControlError> {
         let path = format!("{}/secret", job_path(job));
-        self.answer(Call { method: "POST", repeatable: false, ..self.admin("POST", &path) })
+        self.answer(Call { repeatable: false, ..self.post(&path, &ReplaceSecret::default())? })
     }
 
     /// Ends a job, by name or namespace, and waits until its hubs have freed it. The job's message then is

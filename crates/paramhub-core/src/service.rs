@@ -75,6 +75,12 @@ impl ServiceCreated {
     }
 }
 
+/// `POST /v1/jobs/{job}/secret`: a new nonce for a job that lives; the answer is [`ServiceCreated`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ReplaceSecret {}
+
 /// `POST /v1/jobs/{namespace}/connect`: ConnectService.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -49,7 +49,7 @@ use crate::routes::{authority, hubs, information_book, jobs, pages, teams, token
         (name = "hubs", description = "What hubs ask, and what operators ask about hubs. A hub dials the manager; the manager \
                                        never dials. Commands are numbered from 1 without gaps, and are repeated until a poll \
                                        acknowledges them."),
-        (name = "tokens", description = "The tokens of operators and hubs. A manager that asks for no token has none."),
+        (name = "tokens", description = "The tokens of operators, teams and hubs. A manager that asks for no token has none."),
         (name = "teams", description = "Teams that share the hubs, each with quotas. The jobs of the team `vision` are those whose \
                                         names begin with `vision/`. A caller with a token of the team may leave that out; \
                                         the jobs of others do not exist for it."),

@@ -199,7 +199,7 @@ fn tokens_are_made_listed_and_revoked_and_the_log_says_by_whom() {
     jobs(reader, &["create", "x", "-n", "1"]).expect_code(1).expect_error(&["`grafana` has the role reader"]);
     jobs(first, &["create", "x", "-n", "1"]).expect_code(0);
     let refused = tokens(first, &["create", "ci", "--role", "everything"]).expect_code(2).stderr;
-    assert!(refused.contains("expected admin, hub or reader"), "{refused}");
+    assert!(refused.contains("expected admin, hub, reader or team"), "{refused}");
     tokens(first, &["revoke", "grafana"]).expect_code(0);
     jobs(reader, &[]).expect_code(2).expect_error(&["the token `grafana` was revoked"]);
     let listed = tokens(first, &["list"]).expect_code(0).stdout;

@@ -21,6 +21,7 @@ mod e2e_racks;
 mod e2e_resume;
 mod e2e_run;
 mod e2e_stragglers;
+mod e2e_teams;
 mod e2e_tenants;
 mod e2e_testbed;
 mod e2e_tls;

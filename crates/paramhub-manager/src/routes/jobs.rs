@@ -8,8 +8,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use paramhub_core::auth::Purpose;
 use paramhub_core::service::{
-    ConnectService, CreateService, InitService, JobStatus, LeaveService, ServiceConnected, ServiceCreated,
-    ServiceError, ServiceInitialised, StopService, StopWhen,
+    ConnectService, CreateService, InitService, JobStatus, LeaveService, ReplaceSecret, ServiceConnected,
+    ServiceCreated, ServiceError, ServiceInitialised, StopService, StopWhen,
 };
 use paramhub_core::teams::full_name;
 
@@ -226,6 +226,7 @@ pub(crate) async fn membership(
 #[utoipa::path(
     post, path = "/v1/jobs/{job}/secret", tag = "jobs", operation_id = "replace_secret",
     params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace.")),
+    request_body = ReplaceSecret,
     security(("admin_token" = [])),
     responses(
         (status = 200, description = "Namespace and the new nonce.", body = ServiceCreated),
@@ -233,8 +234,11 @@ pub(crate) async fn membership(
         (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
         (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 404, description = "There is no such job.", body = ServiceError),
+        (status = 408, description = "The body did not arrive in time.", body = ServiceError),
         (status = 409, description = "A rank proves itself by the secret, because it runs the release before.", body = ServiceError),
         (status = 410, description = "The job has ended.", body = ServiceError),
+        (status = 413, description = "The body is too long.", body = ServiceError),
+        (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
         (status = 500, description = "The operating system gives no random numbers.", body = ServiceError),
     )
 )]
@@ -242,6 +246,7 @@ pub(crate) async fn replace_secret(
     JobOwner(by): JobOwner,
     State(registry): State<Arc<Registry>>,
     PathSegment(job): PathSegment<String>,
+    JsonBody(_): JsonBody<ReplaceSecret, SMALL>,
 ) -> Answer<ServiceCreated> {
     let (name, namespace) = registry.with(|state| {
         let job = state.membership.find_for(by.team.as_deref(), &job)?;

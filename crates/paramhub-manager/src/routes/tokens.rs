@@ -37,7 +37,7 @@ pub(crate) async fn create(
     JsonBody(request): JsonBody<CreateToken, SMALL>,
 ) -> Result<Json<TokenCreated>, Refusal> {
     let created = registry.create_token(request, by.clone()).await?;
-    audit(&by, format_args!("made the token `{}` ({})", created.status.name, created.status.role));
+    audit(&by, format_args!("made the token {}", described(&created.status)));
     Ok(Json(created))
 }
 
@@ -75,6 +75,13 @@ pub(crate) async fn revoke(
     PathSegment(token): PathSegment<String>,
 ) -> Result<Json<TokenStatus>, Refusal> {
     let revoked = registry.revoke_token(token).await?;
-    audit(&by, format_args!("revoked the token `{}` ({})", revoked.name, revoked.role));
+    audit(&by, format_args!("revoked the token {}", described(&revoked)));
     Ok(Json(revoked))
+}
+
+fn described(token: &TokenStatus) -> String {
+    match &token.team {
+        Some(team) => format!("`{}` (team `{team}`)", token.name),
+        None => format!("`{}` ({})", token.name, token.role),
+    }
 }
