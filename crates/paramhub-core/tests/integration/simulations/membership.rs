@@ -20,9 +20,10 @@ use paramhub_core::placement::{HubShape, Imbalance, InterfaceShape};
 use paramhub_core::scheme::{InformationBook, Plan};
 use paramhub_core::service::{
     CauseKind, ConnectService, CreateService, HubCommand, HubEvent, HubReport, JobEnd, JobOptions, JobState,
-    LeaveService, Presence, ProbeOutcome, ProbeReport, RegisterHub, StopWhen,
+    LeaveService, Presence, ProbeOutcome, ProbeReport, RegisterHub, StopWhen, TeamQuotas,
 };
 use paramhub_core::settings::Settings;
+use paramhub_core::teams::TeamRecord;
 use paramhub_core::wire::VERSION;
 use proptest::prelude::*;
 
@@ -31,6 +32,9 @@ use action::{Action, action};
 const HUB_TIMEOUT: Duration = Duration::from_secs(2);
 const RENDEZVOUS_S: f64 = 3.0;
 const LEASE_S: f64 = 5.0;
+/// A team that has every second job. Each job takes one byte of each hub.
+const TEAM: &str = "t";
+const MEMORY_BYTES: u64 = 3;
 /// Longer than any call may wait.
 const LONG: Duration = Duration::from_secs(30);
 
@@ -100,6 +104,13 @@ fn limits() -> MembershipLimits {
     MembershipLimits { hub_timeout: HUB_TIMEOUT, living_jobs_max: 3, ended_jobs_max: 1, core_rate: None }
 }
 
+fn membership(records: Vec<JobRecord>, secret: Nonce, now: Duration) -> Membership {
+    let mut membership = Membership::new(records, limits(), secret, moment(now));
+    let quotas = TeamQuotas { memory_bytes: Some(MEMORY_BYTES), ..TeamQuotas::default() };
+    membership.set_team(TeamRecord { name: TEAM.into(), quotas });
+    membership
+}
+
 fn settings() -> Arc<Settings> {
     Arc::new(Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap()))
 }
@@ -121,7 +132,7 @@ impl Simulation {
     fn new() -> Simulation {
         let now = Duration::ZERO;
         Simulation {
-            membership: Membership::new(Vec::new(), limits(), Nonce([9; 32]), moment(now)),
+            membership: membership(Vec::new(), Nonce([9; 32]), now),
             now,
             restarts: 0,
             created: 0,
@@ -208,7 +219,10 @@ impl Simulation {
     }
 
     fn create(&mut self, workers: u32, hubs: Option<u32>, in_racks: bool) {
-        let name = format!("job-{}", self.created % 4);
+        let name = match self.created % 4 {
+            number @ (0 | 2) => format!("job-{number}"),
+            number => format!("{TEAM}/job-{number}"),
+        };
         let namespace = Namespace([self.created + 1; 16]);
         let Ok(order) = self.membership.reserve(&name, 1, namespace) else { return };
         self.created += 1;
@@ -341,7 +355,7 @@ impl Simulation {
                     namespace,
                     placement_hash: hash,
                     resumed_step: None,
-                    memory_bytes: 0,
+                    memory_bytes: 1,
                     streams: 0,
                 }
             }
@@ -425,7 +439,7 @@ impl Simulation {
         self.hubs.clear();
         let records: Vec<JobRecord> = self.store.values().cloned().collect();
         let secret = Nonce([self.restarts as u8; 32]);
-        self.membership = Membership::new(records, limits(), secret, moment(self.now));
+        self.membership = membership(records, secret, self.now);
         assert!(self.membership.jobs().all(|job| job.state().has_ended()), "a job outlived its manager");
         for job in self.jobs.values_mut() {
             job.joined.clear();

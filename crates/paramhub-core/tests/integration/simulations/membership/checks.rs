@@ -6,7 +6,9 @@ use paramhub_core::auth::{EpochSecret, Namespace};
 use paramhub_core::membership::{Answer, CallId, LogEvent};
 use paramhub_core::service::JobState;
 
-use super::{Caller, HUB_TIMEOUT, LEASE_S, SimulatedHub, Simulation, json, moment, rack_of};
+use super::{
+    Caller, HUB_TIMEOUT, LEASE_S, MEMORY_BYTES, SimulatedHub, Simulation, TEAM, json, moment, rack_of,
+};
 
 impl Simulation {
     pub(super) fn answered(&mut self, call: CallId, answer: Answer) {
@@ -78,6 +80,8 @@ impl Simulation {
     }
 
     pub(super) fn check_jobs(&mut self) {
+        let team = self.membership.team(TEAM).unwrap();
+        assert!(team.memory_bytes <= MEMORY_BYTES, "the team has more than its quota: {team:?}");
         let mut living = BTreeSet::new();
         for job in self.membership.jobs() {
             let (state, status) = (job.state(), job.status(moment(self.now)));
