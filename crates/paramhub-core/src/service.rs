@@ -42,7 +42,8 @@ pub const HUB_PORT: u16 = 7771;
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateService {
-    /// Unique among the jobs that have not ended: 1 to 128 letters, digits, `.`, `_`, `-` and `/`.
+    /// Unique among the jobs that have not ended: 1 to 128 letters, digits, `.`, `_`, `-` and `/`. The name of a
+    /// job of a team begins with that of the team and `/`, which the manager adds for the team's callers.
     pub name: String,
     /// Number of workers, 1 to 1,024: ranks 0 to `workers - 1` make up the job.
     pub workers: u32,

@@ -88,9 +88,9 @@ impl TeamRecord {
             name: self.name.clone(),
             quotas: self.quotas,
             jobs: uses.len() as u32,
-            weight: uses.iter().map(|job| u64::from(job.weight)).sum(),
-            memory_bytes: uses.iter().map(|job| job.memory_bytes).sum(),
-            streams: uses.iter().map(|job| job.streams).sum(),
+            weight: total(uses.iter().map(|job| u64::from(job.weight))),
+            memory_bytes: total(uses.iter().map(|job| job.memory_bytes)),
+            streams: total(uses.iter().map(|job| job.streams)),
         }
     }
 
@@ -102,15 +102,17 @@ impl TeamRecord {
             && uses.len() >= most as usize
         {
             let names = uses.iter().map(|job| format!("`{}`", job.name)).collect();
-            let has = if uses.is_empty() { String::new() } else { format!(", and has {}", listed(names)) };
+            let has = match uses.is_empty() {
+                true => ": ".to_owned(),
+                false => format!(", and has {}: end one with `paramhub jobs stop`, or ", listed(names)),
+            };
             return refuse(format!(
-                "team `{name}` may have {most} jobs at once{has}: end one with `paramhub jobs stop`, or have the quota raised \
-                 with `paramhub teams set`"
+                "team `{name}` may have {most} jobs at once{has}have the quota raised with `paramhub teams set`"
             ));
         }
         let weights: Vec<(&str, u64)> = uses.iter().map(|job| (job.name, u64::from(job.weight))).collect();
         let allowance = self.quotas.weight.map(|most| {
-            let remedy = "end one with `paramhub jobs stop`, give the new one less weight";
+            let remedy = "give the new one less weight";
             self.allowance(u64::from(most), weights, |weight| format!("weight {weight}"), remedy)
         });
         Allowance::check(allowance.as_ref(), u64::from(weight))
@@ -121,13 +123,12 @@ impl TeamRecord {
     pub(crate) fn allowances(&self, others: &[JobUse]) -> TeamAllowance {
         let memory = |most| {
             let used = others.iter().map(|job| (job.name, job.memory_bytes)).collect();
-            let remedy =
-                "end one with `paramhub jobs stop`, use an optimizer with less state or a smaller model";
+            let remedy = "use an optimizer with less state or a smaller model";
             self.allowance(most, used, |bytes| format!("{} MiB of memory", mebibytes(bytes)), remedy)
         };
         let streams = |most| {
             let used = others.iter().map(|job| (job.name, job.streams)).collect();
-            let remedy = "end one with `paramhub jobs stop`, use fewer workers";
+            let remedy = "use fewer workers";
             self.allowance(most, used, |streams| format!("{streams} streams"), remedy)
         };
         TeamAllowance {
@@ -156,16 +157,23 @@ impl TeamRecord {
     ) -> Allowance {
         used.retain(|&(_, amount)| amount > 0);
         used.sort_by_key(|&(_, amount)| std::cmp::Reverse(amount));
-        let left = most.saturating_sub(used.iter().map(|&(_, amount)| amount).sum());
+        let left = most.saturating_sub(total(used.iter().map(|&(_, amount)| amount)));
         let shares = used.iter().map(|&(job, amount)| format!("`{job}` has {}", show(amount))).collect();
-        let of_which = if used.is_empty() { String::new() } else { format!(", of which {}", listed(shares)) };
+        let of_which = match used.is_empty() {
+            true => ": ".to_owned(),
+            false => format!(", of which {}: end one with `paramhub jobs stop`, ", listed(shares)),
+        };
         let terms = format!(
-            "the jobs of team `{}` may have {} together{of_which}: {remedy}, or have the quota raised with `paramhub teams set`",
+            "the jobs of team `{}` may have {} together{of_which}{remedy}, or have the quota raised with `paramhub teams set`",
             self.name,
             show(most)
         );
         Allowance { left, terms }
     }
+}
+
+fn total(amounts: impl Iterator<Item = u64>) -> u64 {
+    amounts.fold(0, u64::saturating_add)
 }
 
 /// Lists the first of many.
@@ -239,8 +247,10 @@ mod tests {
             "{}",
             refused.message
         );
-        assert!(
-            team(TeamQuotas { jobs: Some(0), ..TeamQuotas::default() }).admit("vision/a", 1, &[]).is_err()
+        let none = team(TeamQuotas { jobs: Some(0), ..TeamQuotas::default() });
+        assert_eq!(
+            none.admit("vision/a", 1, &[]).unwrap_err().message,
+            "team `vision` may have 0 jobs at once: have the quota raised with `paramhub teams set`"
         );
         assert!(team(TeamQuotas::default()).admit("vision/c", 100, &[a; 100]).is_ok());
     }
@@ -266,6 +276,11 @@ mod tests {
         assert!(
             refused.contains("may have 10 streams together, of which `vision/a` has 8 streams"),
             "{refused}"
+        );
+        assert_eq!(
+            vision.check_held(&job("vision/b", 1, 1001, 0), &[]).unwrap_err(),
+            "job `vision/b` needs 1001 MiB at its hubs, and the jobs of team `vision` may have 1000 MiB of memory together: \
+             use an optimizer with less state or a smaller model, or have the quota raised with `paramhub teams set`"
         );
         // A quota that was lowered beneath what is in use leaves nothing.
         let lower = team(TeamQuotas { streams: Some(1), ..TeamQuotas::default() });

@@ -100,7 +100,7 @@ fn another_teams_job_is_answered_like_one_that_does_not_exist() {
 
     let unknown = Namespace([7; 16]).to_string();
     let known = job.namespace.to_string();
-    let calls: [(&str, fn(&ManagerClient, &str) -> (ErrorCode, String)); 6] = [
+    let calls: [(&str, CallOnJob); 6] = [
         ("show", |client, job| told(client.job(job))),
         ("stop", |client, job| told(client.stop_job(job))),
         ("end", |client, job| told(client.workers_have_ended(job, "over"))),
@@ -122,6 +122,9 @@ fn another_teams_job_is_answered_like_one_that_does_not_exist() {
     assert_eq!(vision.job("digits").unwrap().state, JobState::Running);
     hub.finish(&job);
 }
+
+/// A call about a job, which is refused.
+type CallOnJob = fn(&ManagerClient, &str) -> (ErrorCode, String);
 
 fn told<T: std::fmt::Debug>(refused: Result<T, paramhub_control::ControlError>) -> (ErrorCode, String) {
     (code(&refused), message(&refused))
