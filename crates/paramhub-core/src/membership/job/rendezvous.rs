@@ -96,18 +96,15 @@ impl Job {
         }
     }
 
-    /// The secrets with one of which a rank proves a call: the nonce for ConnectService, then its own. A rank that
-    /// repeats ConnectService proves its own, since the nonce may have been replaced. A rank of protocol version 1
-    /// has none of its own. Once the job has ended it is forgotten which rank had, and
+    /// The secrets with one of which a rank proves a call: the nonce for its first ConnectService, then its own. The
+    /// nonce may be replaced meanwhile. A rank of protocol version 1 has no secret of its own. Once the job has ended it is forgotten which rank had, and
     /// all that a call gets is the reason of the end.
     pub(crate) fn call_secrets(&self, rank: u32, purpose: Purpose) -> [Option<StreamSecret>; 2] {
         let (nonce, own) = (self.nonce.into(), self.epoch.map(|epoch| epoch.secret.of_rank(rank)));
         match (purpose, self.assignments.holder(rank)) {
-            (Purpose::Connect, Some(holder)) if holder.has_claim() => [Some(nonce), own],
-            (Purpose::Connect, _) => [Some(nonce), None],
+            (Purpose::Connect, _) | (_, None) => [Some(nonce), own],
             (_, Some(holder)) if holder.has_claim() => [own, None],
             (_, Some(_)) => [Some(nonce), None],
-            (_, None) => [Some(nonce), own],
         }
     }
 

@@ -599,7 +599,7 @@ fn the_first_process_to_claim_a_rank_has_it_and_proves_its_calls_with_a_secret_o
     }
     job.connect(&call(0, 1), now()).unwrap();
     assert_eq!(job.call_secrets(0, Purpose::Connect), [nonce, own(0)], "the nonce may be replaced");
-    assert_eq!(job.call_secrets(1, Purpose::Connect), [nonce, None]);
+    assert_eq!(job.call_secrets(1, Purpose::Connect), [nonce, own(1)]);
     assert_eq!(job.call_secrets(0, Purpose::Leave), [own(0), None], "the nonce does not do");
     assert_eq!(job.call_secrets(1, Purpose::Leave), [nonce, own(1)], "it has not connected");
     assert_eq!(job.version_1_ranks(), [0; 0]);
