@@ -84,10 +84,10 @@ def create_job(
         "progress_timeout_s": progress_timeout,
     }
     options |= {option: wish for option, wish in wishes.items() if wish is not None}
-    namespace, secret = _native.create_job(
+    url_for_workers, namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience
     )
-    return JobTicket(url, namespace, secret)
+    return JobTicket(url_for_workers, namespace, secret)
 
 
 class Hub:

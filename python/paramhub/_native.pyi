@@ -46,8 +46,8 @@ def create_job(
     admin_token: str | None = None,
     options: str = "{}",
     patience: float = 0.0,
-) -> tuple[str, str]:
-    """The new job's namespace and secret."""
+) -> tuple[str, str, str]:
+    """The manager's URL for workers, and the new job's namespace and secret."""
 
 def stop_job(url: str, job: str, reason: str, *, admin_token: str | None = None) -> None: ...
 def connect(

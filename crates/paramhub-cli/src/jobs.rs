@@ -210,7 +210,7 @@ pub(super) fn jobs(config: &Config, todo: JobsTask) -> anyhow::Result<ExitCode> 
         }
         JobsCommand::Create(flags) => {
             let created = client.create_service(&flags.request())?;
-            print(todo.json, &created, || membership(client.url(), &created))?;
+            print(todo.json, &created, || membership(&client.url_for_workers(&created), &created))?;
         }
         JobsCommand::Show { name } => {
             let job = client.job(&name)?;
@@ -224,7 +224,7 @@ pub(super) fn jobs(config: &Config, todo: JobsTask) -> anyhow::Result<ExitCode> 
         }
         JobsCommand::RotateSecret { name } => {
             let created = client.replace_secret(&name)?;
-            print(todo.json, &created, || membership(client.url(), &created))?;
+            print(todo.json, &created, || membership(&client.url_for_workers(&created), &created))?;
         }
         JobsCommand::Stop { name } => {
             let job = client.stop_job(&name)?;

@@ -183,6 +183,7 @@ fn commands(
     let (program, arguments) = command.split_first().context("give the workers' command after --")?;
     let section = &config.run;
     let master = master(config)?;
+    let url = environment.client.url_for_workers(&environment.job);
     let commands = (0..section.workers).map(|local_rank| {
         let mut command = Command::new(program);
         command.args(arguments);
@@ -197,7 +198,7 @@ fn commands(
             workers: section.workers * section.hosts,
             local_rank,
             local_workers: section.workers,
-            url: environment.client.url(),
+            url: &url,
             job: &environment.job,
         };
         rank_environment.prepare(&mut command);

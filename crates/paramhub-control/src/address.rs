@@ -56,6 +56,15 @@ impl ManagerAddress {
         self
     }
 
+    /// The URL at which a worker calls the manager whose secret has a fingerprint or, if not, is called in clear.
+    pub(crate) fn of_workers(&self, is_encrypted: bool) -> String {
+        let scheme = if is_encrypted { "https" } else { "http" };
+        match self.is_loopback {
+            true => self.url.clone(),
+            false => format!("{scheme}://{}", self.host_and_port()),
+        }
+    }
+
     /// `host:port`.
     pub(crate) fn host_and_port(&self) -> &str {
         self.url.split_once("://").expect("a URL has a scheme").1

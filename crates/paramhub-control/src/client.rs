@@ -91,6 +91,12 @@ impl ManagerClient {
         &self.address.url
     }
 
+    /// The manager's URL for the workers of a job, which have no token: without a fingerprint in the job's secret they
+    /// call it in clear.
+    pub fn url_for_workers(&self, job: &ServiceCreated) -> String {
+        self.address.of_workers(job.authority.is_some())
+    }
+
     /// Where the manager answers, as `host:port`.
     pub fn host_and_port(&self) -> &str {
         self.address.host_and_port()

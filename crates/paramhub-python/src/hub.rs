@@ -156,8 +156,8 @@ impl Drop for Hub {
     }
 }
 
-/// CreateService at the manager at `url`: returns the job's namespace and secret. `options` are its waits and
-/// lifetimes, in JSON.
+/// CreateService at the manager at `url`: returns the manager's URL for workers, the job's namespace and its secret.
+/// `options` are its waits and lifetimes, in JSON.
 #[pyfunction]
 #[pyo3(signature = (url, name, workers, *, admin_token = None, options = "{}", patience = 0.0))]
 pub(crate) fn create_job(
@@ -168,14 +168,16 @@ pub(crate) fn create_job(
     admin_token: Option<String>,
     options: &str,
     patience: f64,
-) -> PyResult<(String, String)> {
+) -> PyResult<(String, String, String)> {
     let client = client(py, url, admin_token, patience)?;
     let options = serde_json::from_str(options)
         .map_err(|error| errors::misuse(py, &format!("the job's options cannot be used: {error}")))?;
     let request = CreateService { name, workers, options };
-    let created = interruptible(py, move || client.create_service(&request))?;
+    let caller = client.clone();
+    let created = interruptible(py, move || caller.create_service(&request))?;
     let created = created.map_err(|error| errors::connect(py, &error.to_string()))?;
-    Ok((created.namespace.to_string(), String::from(created.secret())))
+    let url = client.url_for_workers(&created);
+    Ok((url, created.namespace.to_string(), String::from(created.secret())))
 }
 
 /// Ends a job, by name or namespace. Its workers receive the reason.

@@ -57,6 +57,7 @@ pub struct EmbeddedHub {
     hub: RunningHub,
     manager: RunningManager,
     client: ManagerClient,
+    url: String,
 }
 
 impl EmbeddedHub {
@@ -69,14 +70,15 @@ impl EmbeddedHub {
         let hub = ListeningHub::open(config.hub)?;
         let admin_token = config.manager.admin_token.clone();
         let manager = Manager::start(config.manager)?;
-        let client = ManagerClient::new(&manager.url(), admin_token)?;
+        let url = manager.url();
+        let client = ManagerClient::new(&url, admin_token)?;
         let hub = hub.join(client.clone())?;
-        Ok(EmbeddedHub { hub, manager, client })
+        Ok(EmbeddedHub { hub, manager, client, url })
     }
 
     /// The connection manager's URL.
     pub fn url(&self) -> &str {
-        self.client.url()
+        &self.url
     }
 
     /// A client of the connection manager.

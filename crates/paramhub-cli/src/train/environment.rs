@@ -47,12 +47,13 @@ impl TrainEnvironment {
         Ok(TrainEnvironment::Embedded(Box::new(hub), job))
     }
 
-    pub(super) fn membership(&self) -> Option<(&str, &ServiceCreated)> {
+    /// The manager's URL for workers, and their job.
+    pub(super) fn membership(&self) -> Option<(String, &ServiceCreated)> {
         match self {
             TrainEnvironment::Local => None,
-            TrainEnvironment::Embedded(hub, job) => Some((hub.url(), job)),
+            TrainEnvironment::Embedded(hub, job) => Some((hub.url().to_owned(), job)),
             TrainEnvironment::Running(client, job) | TrainEnvironment::Rendezvous(_, client, job) => {
-                Some((client.url(), job))
+                Some((client.url_for_workers(job), job))
             }
         }
     }

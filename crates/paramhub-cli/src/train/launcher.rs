@@ -103,7 +103,7 @@ fn commands(
         match environment.membership() {
             Some((url, job)) => {
                 let (local_rank, local_workers) = (rank, processes);
-                RankEnvironment { rank, workers: processes, local_rank, local_workers, url, job }
+                RankEnvironment { rank, workers: processes, local_rank, local_workers, url: &url, job }
                     .prepare(&mut command);
             }
             None => drop(command.env("RANK", "0")),
