@@ -53,7 +53,7 @@ impl Call<'_> {
         }
         let begun = Instant::now();
         let mut attempts = Attempts { left: RETRIES, pause: RETRY_PAUSE };
-        let (mut first_sent, mut first_break) = (None, None);
+        let (mut first_sent, mut first_break, mut has_doubted) = (None, None, false);
         loop {
             let sent = *first_sent.get_or_insert_with(Instant::now);
             let left = self.timeout.saturating_sub(sent.elapsed());
@@ -75,10 +75,11 @@ impl Call<'_> {
                     first_break.get_or_insert(failure);
                     continue;
                 }
-                // The manager has another authority than the one it had. A token tells which.
+                // The manager has another authority than the one that is known. A token tells which.
                 Err(ureq::Error::Io(cause))
-                    if tls::is_unknown_certificate(&cause) && recognition.forget() =>
+                    if tls::is_unknown_certificate(&cause) && !has_doubted && recognition.doubt() =>
                 {
+                    has_doubted = true;
                     continue;
                 }
                 Err(failure) => Err(self.explain(failure, url)),

@@ -1,15 +1,15 @@
 //! The TLS connection of one call, and how the manager at its other end is recognised.
 
 use std::io::{Error, Read, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use paramhub_core::auth::Fingerprint;
 use paramhub_core::service::{ErrorCode, refusal};
 use paramhub_trust::{
-    ANSWER_BYTES, AnswerError, TokenExchange, caller_by_fingerprint, caller_by_token, manager_name,
-    server_name,
+    ANSWER_BYTES, AnswerError, TOKEN_PROTOCOL, TokenExchange, caller_by_fingerprint, caller_by_token,
+    manager_name, server_name,
 };
-use rustls::{ClientConfig, ClientConnection, StreamOwned};
+use rustls::{CertificateError, ClientConfig, ClientConnection, StreamOwned};
 use ureq::unversioned::transport::{
     Buffers, ConnectionDetails, Connector, Either, LazyBuffers, NextTimeout, Transport, TransportAdapter,
 };
@@ -20,13 +20,20 @@ use crate::error::ControlError;
 pub(crate) struct Recognition {
     /// The token with which the manager can be recognised, and its authority learnt.
     token: Option<String>,
+    state: Mutex<RecognitionState>,
+}
+
+#[derive(Default)]
+struct RecognitionState {
     /// The authority that signs the manager's certificates, once it is known.
-    known: Mutex<Option<Known>>,
+    known: Option<KnownAuthority>,
+    /// Whether the manager has shown a certificate of another authority since. Its token then says which it has now.
+    is_doubted: bool,
 }
 
 #[derive(Clone)]
-struct Known {
-    authority: Fingerprint,
+struct KnownAuthority {
+    fingerprint: Fingerprint,
     config: Arc<ClientConfig>,
 }
 
@@ -43,58 +50,111 @@ pub(crate) enum Unrecognised {
     )]
     UnknownToken,
     #[error(
+        "its certificate is of another authority than before, and it does not know the token that was given: another program \
+         answers there, or its authority was replaced and the token revoked"
+    )]
+    AnotherAuthority,
+    #[error(
         "it does not know the token that was given, although it claims to: another program answers there"
     )]
     WrongProof,
+    #[error("it does not know how to recognise callers by a token: another program answers there")]
+    NoExchange,
 }
 
 impl Recognition {
     pub(crate) fn new(token: Option<String>, authority: Option<Fingerprint>) -> Recognition {
-        let known = authority.map(Known::new);
-        Recognition { token, known: Mutex::new(known) }
+        let known = authority.map(KnownAuthority::new);
+        Recognition { token, state: Mutex::new(RecognitionState { known, is_doubted: false }) }
     }
 
-    /// Forgets the authority, if a token can tell it again. Returns whether that is so.
-    pub(crate) fn forget(&self) -> bool {
-        self.token.is_some() && self.lock().take().is_some()
+    /// Doubts that the manager still has the authority that is known, so that the next call asks for it by the
+    /// token. Returns false without a token.
+    pub(crate) fn doubt(&self) -> bool {
+        self.lock().is_doubted = true;
+        self.token.is_some()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Known>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, RecognitionState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes the handshake over a stream, and recognises the manager.
-    fn recognise<S: Read + Write>(&self, mut stream: S) -> Result<StreamOwned<ClientConnection, S>, Error> {
-        let known = self.lock().clone();
-        if let Some(Known { authority, config }) = known {
-            let mut connection =
-                ClientConnection::new(config, server_name(authority)).map_err(Error::other)?;
-            connection.complete_io(&mut stream)?;
-            return Ok(StreamOwned::new(connection, stream));
+    fn recognise<S: Read + Write>(&self, stream: S) -> Result<StreamOwned<ClientConnection, S>, Error> {
+        let (known, is_doubted) = {
+            let state = self.lock();
+            (state.known.clone(), state.is_doubted)
+        };
+        match (known, &self.token) {
+            (Some(known), _) if !is_doubted => by_fingerprint(stream, known),
+            (known, Some(token)) => {
+                let learnt = by_token(stream, token);
+                let mut state = self.lock();
+                state.is_doubted = false;
+                let (stream, authority) = learnt.map_err(|refused| match (known, refused) {
+                    (Some(_), LearnError::Unrecognised(Unrecognised::UnknownToken)) => {
+                        Error::other(Unrecognised::AnotherAuthority)
+                    }
+                    (_, LearnError::Unrecognised(why)) => Error::other(why),
+                    (_, LearnError::Connection(failure)) => failure,
+                })?;
+                state.known = Some(KnownAuthority::new(authority));
+                Ok(stream)
+            }
+            (_, None) => Err(Error::other(Unrecognised::NothingKnown)),
         }
-        let Some(token) = &self.token else { return Err(Error::other(Unrecognised::NothingKnown)) };
-        let mut connection =
-            ClientConnection::new(caller_by_token(), manager_name()).map_err(Error::other)?;
-        connection.complete_io(&mut stream)?;
-        let exchange = TokenExchange::new(&connection, token).map_err(Error::other)?;
-        let mut stream = StreamOwned::new(connection, stream);
-        stream.write_all(&exchange.request())?;
-        let mut answer = [0; ANSWER_BYTES];
-        stream.read_exact(&mut answer)?;
-        let authority = exchange.check(&answer).map_err(|refused| {
-            Error::other(match refused {
-                AnswerError::UnknownToken => Unrecognised::UnknownToken,
-                AnswerError::WrongProof => Unrecognised::WrongProof,
-            })
-        })?;
-        *self.lock() = Some(Known::new(authority));
-        Ok(stream)
     }
 }
 
-impl Known {
-    fn new(authority: Fingerprint) -> Known {
-        Known { authority, config: caller_by_fingerprint(authority) }
+/// Recognises a manager whose authority is known.
+fn by_fingerprint<S: Read + Write>(
+    mut stream: S,
+    known: KnownAuthority,
+) -> Result<StreamOwned<ClientConnection, S>, Error> {
+    let name = server_name(known.fingerprint);
+    let mut connection = ClientConnection::new(known.config, name).map_err(Error::other)?;
+    connection.complete_io(&mut stream)?;
+    Ok(StreamOwned::new(connection, stream))
+}
+
+/// Recognises a manager by a token that it knows, and learns its authority.
+fn by_token<S: Read + Write>(
+    mut stream: S,
+    token: &str,
+) -> Result<(StreamOwned<ClientConnection, S>, Fingerprint), LearnError> {
+    let mut connection = ClientConnection::new(caller_by_token(), manager_name()).map_err(Error::other)?;
+    connection.complete_io(&mut stream)?;
+    if connection.alpn_protocol() != Some(TOKEN_PROTOCOL) {
+        return Err(LearnError::Unrecognised(Unrecognised::NoExchange));
+    }
+    let exchange = TokenExchange::new(&connection, token).map_err(Error::other)?;
+    let mut stream = StreamOwned::new(connection, stream);
+    stream.write_all(&exchange.request())?;
+    let mut answer = [0; ANSWER_BYTES];
+    stream.read_exact(&mut answer)?;
+    let authority = exchange.check(&answer).map_err(|refused| {
+        LearnError::Unrecognised(match refused {
+            AnswerError::UnknownToken => Unrecognised::UnknownToken,
+            AnswerError::WrongProof => Unrecognised::WrongProof,
+        })
+    })?;
+    Ok((stream, authority))
+}
+
+enum LearnError {
+    Connection(Error),
+    Unrecognised(Unrecognised),
+}
+
+impl From<Error> for LearnError {
+    fn from(failure: Error) -> Self {
+        LearnError::Connection(failure)
+    }
+}
+
+impl KnownAuthority {
+    fn new(fingerprint: Fingerprint) -> KnownAuthority {
+        KnownAuthority { fingerprint, config: caller_by_fingerprint(fingerprint) }
     }
 }
 
@@ -189,10 +249,21 @@ pub(crate) fn explain(failure: &Error, url: &str) -> Option<ControlError> {
         None => {}
     }
     match inner(failure)? {
+        rustls::Error::InvalidCertificate(
+            cause @ (CertificateError::ExpiredContext { .. }
+            | CertificateError::Expired
+            | CertificateError::NotValidYetContext { .. }
+            | CertificateError::NotValidYet),
+        ) => {
+            let cause = format!(
+                "its certificate is not valid now ({cause}): compare the clocks of this host and the manager's"
+            );
+            unrecognised(url, cause)
+        }
         rustls::Error::InvalidCertificate(cause) => {
             let cause = format!(
-                "its certificate is not of the authority that the job's secret names ({cause}): another program answers there, \
-                 or the manager's authority was replaced and revoked"
+                "its certificate is not of the authority that is known ({cause}): another program answers there, or the \
+                 manager's authority was replaced and revoked"
             );
             unrecognised(url, cause)
         }

@@ -7,6 +7,7 @@
 mod connection_proof;
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
@@ -38,7 +39,7 @@ pub struct TokenBearer {
 }
 
 /// The record of a token, which the store keeps.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenRecord {
     /// The digits that name the token in its text.
     pub id: String,
@@ -48,12 +49,28 @@ pub struct TokenRecord {
     pub status: TokenStatus,
 }
 
+/// Whoever knows a token's hash can pose as the manager to its bearers, so it stays out of logs.
+impl fmt::Debug for TokenRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TokenRecord")
+            .field("id", &self.id)
+            .field("status", &self.status)
+            .finish_non_exhaustive()
+    }
+}
+
 /// All tokens of a manager.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct Tokens {
     /// The hash of the configured token.
     configured: Option<String>,
     records: BTreeMap<String, TokenRecord>,
+}
+
+impl fmt::Debug for Tokens {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokens").field("records", &self.records).finish_non_exhaustive()
+    }
 }
 
 impl Tokens {

@@ -1,6 +1,7 @@
 //! The manager's own authority, which signs the manager's certificates.
 
 use std::fmt;
+use std::ops::Range;
 use std::time::{Duration, SystemTime};
 
 use paramhub_core::auth::Fingerprint;
@@ -20,13 +21,13 @@ use crate::error::TrustError;
 use crate::names::own_names;
 
 const DAY: Duration = Duration::from_secs(86_400);
-/// How long an authority is valid. Its certificate is in the hands of curl, Prometheus and browsers.
+/// How long an authority is valid. Its certificate is copied to hosts that run curl or Prometheus.
 const AUTHORITY_VALID: Duration = Duration::from_secs(10 * 365 * 86_400);
 /// How long a manager's certificate is valid. It is made anew when [`RENEWAL`] of it is left.
 const CERTIFICATE_VALID: Duration = Duration::from_secs(90 * 86_400);
 /// A certificate with less time left is made anew.
 pub(crate) const RENEWAL: Duration = Duration::from_secs(60 * 86_400);
-/// Certificates are valid from this long before they are made, for hosts whose clocks are late.
+/// Certificates are valid from this long before they are made, for hosts whose clocks are slow.
 const CLOCKS_DIFFER: Duration = DAY;
 
 /// An authority as the manager's store keeps it. The key is secret.
@@ -55,10 +56,10 @@ pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
 }
 
-/// A certificate with its key, and the time until which it is valid.
+/// A certificate with its key, and the times at which it is valid.
 pub(crate) struct Signed {
     pub(crate) key: CertifiedKey,
-    pub(crate) until: SystemTime,
+    pub(crate) valid: Range<SystemTime>,
 }
 
 impl Authority {
@@ -87,10 +88,8 @@ impl Authority {
 
     /// A certificate of a manager that answers under these names, host names or IP addresses, beside its own.
     pub(crate) fn sign(&self, names: &[String], now: SystemTime) -> Result<Signed, TrustError> {
-        for name in names {
-            if ServerName::try_from(name.as_str()).is_err() {
-                return Err(TrustError::Name { name: name.clone() });
-            }
+        if let Some(name) = names.iter().find(|name| !is_name(name)) {
+            return Err(TrustError::Name { name: name.clone() });
         }
         let mut all: Vec<String> = own_names().into();
         all.extend_from_slice(names);
@@ -107,16 +106,21 @@ impl Authority {
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        let until = now + CERTIFICATE_VALID;
-        params.not_before = (now - CLOCKS_DIFFER).into();
-        params.not_after = until.into();
+        let valid = now - CLOCKS_DIFFER..now + CERTIFICATE_VALID;
+        params.not_before = valid.start.into();
+        params.not_after = valid.end.into();
         let certificate = params.signed_by(&key, &self.issuer).map_err(own)?;
         let chain = vec![certificate.der().clone(), self.certificate.clone()];
         let key =
             PrivateKeyDer::try_from(key.serialize_der()).map_err(|cause| TrustError::Own(cause.into()))?;
         let key = any_supported_type(&key).map_err(own)?;
-        Ok(Signed { key: CertifiedKey::new(chain, key), until })
+        Ok(Signed { key: CertifiedKey::new(chain, key), valid })
     }
+}
+
+/// Whether a certificate can have this name: a host's name or an IP address.
+pub fn is_name(name: &str) -> bool {
+    ServerName::try_from(name).is_ok()
 }
 
 fn params(made_at: SystemTime) -> CertificateParams {

@@ -8,7 +8,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 pub enum TrustError {
     /// A file that was given cannot be used.
-    #[error("the certificate cannot be read from {}: {cause}", path.display())]
+    #[error("the certificate or its key cannot be read from {}: {cause}", path.display())]
     File {
         /// The file.
         path: PathBuf,
@@ -31,7 +31,7 @@ pub enum TrustError {
         /// The name.
         name: String,
     },
-    /// A certificate cannot be signed, or a stored one cannot be read.
-    #[error("the manager's own certificate cannot be made: {0}")]
+    /// A certificate cannot be signed, or a stored authority cannot be read.
+    #[error("the manager's own certificates can be neither read nor made: {0}")]
     Own(String),
 }

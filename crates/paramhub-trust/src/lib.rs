@@ -17,7 +17,7 @@ mod server;
 mod tests;
 mod token_exchange;
 
-pub use authority::AuthorityRecord;
+pub use authority::{AuthorityRecord, is_name};
 pub use caller::{caller_by_fingerprint, caller_by_token};
 pub use error::TrustError;
 pub use names::{manager_name, server_name};

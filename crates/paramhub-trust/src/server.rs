@@ -1,6 +1,7 @@
 //! The manager's side: its certificates, and which of them a caller gets.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::SystemTime;
@@ -61,8 +62,7 @@ impl ManagerIdentity {
             .with_no_client_auth()
             .with_cert_resolver(certificates.clone());
         tls.alpn_protocols = vec![b"http/1.1".to_vec(), TOKEN_PROTOCOL.to_vec()];
-        // Connections carry one request, and a caller makes few of them. Without tickets no connection depends
-        // on the keys of another.
+        // Without tickets no connection depends on the keys of another. A handshake costs little beside a call.
         tls.send_tls13_tickets = 0;
         Ok(ManagerIdentity { certificates, tls: Arc::new(tls), names, files })
     }
@@ -108,12 +108,14 @@ impl ManagerIdentity {
     }
 
     /// Signs certificates anew that have little time left, and reads the configured one again if its file has
-    /// changed. Call it now and then.
+    /// changed. Call it every minute or so.
     ///
     /// # Errors
     /// If a certificate cannot be made or read. The former one stays.
     pub fn renew(&self, now: SystemTime) -> Result<(), TrustError> {
-        if self.certificates.read(|known| known.signers.iter().any(|signer| signer.until < now + RENEWAL)) {
+        // This host's clock may have been wrong when they were signed.
+        let is_good = |signer: &Signer| (signer.valid.start..signer.valid.end - RENEWAL).contains(&now);
+        if !self.certificates.read(|known| known.signers.iter().all(is_good)) {
             self.replace_authorities(self.authorities())?;
         }
         let Some(files) = &self.files else { return Ok(()) };
@@ -150,7 +152,7 @@ struct Known {
 struct Signer {
     authority: Authority,
     certificate: Arc<CertifiedKey>,
-    until: SystemTime,
+    valid: Range<SystemTime>,
 }
 
 impl fmt::Debug for Signer {
@@ -219,7 +221,8 @@ impl Configured {
             key: files.key.clone(),
             cause: cause.to_string(),
         };
-        let key = any_supported_type(&key).map_err(unmatched)?;
+        let key = any_supported_type(&key)
+            .map_err(|cause| TrustError::File { path: files.key.clone(), cause: cause.to_string() })?;
         let certificate = CertifiedKey::new(chain, key);
         certificate.keys_match().map_err(unmatched)?;
         Ok(Configured { certificate: Arc::new(certificate), changed_at })
@@ -239,7 +242,7 @@ fn signers(authorities: Vec<AuthorityRecord>, names: &[String]) -> Result<Vec<Si
         .map(|record| {
             let authority = Authority::restore(record)?;
             let signed = authority.sign(names, now)?;
-            Ok(Signer { authority, certificate: Arc::new(signed.key), until: signed.until })
+            Ok(Signer { authority, certificate: Arc::new(signed.key), valid: signed.valid })
         })
         .collect()
 }

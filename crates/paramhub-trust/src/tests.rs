@@ -278,13 +278,17 @@ fn an_older_version_of_tls_is_refused() {
     // A ClientHello of TLS 1.2 as openssl sends it, without the extension that offers newer versions.
     let mut body = vec![3, 3];
     body.extend([7; 32]);
-    body.extend([0, 0, 2, 0xc0, 0x2b, 1, 0, 0, 0]);
+    // The suite ECDHE-ECDSA-AES128-GCM-SHA256; the extensions are the groups, the forms of points, and the signatures.
+    body.extend([0, 0, 2, 0xc0, 0x2b, 1, 0, 0, 22]);
+    body.extend([0, 10, 0, 4, 0, 2, 0, 23, 0, 11, 0, 2, 1, 0, 0, 13, 0, 4, 0, 2, 4, 3]);
     let mut hello = vec![1, 0, 0, body.len() as u8];
     hello.extend(body);
     let mut record = vec![22, 3, 1, 0, hello.len() as u8];
     record.extend(hello);
     server.read_tls(&mut record.as_slice()).unwrap();
-    assert!(server.process_new_packets().is_err());
+    let refused = server.process_new_packets().unwrap_err();
+    let expected = rustls::PeerIncompatible::SupportedVersionsExtensionRequired;
+    assert_eq!(refused, Error::PeerIncompatible(expected));
     let mut alert = Vec::new();
     server.write_tls(&mut alert).unwrap();
     assert_eq!((alert[0], server.is_handshaking()), (21, true));

@@ -47,6 +47,9 @@ impl TokenExchange {
         if answer[0] == 0 {
             return Err(AnswerError::UnknownToken);
         }
+        if answer[0] != 1 {
+            return Err(AnswerError::WrongProof);
+        }
         let (authority, proof) = answer[1..].split_at(32);
         let authority = Fingerprint(authority.try_into().expect("it was split there"));
         let proof = Proof(proof.try_into().expect("the rest has as many"));
