@@ -85,7 +85,7 @@ impl RunningManager {
             IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
             ip => ip,
         };
-        // Over loopback nobody listens.
+        // What goes over loopback does not leave this machine.
         let scheme = if self.registry.needs_tls && !host.is_loopback() { "https" } else { "http" };
         format!("{scheme}://{}", SocketAddr::new(host, self.address.port()))
     }

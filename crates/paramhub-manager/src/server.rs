@@ -35,7 +35,7 @@ use crate::routes::{
 };
 use crate::tls;
 
-/// The time that the head of a request may take.
+/// The time that the first byte, a handshake, and the head of a request may take, each.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time that a client may take to receive its answer. The largest is a hub's plan.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
@@ -89,7 +89,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
 
 /// Serves connections until the manager stops.
 pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>) {
-    let routers = Routers { all: router(registry.clone()), none: refusing_router() };
+    let routers = Routers { all: router(registry.clone()), refusing: refusing_router() };
     let mut accept_warning = AcceptWarning::default();
     loop {
         let accepted = tokio::select! {
@@ -135,7 +135,7 @@ async fn evict_excess(slots: &ConnectionSlots) {
 #[derive(Clone)]
 struct Routers {
     all: Router,
-    none: Router,
+    refusing: Router,
 }
 
 /// Refuses every request because it came in clear.
@@ -157,6 +157,7 @@ async fn serve_connection(
     routers: Routers,
     registry: Arc<Registry>,
 ) {
+    let speaks_http = !registry.needs_tls || peer.to_canonical().is_loopback();
     let mut first = [0];
     tokio::select! {
         peeked = timeout(HEAD_TIMEOUT, stream.peek(&mut first)) => {
@@ -164,7 +165,13 @@ async fn serve_connection(
                 return;
             }
         }
-        () = slot.evicted() => return send_evicted(&stream),
+        () = slot.evicted() => {
+            // A caller over TLS could not read this.
+            if speaks_http {
+                send_evicted(&stream);
+            }
+            return;
+        }
         () = registry.stopped() => return,
     }
     // An answer is written at once. Without this its last bytes could wait for an acknowledgement.
@@ -173,8 +180,7 @@ async fn serve_connection(
     if first[0] == tls::HANDSHAKE {
         return Box::pin(serve_encrypted(stream, &slot, routers.all, &registry)).await;
     }
-    let is_local = peer.to_canonical().is_loopback();
-    let router = if registry.needs_tls && !is_local { routers.none } else { routers.all };
+    let router = if speaks_http { routers.all } else { routers.refusing };
     let stream = MeteredStream::new(stream, slot.clone());
     let evicted = |stream: MeteredStream| send_evicted(&stream.into_stream());
     Box::pin(serve_request(stream, &slot, router, &registry, evicted)).await;

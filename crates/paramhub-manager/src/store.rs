@@ -32,14 +32,16 @@ const CACHE_BYTES: usize = 4 << 20;
 
 const ADVICE_WRITABLE: &str = "Name a directory with --state that this user can write to and whose disk has room, or \
                                leave --state out to keep jobs in memory";
-const ADVICE_CORRUPT: &str =
-    "Move that file away to start with no jobs, or name another directory with --state";
+const ADVICE_CORRUPT: &str = "Move that file away to start with no jobs, tokens and teams and with another authority, or name another directory with \
+     --state";
+const ADVICE_RESTORING: &str = "Another restore may be under way there. Remove the directory `restoring` that an interrupted one has left, or name \
+     another directory with --state";
 const ADVICE_RESTORED: &str =
     "A backup is restored into a directory that has no state: name another with --state";
 const ADVICE_IN_USE: &str =
     "Another connection manager uses it: stop that one, or name another directory with --state";
 
-/// The jobs' records.
+/// The records.
 pub(crate) struct Store {
     path: Option<PathBuf>,
     /// `None` between a failed write and the next one: redb refuses further work after an I/O error until it
@@ -92,6 +94,12 @@ impl Store {
         }
         // A store that is only partly written has another name.
         let unfinished = directory.join("restoring");
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)
+            .and_then(|()| DirBuilder::new().mode(0o700).create(&unfinished))
+            .map_err(|cause| refuse(format!("{}: {cause}", unfinished.display()), ADVICE_RESTORING))?;
         let removed = |cause| {
             let _ = std::fs::remove_dir_all(&unfinished);
             cause

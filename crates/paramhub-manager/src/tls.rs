@@ -4,7 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use paramhub_core::tokens::Tokens;
-use paramhub_trust::{ManagerIdentity, REQUEST_BYTES, TOKEN_PROTOCOL, answer_token};
+use paramhub_trust::{ManagerIdentity, REQUEST_BYTES, TOKEN_PROTOCOL, answer_token, is_name};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -40,8 +40,9 @@ pub(crate) fn machine_names(listen: SocketAddr) -> Vec<String> {
     } else {
         vec![listen.ip()]
     };
-    let host = (!host.is_empty() && host.is_ascii()).then_some(host);
-    let mut names: Vec<String> = host.into_iter().chain(addresses.iter().map(IpAddr::to_string)).collect();
+    // Some hosts have names that no certificate can have, such as `(none)`.
+    let all = std::iter::once(host).chain(addresses.iter().map(IpAddr::to_string));
+    let mut names: Vec<String> = all.filter(|name| is_name(name)).collect();
     names.sort();
     names.dedup();
     names

@@ -5,11 +5,11 @@ use std::sync::{Arc, OnceLock};
 use axum::extract::State;
 use axum::http::{HeaderMap, header};
 use axum::response::IntoResponse;
-use paramhub_core::service::ServiceError;
+use paramhub_core::service::{ErrorCode, ServiceError};
 use utoipa::OpenApi;
 
 use crate::auth::{Admin, Reader};
-use crate::error::Refusal;
+use crate::error::{Refusal, refusal};
 use crate::log::audit;
 use crate::metrics::Detail;
 use crate::openapi::ApiDocument;
@@ -72,7 +72,7 @@ pub(crate) async fn metrics(
     responses(
         (status = 200, description = "The state. Its form is of this release.", body = Object, content_type = "application/json"),
         (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
-        (status = 403, description = "The token has another role.", body = ServiceError),
+        (status = 403, description = "The token has another role, or the manager asks for none.", body = ServiceError),
         (status = 500, description = "The store cannot be read.", body = ServiceError),
     )
 )]
@@ -80,6 +80,11 @@ pub(crate) async fn state(
     Admin(by): Admin,
     State(registry): State<Arc<Registry>>,
 ) -> Result<impl IntoResponse, Refusal> {
+    if by.token.is_none() {
+        let message = "this connection manager admits every caller without a token, and its state has every secret: start it \
+                       with --admin-token-file, or copy its --state directory while it does not run";
+        return Err(refusal(ErrorCode::Forbidden, message).into());
+    }
     let state = registry.backup().await?;
     audit(&by, format_args!("saved the manager's state, with its secrets"));
     Ok(([(header::CONTENT_TYPE, "application/json")], state))

@@ -69,6 +69,24 @@ fn a_saved_state_starts_another_manager() {
     assert_eq!(code(&of(&restored, &reader.token).jobs()), ErrorCode::Unauthorized, "it stays revoked");
 }
 
+/// Without a token every process of the machine is admitted, and the state has every secret.
+#[test]
+fn a_manager_without_a_token_shows_its_state_to_nobody() {
+    let (_manager, client) = start(config());
+    assert_eq!(code(&client.state()), ErrorCode::Forbidden);
+}
+
+#[test]
+fn an_interrupted_restore_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("restoring")).unwrap();
+    let empty = br#"{"paramhub_state": 1, "jobs": [], "tokens": [], "teams": [], "authorities": []}"#;
+    let refused = restore(empty, folder.path()).unwrap_err().to_string();
+    assert!(refused.contains("Remove the directory `restoring`"), "{refused}");
+    std::fs::remove_dir(folder.path().join("restoring")).unwrap();
+    restore(empty, folder.path()).unwrap();
+}
+
 #[test]
 fn what_is_no_backup_is_refused_and_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();

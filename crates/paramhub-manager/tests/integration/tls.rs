@@ -96,8 +96,27 @@ fn the_bearer_of_a_token_learns_a_new_authority_and_a_worker_does_not() {
     before.stop();
     let after = Manager::start(with_token(ManagerConfig { listen: address, ..config() })).unwrap();
     assert_ne!(operator.authority().unwrap().fingerprint, authority);
-    assert_unrecognised(worker.jobs(), "not of the authority");
+    assert_unrecognised(worker.jobs(), "not of the authority that is known");
     after.stop();
+}
+
+/// Who answers in the manager's place and does not know the token is no reason to give up: hubs go on, and recognise
+/// the manager when it is back.
+#[test]
+fn an_impostor_is_not_believed_about_the_token() {
+    let before = Manager::start(with_token(config())).unwrap();
+    let address = before.address();
+    let operator = by_token(&before, TOKEN);
+    assert!(operator.jobs().unwrap().is_empty());
+    before.stop();
+    let other = ManagerConfig { admin_token: Some("another-token".into()), listen: address, ..config() };
+    let impostor = Manager::start(other).unwrap();
+    for _ in 0..2 {
+        assert_unrecognised(operator.jobs(), "its certificate is of another authority than before");
+    }
+    impostor.stop();
+    let _after = Manager::start(with_token(ManagerConfig { listen: address, ..config() })).unwrap();
+    assert!(operator.jobs().unwrap().is_empty());
 }
 
 #[test]
