@@ -22,14 +22,14 @@ pub(super) struct CaFlags {
 
 #[derive(Clone, Default, Subcommand)]
 enum CaCommand {
-    /// Print the certificate in PEM, for curl's --cacert, Prometheus's ca_file and browsers (the default)
+    /// Print the certificate in PEM, for curl's --cacert and Prometheus's ca_file (the default)
     #[default]
     Show,
     /// Make a new authority, whose fingerprint the secrets of new jobs carry. Programs with a token learn it by themselves;
-    /// give curl, Prometheus and browsers the certificate that this prints
+    /// give curl and Prometheus the certificate that this prints
     Rotate {
-        /// Revoke the former authorities: workers of older jobs that have yet to join do not recognise the manager then;
-        /// jobs that run go on
+        /// Revoke the former authorities: workers of older jobs do not recognise the manager then. Those that have yet to join
+        /// fail, and so do jobs without hubs; other jobs that run go on. Without this the last seven are kept
         #[arg(long)]
         revoke_former: bool,
     },

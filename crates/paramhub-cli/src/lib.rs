@@ -139,7 +139,7 @@ enum CliCommand {
     Hubs(hubs::HubsFlags),
     /// Make, list or revoke the tokens that operators, teams and hubs show
     Tokens(tokens::TokensFlags),
-    /// Print or replace the certificate of the authority by which curl, Prometheus and browsers recognise the connection manager
+    /// Print or replace the certificate of the authority by which curl and Prometheus recognise the connection manager
     Ca(ca::CaFlags),
     /// Save what a connection manager keeps to a file, or restore it for another
     State(state::StateFlags),

@@ -210,6 +210,7 @@ mod tests {
     fn the_way_to_a_server_on_loopback_is_loopback() {
         assert!(address_towards("http://127.0.0.1:7770").unwrap().is_loopback());
         assert!(address_towards("127.0.0.1").unwrap().is_loopback());
-        assert!(address_towards("https://127.0.0.1").is_err());
+        assert!(address_towards("https://127.0.0.1").unwrap().is_loopback());
+        assert!(address_towards("ftp://127.0.0.1").is_err());
     }
 }

@@ -164,7 +164,7 @@ fn wrong_values_say_what_would_do() {
         (&["train", "--optimizer", "nesterov", "--momentum", "0"], "momentum"),
         (&["train", "--json", "no/such/folder/out.json"], "there is no folder"),
         (&["run", "-n", "0", "--", "true"], "0 is not in 1..="),
-        (&["jobs", "--hub", "https://somewhere"], "plain http"),
+        (&["jobs", "--hub", "ftp://somewhere"], "neither http nor https"),
         (&["hub", "--cores", "many"], "expected a whole number"),
         (&["run", "--dead-after", "soon", "--", "true"], "expected a number"),
         (&["train", "--resume"], "--checkpoints DIR"),

@@ -83,7 +83,7 @@ fn the_two_directions_of_a_link_are_measured_separately() {
     let anywhere = format!("{}:0", here.address);
     let hub = here_with_token(&["hub", "--listen", &anywhere, "--manager", &anywhere]).start();
     let ready = hub.wait_for("hub ready: ");
-    let url = ready.split_whitespace().find(|word| word.starts_with("http://")).expect("a URL");
+    let url = ready.split_whitespace().find(|word| word.starts_with("https://")).expect("a URL");
     // Rank 1 runs in the other namespace.
     let worker = format!(
         "probe='{PROBE} probe --seconds 3 --json'; [ $RANK = 0 ] && exec $probe; exec {} $probe",

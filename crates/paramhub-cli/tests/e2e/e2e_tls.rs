@@ -33,12 +33,16 @@ fn a_listener_at_the_switch_learns_no_secret_of_a_whole_run() {
     let manager = cluster.start_manager();
     let hub = cluster.start_hub(0);
     hub.wait_for("hub ready: ");
-    let created = cluster.operate_from(1, &["jobs", "create", "watched", "-n", "1", "--json"]);
+    let created = cluster.operate_from(1, &["jobs", "create", "heard", "-n", "2", "--json"]);
     let created: ServiceCreated = serde_json::from_str(&created).unwrap();
     assert!(created.authority.is_some());
-    // Whoever is on another host asks the manager for the same secret again.
-    let exchange = ["--steps", "3", "--elements", "5000"];
-    for worker in cluster.start_job(&["heard", "--hubs", "1"], &exchange) {
+    let worker = |rank: usize| {
+        let program = cluster.host(1 + rank).example("exchange", ["--steps", "3", "--elements", "5000"]);
+        let program = program.env("PARAMHUB_URL", &cluster.url()).env("RANK", &rank.to_string());
+        let program = program.env("PARAMHUB_JOB", &created.namespace.to_string());
+        program.env("PARAMHUB_SECRET", &String::from(created.secret())).start()
+    };
+    for worker in [0, 1].map(worker) {
         worker.finish().expect_code(0);
     }
     drop((hub, manager));
@@ -46,7 +50,7 @@ fn a_listener_at_the_switch_learns_no_secret_of_a_whole_run() {
     assert!(heard.len() > 100_000, "only {} bytes were heard", heard.len());
     assert!(has(&heard, "manager.paramhub.internal"), "the handshakes were heard");
     assert!(!has(&heard, TOKEN), "the admin token was heard");
-    assert!(!has(&heard, &String::from(created.nonce)), "a job's secret was heard");
+    assert!(!has(&heard, &String::from(created.nonce)), "the job's secret was heard");
     for word in ["authorization: Bearer", "\"nonce\"", "\"secrets\"", "\"token\"", "\"proof\""] {
         assert!(!has(&heard, word), "{word} was heard");
     }
@@ -79,7 +83,7 @@ fn a_call_in_clear_is_heard_and_refused_with_what_to_do() {
 
 #[test]
 fn a_manager_with_plain_http_serves_callers_in_clear_and_others() {
-    let Some(cluster) = Cluster::of_hosts(&[HostRole::HUB]) else { return };
+    let Some(cluster) = Cluster::of_hosts(&[HostRole::HUB.with_workers(1)]) else { return };
     let listen = format!("{}:{MANAGER_PORT}", cluster.manager_host.address);
     let manager = cluster.manager_host.paramhub(["manager", "--listen", &listen, "--plain-http"]);
     let manager = manager.env("PARAMHUB_ADMIN_TOKEN", TOKEN).start();
@@ -88,11 +92,16 @@ fn a_manager_with_plain_http_serves_callers_in_clear_and_others() {
     let created = cluster.operate_from(0, &["jobs", "create", "clear", "-n", "1", "--json"]);
     let created: ServiceCreated = serde_json::from_str(&created).unwrap();
     assert!(created.authority.is_none(), "workers are not told to use TLS");
+    // A hub and workers of this release: the hub has a token and calls over TLS, the workers call in clear.
+    let hub = cluster.start_hub(0);
+    hub.wait_for("hub ready: ");
+    for worker in cluster.start_job(&["worked"], &["--steps", "2", "--elements", "100"]) {
+        worker.finish().expect_code(0);
+    }
 }
 
-/// What `paramhub ca` prints is what curl checks the manager by, and a file that it can read.
 #[test]
-fn the_printed_authority_is_the_managers() {
+fn the_printed_authority_is_the_one_that_can_be_replaced() {
     let Some(cluster) = Cluster::of_hosts(&[HostRole::HUB]) else { return };
     let _manager = cluster.start_manager();
     let printed = cluster.operate_from(0, &["ca"]);

@@ -21,8 +21,8 @@ pub struct AuthorityStatus {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ReplaceAuthority {
-    /// Forget the former ones at once. Workers of older jobs that have yet to join then do not recognise the
-    /// manager; jobs that run go on.
+    /// Forget the former ones at once. Workers of older jobs do not recognise the manager then: those that have yet
+    /// to join fail, and so do jobs without hubs, whose ranks renew their leases. Other jobs that run go on.
     #[serde(default)]
     pub revoke_former: bool,
 }
