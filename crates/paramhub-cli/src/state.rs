@@ -1,6 +1,6 @@
 //! `paramhub state`
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -53,8 +53,15 @@ impl StateFlags {
 pub(super) fn state(config: &Config, task: StateTask) -> anyhow::Result<ExitCode> {
     match task.0 {
         StateCommand::Save { file } => {
-            let state = client(config)?.state()?;
-            save(&file, &state).with_context(|| format!("cannot save to {}", file.display()))?;
+            let client = client(config)?;
+            let created = create(&file).with_context(|| format!("cannot save to {}", file.display()))?;
+            let saved = client.state().map_err(anyhow::Error::from).and_then(|state| {
+                write(created, &state).with_context(|| format!("cannot save to {}", file.display()))
+            });
+            if saved.is_err() {
+                let _ = std::fs::remove_file(&file);
+            }
+            saved?;
         }
         StateCommand::Restore { file, state } => {
             let saved = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
@@ -64,12 +71,12 @@ pub(super) fn state(config: &Config, task: StateTask) -> anyhow::Result<ExitCode
     Ok(ExitCode::SUCCESS)
 }
 
-/// Writes a file that only its owner can read, whole or not at all. It must not be there yet.
-fn save(file: &Path, state: &[u8]) -> std::io::Result<()> {
-    let mut created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file)?;
-    let written = created.write_all(state).and_then(|()| created.sync_all());
-    if written.is_err() {
-        let _ = std::fs::remove_file(file);
-    }
-    written
+/// A new file that only its owner can read.
+fn create(file: &Path) -> std::io::Result<File> {
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(file)
+}
+
+fn write(mut file: File, state: &[u8]) -> std::io::Result<()> {
+    file.write_all(state)?;
+    file.sync_all()
 }

@@ -47,6 +47,13 @@ impl Manager {
             .enable_time()
             .build()
             .map_err(ManagerError::System)?;
+        // Strangers can make the manager sign handshakes as fast as it can. Those have a thread of their own, so that
+        // hubs and ranks that have proved something are answered meanwhile.
+        let handshakes = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("manager-tls")
+            .build()
+            .map_err(ManagerError::System)?;
         let listener = {
             let _guard = runtime.enter();
             tokio::net::TcpListener::from_std(listener).map_err(ManagerError::System)?
@@ -57,11 +64,12 @@ impl Manager {
                 let saving = tokio::spawn(serving.clone().save_changes());
                 tokio::spawn(serving.clone().watch_time());
                 tokio::spawn(serving.clone().renew_certificates());
-                serve(listener, serving).await;
+                serve(listener, serving, handshakes.handle().clone()).await;
                 // The last states are worth a short wait, but a disk that hangs must not keep the manager
                 // from stopping.
                 let _ = tokio::time::timeout(STOP_GRACE, saving).await;
             });
+            handshakes.shutdown_background();
             runtime.shutdown_timeout(STOP_GRACE);
         };
         let thread =

@@ -21,8 +21,11 @@ use hyper_util::service::TowerToHyperService;
 use paramhub_core::service::ErrorCode;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
+use tokio_rustls::server::TlsStream;
 
 use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::error::{Refusal, refusal};
@@ -87,9 +90,9 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .with_state(registry)
 }
 
-/// Serves connections until the manager stops.
-pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>) {
-    let routers = Routers { all: router(registry.clone()), refusing: refusing_router() };
+/// Serves connections until the manager stops. Handshakes are computed on `handshakes`.
+pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>, handshakes: Handle) {
+    let server = Server { all: router(registry.clone()), refusing: refusing_router(), handshakes };
     let mut accept_warning = AcceptWarning::default();
     loop {
         let accepted = tokio::select! {
@@ -99,7 +102,7 @@ pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>) {
         match accepted {
             Ok((stream, peer)) => {
                 let slot = Arc::new(registry.slots.accept(peer.ip()));
-                tokio::spawn(serve_connection(stream, peer.ip(), slot, routers.clone(), registry.clone()));
+                tokio::spawn(serve_connection(stream, peer.ip(), slot, server.clone(), registry.clone()));
                 evict_excess(&registry.slots).await;
             }
             Err(cause) => {
@@ -131,11 +134,13 @@ async fn evict_excess(slots: &ConnectionSlots) {
     }
 }
 
-/// The routes for callers, and for those who must use TLS and do not.
+/// What every connection needs.
 #[derive(Clone)]
-struct Routers {
+struct Server {
     all: Router,
+    /// The routes for callers who must use TLS and do not.
     refusing: Router,
+    handshakes: Handle,
 }
 
 /// Refuses every request because it came in clear.
@@ -154,7 +159,7 @@ async fn serve_connection(
     stream: TcpStream,
     peer: IpAddr,
     slot: Arc<ConnectionSlot>,
-    routers: Routers,
+    server: Server,
     registry: Arc<Registry>,
 ) {
     let speaks_http = !registry.needs_tls || peer.to_canonical().is_loopback();
@@ -178,27 +183,45 @@ async fn serve_connection(
     let _ = stream.set_nodelay(true);
     // What follows is boxed, so that it takes no memory before bytes arrive.
     if first[0] == tls::HANDSHAKE {
-        return Box::pin(serve_encrypted(stream, &slot, routers.all, &registry)).await;
+        return Box::pin(serve_encrypted(stream, &slot, server, &registry)).await;
     }
-    let router = if speaks_http { routers.all } else { routers.refusing };
+    let router = if speaks_http { server.all } else { server.refusing };
     let stream = MeteredStream::new(stream, slot.clone());
     let evicted = |stream: MeteredStream| send_evicted(&stream.into_stream());
     Box::pin(serve_request(stream, &slot, router, &registry, evicted)).await;
 }
 
 /// Makes the handshake, and serves the request that follows. An evicted caller only loses its connection.
-async fn serve_encrypted(stream: TcpStream, slot: &Arc<ConnectionSlot>, router: Router, registry: &Registry) {
-    let tokens = registry.tokens();
+async fn serve_encrypted(
+    stream: TcpStream,
+    slot: &Arc<ConnectionSlot>,
+    server: Server,
+    registry: &Arc<Registry>,
+) {
     let stream = MeteredStream::new(stream, slot.clone());
+    let accepting = {
+        let registry = registry.clone();
+        async move { tls::accept(stream, &registry.identity, &registry.tokens()).await }
+    };
+    let mut handshake = Handshake(server.handshakes.spawn(accepting));
     let accepted = tokio::select! {
-        accepted = timeout(HEAD_TIMEOUT, tls::accept(stream, &registry.identity, &tokens)) => accepted,
+        accepted = timeout(HEAD_TIMEOUT, &mut handshake.0) => accepted,
         () = slot.evicted() => return,
         () = registry.stopped() => return,
     };
     // Errors here are the client's: bytes that are no handshake, or came too slowly, or a certificate that it does
     // not take.
-    if let Ok(Ok(stream)) = accepted {
-        serve_request(stream, slot, router, registry, drop).await;
+    if let Ok(Ok(Ok(stream))) = accepted {
+        serve_request(stream, slot, server.all, registry, drop).await;
+    }
+}
+
+/// A handshake that ends when nobody waits for it any more.
+struct Handshake(JoinHandle<std::io::Result<TlsStream<MeteredStream>>>);
+
+impl Drop for Handshake {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

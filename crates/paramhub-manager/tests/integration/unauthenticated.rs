@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 
 use crate::common::*;
 use paramhub_core::service::{ErrorCode, JobState, ServiceError};
-use paramhub_manager::ManagerConfig;
+use paramhub_control::ManagerClient;
+use paramhub_manager::{Manager, ManagerConfig};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use socket2::{Domain, Socket, Type};
 
+const TOKEN: &str = "the-first-token";
 const INIT: &str = "/v1/jobs/00000000000000000000000000000000/init";
 
 /// The bytes of such clients: these first, and then a byte now and then or none.
@@ -125,10 +127,15 @@ fn jobs_are_served_beside(
     new: usize,
 ) {
     let hub_timeout = config.hub_timeout;
-    let (manager, client) = start(config);
+    let manager = Manager::start(ManagerConfig { admin_token: Some(TOKEN.into()), ..config }).unwrap();
+    // Hub, operator and ranks call over TLS, as they do from other machines.
+    let url = format!("https://{}", manager.address());
+    let client = ManagerClient::new(&url, Some(TOKEN.into())).unwrap();
+    let authority = client.authority().unwrap().fingerprint;
+    let worker = ManagerClient::of_worker(&url, Some(authority)).unwrap();
     let hub = Hub::join(&client, crate::common::HubBehaviour::Serve);
     let begin = |name: &str| {
-        let job = Job::create(&client, name, 2);
+        let job = Job { client: worker.clone(), ..Job::create(&client, name, 2) };
         for (rank, connected) in job.all_ranks(0..2, Job::connect).into_iter().enumerate() {
             connected.unwrap_or_else(|refused| panic!("{name}, rank {rank}: {refused}"));
         }
