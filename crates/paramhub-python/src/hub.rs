@@ -23,14 +23,16 @@ pub(crate) struct Hub {
 }
 
 enum HubHandle {
-    Embedded(EmbeddedHub),
+    Embedded(Box<EmbeddedHub>),
     Joined(RunningHub),
 }
 
 impl HubHandle {
     fn start(config: EmbeddedConfig, join: Option<ManagerClient>) -> Result<HubHandle, String> {
         match join {
-            None => EmbeddedHub::start(config).map(HubHandle::Embedded).map_err(|error| error.to_string()),
+            None => EmbeddedHub::start(config)
+                .map(|hub| HubHandle::Embedded(Box::new(hub)))
+                .map_err(|error| error.to_string()),
             Some(manager) => RunningHub::start(manager, config.hub)
                 .map(HubHandle::Joined)
                 .map_err(|error| error.to_string()),

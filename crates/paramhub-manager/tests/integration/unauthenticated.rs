@@ -9,8 +9,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::common::*;
-use paramhub_core::service::{ErrorCode, JobState, ServiceError};
 use paramhub_control::ManagerClient;
+use paramhub_core::service::{ErrorCode, JobState, ServiceError};
 use paramhub_manager::{Manager, ManagerConfig};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use socket2::{Domain, Socket, Type};
