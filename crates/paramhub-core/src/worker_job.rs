@@ -170,18 +170,15 @@ impl<Error> WorkerJob<Error> {
         }
     }
 
-    /// A hub sent the reason why the job failed, or a frame that breaks a rule.
-    ///
-    /// # Errors
-    /// The error with which the job is over. A job that is closing only loses that stream: it reacts to no
-    /// failure any more.
-    pub fn failed(&mut self, error: Error) -> Result<(), Error> {
+    /// A hub sent the reason why the job failed, or a frame that breaks a rule. The other hubs may not know yet:
+    /// one that saw this worker's streams end without a reason would name this worker as the cause. Returns
+    /// `None` in a job that is closing or over, which reacts to no failure any more and only loses that stream.
+    pub fn failed(&mut self, cause: FailureCause<Error>, now: Instant) -> Option<Announcement> {
         match self.phase {
             Phase::Running | Phase::Leaving { .. } | Phase::StreamLost { .. } => {
-                self.phase = Phase::Over;
-                Err(error)
+                Some(self.announce(cause, now))
             }
-            Phase::Closing { .. } | Phase::Over => Ok(()),
+            Phase::Closing { .. } | Phase::Over => None,
         }
     }
 

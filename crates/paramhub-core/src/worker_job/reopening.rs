@@ -11,15 +11,13 @@ use crate::resuming::SILENT;
 pub enum Reopening<Stream, Error> {
     /// There is a new stream.
     Opened(Stream),
-    /// The hub said that the job has ended, for this reason.
-    JobEnded(Error),
-    /// No path led there.
+    /// No path led there, or the hub said that the job has ended.
     Failed(FailureCause<Error>),
 }
 
 /// What becomes of a stream that was to be opened again, and of its job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Consequence<Stream, Error> {
+pub enum Consequence<Stream> {
     /// Nothing.
     Ignore,
     /// The stream counts as closed.
@@ -31,8 +29,6 @@ pub enum Consequence<Stream, Error> {
         /// Whether the Leave message is sent again, on the new stream.
         leaves: bool,
     },
-    /// The job is over, for the reason that the hub gave.
-    Fail(Error),
     /// The worker gives the job up, and says so on its other streams.
     Announce(Announcement),
 }
@@ -61,7 +57,7 @@ impl<Error> WorkerJob<Error> {
         reopening: Reopening<Stream, Error>,
         is_closed: bool,
         now: Instant,
-    ) -> Consequence<Stream, Error> {
+    ) -> Consequence<Stream> {
         let is_closing = self.is_closing();
         if is_closed || !self.may_resume() {
             return if is_closing { Consequence::Close } else { Consequence::Ignore };
@@ -69,11 +65,7 @@ impl<Error> WorkerJob<Error> {
         match reopening {
             Reopening::Opened(stream) => Consequence::Replace { stream, leaves: is_closing },
             // All requests have been answered; this worker no longer reacts to a failure of the job.
-            Reopening::JobEnded(_) | Reopening::Failed(_) if is_closing => Consequence::Close,
-            Reopening::JobEnded(error) => {
-                self.phase = Phase::Over;
-                Consequence::Fail(error)
-            }
+            Reopening::Failed(_) if is_closing => Consequence::Close,
             Reopening::Failed(cause) => Consequence::Announce(self.announce(cause, now)),
         }
     }

@@ -205,13 +205,14 @@ fn the_loss_of_a_stream_counts_before_the_job_closes_and_the_first_counts() {
 #[test]
 fn the_reason_of_a_hub_ends_a_job_that_is_not_closing_and_replaces_the_loss_of_a_stream() {
     let failed = in_each_phase(false, |mut case| {
-        let failed = case.job.failed("reason");
-        (failed, end(&mut case, BUSY).len(), case.job.commands_taken())
+        let announced = case.job.failed(loss("reason"), case.since);
+        (announced, end(&mut case, BUSY), case.job.commands_taken())
     });
-    for (name, (result, outputs, commands)) in failed {
+    for (name, (announced, ends, commands)) in failed {
         let counts = ["running", "leaving", "stream lost"].contains(&name);
-        assert_eq!(result, if counts { Err("reason") } else { Ok(()) }, "{name}");
-        assert_eq!(outputs, usize::from(!counts), "{name} ends once");
+        assert_eq!(announced, counts.then(|| announcement(loss("reason"))), "{name}");
+        let is_the_reason = ends == [(FINAL_MESSAGE_TIMEOUT, Output::Over(Err("reason")))];
+        assert_eq!((ends.len(), is_the_reason), (1, counts), "{name} ends once");
         assert_eq!(commands, CommandsTaken::None, "{name}");
     }
 }
@@ -237,17 +238,15 @@ fn a_job_is_given_up_while_it_runs_or_leaves() {
 
 #[test]
 fn what_becomes_of_a_stream_that_was_to_be_opened_again() {
-    let reopenings =
-        || [Reopening::Opened(7), Reopening::JobEnded("ended"), Reopening::Failed(cause("cut off"))];
+    let reopenings = || [Reopening::Opened(7), Reopening::Failed(cause("cut off"))];
     let after = |resumes, is_closed| {
         in_each_phase(resumes, |case| case.name).map(|(name, _)| {
             let consequences = reopenings().map(|reopening| {
                 let mut case = cases(resumes).into_iter().find(|case| case.name == name).unwrap();
                 let consequence = case.job.reopened(reopening, is_closed, case.since);
-                let goes_on = !matches!(consequence, Consequence::Fail(_) | Consequence::Announce(_));
+                let goes_on = !matches!(consequence, Consequence::Announce(_));
                 let last = end(&mut case, BUSY).pop().map(|(_, output)| output);
                 match &consequence {
-                    Consequence::Fail(_) => assert_eq!(last, None, "{name} is over"),
                     Consequence::Announce(_) => assert_eq!(last, Some(Output::Over(Err("cut off")))),
                     _ => assert!(goes_on && last != Some(Output::Over(Err("cut off"))), "{name}"),
                 }
@@ -256,23 +255,22 @@ fn what_becomes_of_a_stream_that_was_to_be_opened_again() {
             (name, consequences)
         })
     };
-    use Consequence::{Announce, Close, Fail, Ignore, Replace};
-    let serving =
-        [Replace { stream: 7, leaves: false }, Fail("ended"), Announce(announcement(cause("cut off")))];
+    use Consequence::{Announce, Close, Ignore, Replace};
+    let serving = [Replace { stream: 7, leaves: false }, Announce(announcement(cause("cut off")))];
     let expected = [
         ("running", serving.clone()),
         ("leaving", serving),
         // The reason may still come.
-        ("stream lost", [Ignore, Ignore, Ignore]),
+        ("stream lost", [Ignore, Ignore]),
         // The worker sends its Leave message again, and no longer reacts to a failure of the job.
-        ("left", [Replace { stream: 7, leaves: true }, Close, Close]),
-        ("left early", [Close, Close, Close]),
-        ("failing", [Close, Close, Close]),
+        ("left", [Replace { stream: 7, leaves: true }, Close]),
+        ("left early", [Close, Close]),
+        ("failing", [Close, Close]),
     ];
     assert_eq!(after(true, false), expected);
     for (name, consequences) in after(true, true).into_iter().chain(after(false, false)) {
         let is_closing = ["left", "left early", "failing"].contains(&name);
-        let expected = if is_closing { [Close, Close, Close] } else { [Ignore, Ignore, Ignore] };
+        let expected = if is_closing { [Close, Close] } else { [Ignore, Ignore] };
         assert_eq!(consequences, expected, "{name}");
     }
 }
@@ -281,10 +279,11 @@ fn what_becomes_of_a_stream_that_was_to_be_opened_again() {
 fn nothing_happens_to_a_job_that_is_over() {
     let now = Instant::now();
     let mut job: WorkerJob<Error> = WorkerJob::new(true);
-    assert_eq!(job.failed("reason"), Err("reason"));
+    assert!(job.failed(cause("reason"), now).is_some());
+    assert_eq!(job.check_time(now, &CLOSED), Some(Output::Over(Err("reason"))));
     job.leave(now);
     job.stream_lost(loss("lost"), now);
-    assert_eq!((job.failed("second"), job.give_up(cause("third"), now)), (Ok(()), None));
+    assert_eq!((job.failed(cause("second"), now), job.give_up(cause("third"), now)), (None, None));
     assert_eq!(job.reopened(Reopening::Opened(()), false, now), Consequence::Ignore);
     for situation in [BUSY, IDLE, CLOSED] {
         assert_eq!((job.check_time(now, &situation), job.deadline()), (None, None));

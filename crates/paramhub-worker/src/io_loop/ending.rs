@@ -90,15 +90,34 @@ impl IoLoop {
         now: Instant,
     ) -> Result<(), WorkerError> {
         let (who, hub) = (self.in_flight.shared.who.clone(), Arc::clone(&self.lanes[index].hub));
-        self.job.failed(match fault {
+        let cause = match fault {
             FrameFault::Callback(message) => return Err(WorkerError::Callback { who, message }),
-            FrameFault::Failure(failure) => {
-                let message = failure.message.into();
-                WorkerError::Failed { who, hub, culprit: failure.rank, message }
+            FrameFault::Failure(Failure { rank, message }) => self.ended_by_hub(hub, rank, message.into()),
+            FrameFault::Protocol(reason) => {
+                let message = format!("the hub at {hub} broke the protocol: {reason}");
+                let lost_hub = Some(Arc::clone(&hub));
+                let error = WorkerError::Protocol { who, hub, reason: reason.into() };
+                self.cause(error, message, lost_hub)
             }
-            FrameFault::Protocol(reason) => WorkerError::Protocol { who, hub, reason: reason.into() },
-        })?;
-        self.end_lane(index, "the job was left", now)
+        };
+        match self.job.failed(cause, now) {
+            Some(announcement) => self.announce(announcement, now),
+            None => self.end_lane(index, "the job was left", now)?,
+        }
+        Ok(())
+    }
+
+    /// The cause of a failure that a hub has reported.
+    pub(super) fn ended_by_hub(
+        &self,
+        hub: Arc<str>,
+        culprit: Option<u32>,
+        message: Arc<str>,
+    ) -> FailureCause<WorkerError> {
+        let who = self.in_flight.shared.who.clone();
+        let announced = format!("the hub at {hub} ended the job: {message}");
+        let error = WorkerError::Failed { who, hub: Arc::clone(&hub), culprit, message };
+        self.cause(error, announced, Some(hub))
     }
 
     /// The cause of a failure that this worker announces under its rank.

@@ -114,8 +114,8 @@ impl IoLoop {
     ) -> Result<(), WorkerError> {
         let reopening = match outcome {
             Ok(resumed) => Reopening::Opened(resumed),
-            Err(WorkerError::Refused { refusal: Refusal::JobEnded, who, hub, message }) => {
-                Reopening::JobEnded(WorkerError::Failed { who, hub, culprit: None, message })
+            Err(WorkerError::Refused { refusal: Refusal::JobEnded, hub, message, .. }) => {
+                Reopening::Failed(self.ended_by_hub(hub, None, message))
             }
             Err(error) => Reopening::Failed(self.cut_off(error)),
         };
@@ -123,7 +123,6 @@ impl IoLoop {
             Consequence::Ignore => {}
             Consequence::Close => self.lanes[index].close(),
             Consequence::Replace { stream, leaves } => self.replace_stream(index, *stream, leaves, now)?,
-            Consequence::Fail(error) => return Err(error),
             Consequence::Announce(announcement) => self.announce(announcement, now),
         }
         Ok(())

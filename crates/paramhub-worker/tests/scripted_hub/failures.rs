@@ -1,6 +1,7 @@
 use std::time::{Duration, Instant};
 
 use paramhub_core::codec::Codec;
+use paramhub_core::scheme::Roster;
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
@@ -65,6 +66,35 @@ fn a_reason_on_one_stream_counts_more_than_the_end_of_another() {
     std::thread::sleep(Duration::from_millis(50));
     let failure = Failure { rank: Some(0), message: "rank 0 was killed".into() };
     peers[0].send_frame(Header::bare(Operation::Failure), &failure.encode());
+    assert_failed(&job, handle, |error| error.culprit() == Some(0));
+}
+
+#[test]
+fn a_hubs_reason_goes_on_to_the_hubs_that_do_not_know_it() {
+    let hubs = [Hub::new(1), Hub::new(1)];
+    let mut job_config = hubs[0].job_config(1, settings(&[2 * CHUNK as u64, 4]));
+    job_config.hubs.extend(hubs[1].job_config(1, settings(&[4])).hubs);
+    job_config.roster = Roster::beside_workers(2, &job_config.hubs);
+    let (job, [mut first, mut second]) = std::thread::scope(|scope| {
+        let job = scope.spawn(|| job_config.open(Options::default()));
+        let peers = hubs.each_ref().map(Hub::accept);
+        (job.join().unwrap().unwrap(), peers)
+    });
+    let handle = ask(&job, 2 * CHUNK);
+    second.request().unwrap();
+    let failure = Failure { rank: Some(0), message: "rank 0 was lost: the connection was reset".into() };
+    first.send_frame(Header::bare(Operation::Failure), &failure.encode());
+    // The worker waits for this hub to read that.
+    let announced = loop {
+        let (header, payload) = second.request().expect("the stream has a reason before its end");
+        if header.operation == Operation::Failure {
+            break Failure::decode(&payload).unwrap();
+        }
+    };
+    assert_eq!(announced.rank, Some(1));
+    let heard = format!("the hub at {} ended the job: rank 0 was lost", hubs[0].address);
+    assert!(announced.message.starts_with(&heard), "{}", announced.message);
+    second.hang_up();
     assert_failed(&job, handle, |error| error.culprit() == Some(0));
 }
 

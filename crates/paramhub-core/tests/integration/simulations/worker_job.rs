@@ -215,11 +215,12 @@ impl Simulation {
         if !self.streams[index].may_receive() {
             return;
         }
-        let error = self.error(Error::Reason);
-        self.expect_over(&error);
-        match self.job.failed(error) {
-            Err(error) => self.over(Err(error)),
-            Ok(()) => self.end_stream(index),
+        let hub = Arc::clone(&self.streams[index].hub);
+        let cause = self.cause(Error::Reason, Some(hub));
+        self.expect_reason(&cause);
+        match self.job.failed(cause, self.now) {
+            Some(announcement) => self.announce(announcement),
+            None => self.end_stream(index),
         }
     }
 
@@ -254,9 +255,10 @@ impl Simulation {
         let reopening = match attempt {
             Attempt::Opens => Reopening::Opened(()),
             Attempt::FindsJobEnded => {
-                let error = self.error(Error::Reason);
-                self.expect_ended(&error);
-                Reopening::JobEnded(error)
+                let hub = Arc::clone(&self.streams[index].hub);
+                let cause = self.cause(Error::Reason, Some(hub));
+                self.expect_announced(&cause);
+                Reopening::Failed(cause)
             }
             Attempt::Fails => {
                 let cause = self.cause(Error::CutOff, None);
@@ -279,7 +281,6 @@ impl Simulation {
                 queue.extend(leaves.then_some(Frame::Leave));
                 self.send(index);
             }
-            Consequence::Fail(error) => self.over(Err(error)),
             Consequence::Announce(announcement) => self.announce(announcement),
         }
     }

@@ -17,8 +17,6 @@ pub(super) enum Expected {
     Lost { cause: FailureCause<Error>, until: Instant },
     /// With this outcome, when all streams are closed, or then. The worker announces this, or leaves.
     End { outcome: Result<(), Error>, announcement: Option<Announcement>, until: Instant },
-    /// With this error, at once.
-    Now(Error),
 }
 
 impl Simulation {
@@ -50,16 +48,9 @@ impl Simulation {
     }
 
     /// A hub sent the reason why the job is over.
-    pub(super) fn expect_over(&mut self, error: &Error) {
+    pub(super) fn expect_reason(&mut self, cause: &FailureCause<Error>) {
         if matches!(self.expected, Expected::Nothing | Expected::Lost { .. }) {
-            self.expected = Expected::Now(error.clone());
-        }
-    }
-
-    /// A hub refused a stream that was opened again, with the reason why the job is over.
-    pub(super) fn expect_ended(&mut self, error: &Error) {
-        if self.is_serving() {
-            self.expected = Expected::Now(error.clone());
+            self.expect_announcement(cause.clone());
         }
     }
 
@@ -78,7 +69,7 @@ impl Simulation {
             Expected::Lost { cause, until } if self.now >= until || self.are_streams_closed() => {
                 self.expect_announcement(cause);
             }
-            Expected::Lost { .. } | Expected::End { .. } | Expected::Now(_) => {}
+            Expected::Lost { .. } | Expected::End { .. } => {}
         }
     }
 
@@ -108,7 +99,6 @@ impl Simulation {
     /// message.
     pub(super) fn over(&mut self, outcome: Result<(), Error>) {
         match &self.expected {
-            Expected::Now(error) => assert_eq!(outcome, Err(error.clone())),
             Expected::End { outcome: expected, announcement, until } => {
                 let last = if announcement.is_some() { Frame::Reason } else { Frame::Leave };
                 assert_eq!(outcome, *expected);
@@ -132,7 +122,6 @@ impl Simulation {
                 false
             }
             Expected::End { until, .. } => self.now >= *until || self.are_streams_closed(),
-            Expected::Now(_) => true,
         };
         assert_eq!(self.outcome.is_some(), is_over, "expected is {:?}", self.expected);
         let has_received = |frame| self.streams.iter().any(|stream| stream.last == Some(frame));
@@ -144,7 +133,8 @@ impl Simulation {
         assert_eq!(self.job.deadline(), None);
         let cause = self.cause(Error::GaveUp, None);
         self.job.stream_lost(cause.clone(), self.now);
-        assert_eq!((self.job.failed(Error::LeftEarly), self.job.give_up(cause, self.now)), (Ok(()), None));
+        assert_eq!(self.job.failed(cause.clone(), self.now), None);
+        assert_eq!(self.job.give_up(cause, self.now), None);
         assert_eq!(self.job.check_time(self.now, &self.situation()), None);
     }
 }
