@@ -383,19 +383,20 @@ impl SlotsState {
     }
 
     /// Evicts an unauthenticated connection that is old enough at `now`: the oldest of the address with the
-    /// most of them. Returns `false` if there is none.
+    /// most of them, and of no other address while that one's are all too young, since its own newer connections
+    /// would drive the others out. Returns `false` if there is none.
     fn evict_oldest(&mut self, now: Instant) -> bool {
         let may_be_evicted = |number: &&u64| {
             let connection = &self.unauthenticated[*number];
             !connection.busy && now.saturating_duration_since(connection.since) >= MIN_AGE
         };
-        let oldest = self.by_peer.values().filter_map(|numbers| {
-            let oldest = *numbers.iter().find(may_be_evicted)?;
-            Some((numbers.len(), std::cmp::Reverse(oldest)))
-        });
-        let Some((_, std::cmp::Reverse(oldest))) = oldest.max() else { return false };
-        self.evict(oldest);
-        true
+        let most = self.by_peer.values().map(BTreeSet::len).max();
+        let busiest = self.by_peer.values().filter(|numbers| Some(numbers.len()) == most);
+        let oldest = busiest.filter_map(|numbers| numbers.iter().find(may_be_evicted)).min().copied();
+        if let Some(oldest) = oldest {
+            self.evict(oldest);
+        }
+        oldest.is_some()
     }
 
     fn evict(&mut self, number: u64) {

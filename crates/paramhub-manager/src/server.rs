@@ -170,13 +170,8 @@ async fn serve_connection(
                 return;
             }
         }
-        () = slot.evicted() => {
-            // A caller over TLS could not read this.
-            if speaks_http {
-                send_evicted(&stream);
-            }
-            return;
-        }
+        // Nobody knows yet whether the caller would read an answer in clear or inside TLS.
+        () = slot.evicted() => return,
         () = registry.stopped() => return,
     }
     // An answer is written at once. Without this its last bytes could wait for an acknowledgement.

@@ -36,6 +36,18 @@ async fn the_address_with_most_unauthenticated_connections_makes_room_with_its_o
 }
 
 #[test]
+fn an_old_connection_makes_no_room_for_the_young_ones_of_a_busier_address() {
+    let slots = ConnectionSlots::new(8, 8);
+    let lone = slots.accept(address(1));
+    age(&slots);
+    let crowd: Vec<ConnectionSlot> = (0..8).map(|_| slots.accept(address(2))).collect();
+    assert!(!slots.evict_excess(), "the crowd has only just come");
+    age(&slots);
+    assert!(slots.evict_excess());
+    assert!(is_evicted(&crowd[0]) && !is_evicted(&lone));
+}
+
+#[test]
 fn addresses_of_one_network_of_ipv6_count_as_one() {
     let here: IpAddr = "2001:db8::1".parse().unwrap();
     let there: IpAddr = "2001:db8::ffff:1".parse().unwrap();
