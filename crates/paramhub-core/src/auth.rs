@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 
 pub use job_secret::JobSecret;
-pub use stream_secrets::{Epoch, EpochSecret, StreamSecret};
+pub use stream_secrets::{ChannelBinding, Epoch, EpochSecret, StreamSecret};
 
 /// Names a job everywhere: 128 random bits, written as 32 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

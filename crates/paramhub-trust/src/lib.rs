@@ -13,6 +13,7 @@ mod caller;
 mod error;
 mod names;
 mod server;
+mod stream;
 #[cfg(test)]
 mod tests;
 mod token_exchange;
@@ -22,6 +23,7 @@ pub use caller::{caller_by_fingerprint, caller_by_token};
 pub use error::TrustError;
 pub use names::{manager_name, server_name};
 pub use server::{AUTHORITIES_MAX, CertificateFiles, ManagerIdentity};
+pub use stream::{Cipher, StreamKeys, StreamListener, StreamTls, TLS_HANDSHAKE};
 pub use token_exchange::{
     ANSWER_BYTES, AnswerError, REQUEST_BYTES, TOKEN_PROTOCOL, TokenExchange, answer_token,
 };

@@ -28,6 +28,11 @@ pub struct EpochSecret(pub [u8; 32]);
 #[serde(try_from = "String", into = "String")]
 pub struct StreamSecret(pub [u8; 32]);
 
+/// A number that both ends of an encrypted connection know and that no other connection has: what is proved with it
+/// holds for this connection alone (RFC 5056).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChannelBinding(pub [u8; 32]);
+
 impl EpochSecret {
     /// The secret of a rank, for its streams to hubs and its calls to the manager.
     pub fn of_rank(&self, rank: u32) -> StreamSecret {
@@ -66,6 +71,12 @@ impl StreamSecret {
         incarnation: Incarnation,
     ) -> Proof {
         self.prove(purpose, &[&namespace.0, &rank.to_le_bytes(), &incarnation.0])
+    }
+
+    /// The secret for the proofs on an encrypted connection.
+    #[must_use]
+    pub fn bound_to(&self, channel: &ChannelBinding) -> StreamSecret {
+        StreamSecret(self.prove(Purpose::Derive, &[b"channel binding", &channel.0]).0)
     }
 
     /// A secret for one use between the ends that know this one. Each use has its own label.
