@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ def create_job(
     progress_timeout: float | None = None,
     checkpoint_every: str | None = None,
     resume: str | None = None,
+    encrypt: bool | None = None,
 ) -> JobTicket:
     """Creates a job of ``workers`` ranks at the connection manager at ``url``.
 
@@ -66,6 +68,9 @@ def create_job(
     ``checkpoint_every`` is how often the hubs write a checkpoint: ``"1000"`` steps, or ``"30s"``. The hubs must be started with
     a folder for checkpoints. With ``resume`` the job starts from a checkpoint of an earlier job of the same name: ``"latest"``,
     or the number of its step.
+
+    With ``encrypt`` the streams between hosts are encrypted: those of workers to hubs, and of hubs to one another. By default
+    they are if ``PARAMHUB_ENCRYPT`` is 1, or if a hub of the job demands it.
     """
     options = {
         "rendezvous_timeout_s": rendezvous_timeout,
@@ -82,6 +87,7 @@ def create_job(
         "checkpoint_every": checkpoint_every,
         "resume": resume,
         "progress_timeout_s": progress_timeout,
+        "encrypt": (os.environ.get("PARAMHUB_ENCRYPT") == "1" if encrypt is None else encrypt) or None,
     }
     options |= {option: wish for option, wish in wishes.items() if wish is not None}
     url_for_workers, namespace, secret = _native.create_job(

@@ -58,6 +58,21 @@ def test_a_rank_is_one_process_s(hub: paramhub.Hub) -> None:
         paramhub.connect(*ticket, 0)
 
 
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_an_encrypted_job_has_the_right_numbers(
+    hub: paramhub.Hub, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    if by == "environment":
+        monkeypatch.setenv("PARAMHUB_ENCRYPT", "1")
+    ticket = new_job(hub, 1, **({"encrypt": True} if by == "argument" else {}))
+    with paramhub.connect(*ticket, 0, transport="tcp") as job:
+        gradient = numpy.arange(100_000, dtype=numpy.float32)
+        mean = numpy.zeros_like(gradient)
+        job.init({"w": gradient})
+        job.push_pull("w", gradient, mean).wait(TIMEOUT)
+        assert (mean == gradient).all()
+
+
 WRONG = {
     "the URL's scheme": ({"url": "ftp://127.0.0.1"}, paramhub.ConnectError, "neither http nor https"),
     "no manager there": (

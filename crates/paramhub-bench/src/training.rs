@@ -63,6 +63,7 @@ pub struct TrainSection {
     pub deployment: Option<Deployment>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
+    pub encrypt: bool,
     #[serde(with = "text")]
     pub on_interface_down: OnInterfaceDown,
     pub stragglers: Stragglers,
@@ -110,6 +111,7 @@ impl Default for TrainSection {
             reproducible: false,
             consistency: Consistency::Synchronous,
             reduction: Reduction::Auto,
+            encrypt: false,
             on_interface_down: OnInterfaceDown::Fail,
             deployment: None,
             hubs: None,

@@ -68,6 +68,7 @@ pub(crate) struct HubSection {
     pub(crate) cores: Option<usize>,
     pub(crate) streams: usize,
     pub(crate) shared_memory: bool,
+    pub(crate) encrypt: bool,
     pub(crate) spin_us: u32,
     pub(crate) pin: Pin,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -134,6 +135,7 @@ pub(crate) struct RunSection {
     pub(crate) reduction: Reduction,
     #[serde(with = "text")]
     pub(crate) optimize_at: OptimizeAt,
+    pub(crate) encrypt: bool,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
     pub(crate) stragglers: Stragglers,
@@ -169,6 +171,7 @@ impl Default for HubSection {
             cores: None,
             streams: 1,
             shared_memory: true,
+            encrypt: false,
             spin_us: 0,
             pin: Pin::Auto,
             memory: None,
@@ -265,6 +268,7 @@ impl Default for RunSection {
             dead_after_s,
             reduction,
             optimize_at,
+            encrypt: false,
             on_interface_down,
             stragglers,
             progress_timeout_s: None,

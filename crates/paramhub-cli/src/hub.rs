@@ -79,6 +79,16 @@ pub(super) struct HubFlags {
         env = "PARAMHUB_HUB_NO_SHARED_MEMORY"
     )]
     no_shared_memory: Option<bool>,
+    /// Encrypt the streams of every job between hosts: those in clear are refused [default: false]
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL",
+        env = "PARAMHUB_HUB_ENCRYPT"
+    )]
+    encrypt: Option<bool>,
     /// Microseconds a core looks for work before it sleeps [default: 0]
     #[arg(long, value_name = "US", env = "PARAMHUB_HUB_SPIN_US")]
     spin_us: Option<u32>,
@@ -140,7 +150,7 @@ impl HubFlags {
         overlay!(self.tls => config.hub; plain_http, tls_names; tls_certificate, tls_key);
         overlay!(
             self => config.hub;
-            interface_rates, advertise, host_only, streams, spin_us, pin, manager, checkpoint_keep;
+            interface_rates, advertise, host_only, encrypt, streams, spin_us, pin, manager, checkpoint_keep;
             listen, interfaces, rack, core_rate, cores, memory, job_memory, job_streams, job_share, join, state, checkpoints
         );
     }
@@ -207,6 +217,7 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
         cores: section.effective_cores(),
         streams: section.streams,
         shared_memory: section.shared_memory,
+        encrypt: section.encrypt,
         spin: Duration::from_micros(section.spin_us.into()),
         pin: section.is_pinned(),
         memory_bytes: section.memory.map(|bytes| bytes.0),

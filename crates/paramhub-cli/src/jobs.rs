@@ -145,6 +145,15 @@ struct CreateFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE")]
     optimize_at: Option<OptimizeAt>,
+    /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL"
+    )]
+    encrypt: Option<bool>,
     /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT")]
     on_interface_down: Option<OnInterfaceDown>,
@@ -174,6 +183,7 @@ impl CreateFlags {
             reduction: self.reduction.unwrap_or(default.reduction),
             optimize_at: self.optimize_at.unwrap_or(default.optimize_at),
             hubs: self.hubs,
+            encrypt: self.encrypt.unwrap_or(default.encrypt),
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             weight: self.weight.unwrap_or(default.weight),
             stragglers: self.stragglers.unwrap_or(default.stragglers),

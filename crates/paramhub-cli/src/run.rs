@@ -70,6 +70,16 @@ pub(super) struct RunFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", env = "PARAMHUB_RUN_OPTIMIZE_AT")]
     optimize_at: Option<OptimizeAt>,
+    /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL",
+        env = "PARAMHUB_RUN_ENCRYPT"
+    )]
+    encrypt: Option<bool>,
     /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
@@ -122,7 +132,7 @@ impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
         overlay!(self => config.run;
-            workers, cores, reduction, optimize_at, on_interface_down, stragglers, hosts, master_port;
+            workers, cores, reduction, optimize_at, encrypt, on_interface_down, stragglers, hosts, master_port;
             name, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
@@ -189,6 +199,10 @@ fn commands(
         command.args(arguments);
         if let Some((address, port)) = &master {
             command.env("MASTER_ADDR", address).env("MASTER_PORT", port.to_string());
+        }
+        if section.encrypt {
+            // For jobs that the ranks create, and for connections among them.
+            command.env("PARAMHUB_ENCRYPT", "1");
         }
         if let Some(rack) = &environment.rack {
             command.env("PARAMHUB_RACK", rack);

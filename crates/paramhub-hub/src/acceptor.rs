@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 
 use paramhub_transport::handshakes::{ACCEPTS_PER_TURN, PendingHandshakes};
 use paramhub_transport::{Events, Interest, Poller, Waker};
+use paramhub_trust::StreamListener;
 use tracing::{debug, warn};
 
-use crate::core::{CoreCommand, CoreHandle};
+use crate::core::{AcceptedStream, Carrier, CoreCommand, CoreHandle};
 use crate::directory::Directory;
 use pending::{ConnectionOrigin, HandshakeStep, PendingConnection};
 
@@ -43,6 +44,8 @@ pub(crate) struct Acceptor {
     /// How many copies of each of them the hub's shape lists, side by side.
     copies: u16,
     handshakes: PendingHandshakes<PendingConnection>,
+    /// Makes the keys of encrypted streams.
+    tls: StreamListener,
     next_token: u64,
     warnings: RateLimitedWarnings,
     directory: Arc<Directory>,
@@ -94,6 +97,7 @@ impl Acceptor {
             local,
             copies,
             handshakes: PendingHandshakes::new(places as usize),
+            tls: StreamListener::new().map_err(io::Error::other)?,
             next_token: local_token + 1,
             warnings: RateLimitedWarnings::default(),
             directory,
@@ -174,7 +178,7 @@ impl Acceptor {
 
     fn advance(&mut self, token: u64) {
         let Some(connection) = self.handshakes.get_mut(token) else { return };
-        match connection.advance(&self.directory, &mut self.warnings) {
+        match connection.advance(&self.directory, &self.tls, &mut self.warnings) {
             Ok(HandshakeStep::Wait) => {
                 let interest = if connection.has_sent_all() { Interest::READABLE } else { Interest::BOTH };
                 if self.poller.modify(&connection.socket, token, interest).is_err() {
@@ -188,17 +192,11 @@ impl Acceptor {
                 if let Some(connection) = self.remove(token) {
                     let core = &self.cores[usize::from(hello.core)];
                     let (namespace, route, port) = (hello.namespace, admitted.route, admitted.port);
-                    let (socket, memory) = (connection.socket, admitted.memory);
+                    let keys = connection.keys();
+                    let carrier = admitted.memory.map_or(Carrier::Tcp(keys), Carrier::Memory);
+                    let stream = AcceptedStream { socket: connection.socket, carrier };
                     let (attempt, resumed_by) = (admitted.attempt, admitted.resumed_by);
-                    core.send(CoreCommand::Adopt {
-                        namespace,
-                        route,
-                        port,
-                        socket,
-                        memory,
-                        attempt,
-                        resumed_by,
-                    });
+                    core.send(CoreCommand::Adopt { namespace, route, port, stream, attempt, resumed_by });
                 }
             }
             Ok(HandshakeStep::Probe(probe)) => {

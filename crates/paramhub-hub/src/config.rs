@@ -38,6 +38,8 @@ pub struct HubConfig {
     pub streams: usize,
     /// Let workers of this host exchange through shared memory.
     pub shared_memory: bool,
+    /// Encrypt the streams of every job between hosts, whatever the job asks for.
+    pub encrypt: bool,
     /// The time that a core looks for work before it sleeps. Right for a hub with a machine to itself; on
     /// processors that workers share, it takes away time that they need to compute.
     pub spin: Duration,
@@ -68,6 +70,7 @@ impl Default for HubConfig {
             cores: 1,
             streams: 1,
             shared_memory: true,
+            encrypt: false,
             spin: Duration::ZERO,
             pin: false,
             memory_bytes: None,

@@ -57,6 +57,8 @@ pub(crate) struct JobEntry {
     pub(crate) taken: HashMap<(RouteId, u32), TakenPort>,
     /// Whether a stream that breaks is replaced over another interface.
     pub(crate) continues: bool,
+    /// Whether streams over TCP must be encrypted.
+    pub(crate) encrypts: bool,
     pub(crate) memory: JobMemory,
 }
 
@@ -151,6 +153,7 @@ impl Directory {
         &self,
         hello: &Hello,
         origin: StreamOrigin,
+        is_encrypted: bool,
     ) -> Result<AdmittedStream, (Refusal, String)> {
         let mut jobs = self.jobs();
         let refused = |refusal, message: String| Err((refusal, message));
@@ -184,6 +187,13 @@ impl Directory {
             let why =
                 "the two ends computed different placements: use the same release of paramhub on both ends";
             return refused(Refusal::Placement, format!("{who} of job `{name}`: {why}"));
+        }
+        if entry.encrypts && !is_encrypted && matches!(origin, StreamOrigin::Interfaces(_)) {
+            let why = format!(
+                "{who} of job `{name}` does not encrypt its stream, and the job's streams are encrypted: use a release of \
+                 paramhub that can, on this end"
+            );
+            return refused(Refusal::Capability, why);
         }
         let resumes = matches!(hello.caller, Caller::Worker { .. }) && hello.attempt.resumes();
         if resumes && !entry.continues {

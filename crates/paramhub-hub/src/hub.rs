@@ -156,8 +156,14 @@ impl ListeningHub {
         };
         let machine = config.host.clone().unwrap_or_else(host_identity);
         let keeps_checkpoints = Some(config.checkpoints.is_some());
-        let offer =
-            RegisterHub { protocol: VERSION, shape: shape.clone(), place, machine, keeps_checkpoints };
+        let offer = RegisterHub {
+            protocol: VERSION,
+            shape: shape.clone(),
+            place,
+            machine,
+            keeps_checkpoints,
+            encrypt: config.encrypt,
+        };
         // The hub joins before it starts any thread, so that none runs on if the manager refuses the hub.
         let link = ManagerLink::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));

@@ -2,7 +2,6 @@
 //! core whose sums it carries.
 
 use std::collections::HashMap;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -14,7 +13,7 @@ use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello}
 use paramhub_transport::dialling::{dial, dial_first};
 use paramhub_transport::greeting::greet;
 
-use crate::core::{CoreCommand, CoreHandle, Ports, Side};
+use crate::core::{AcceptedStream, Carrier, CoreCommand, CoreHandle, Ports, Side};
 
 /// One stream to open.
 #[derive(Clone, Debug)]
@@ -55,6 +54,8 @@ pub(crate) struct ParentDialler {
     pub(crate) site: SiteId,
     pub(crate) composed: Arc<Composed>,
     pub(crate) state_slots: u8,
+    /// Whether they are encrypted.
+    pub(crate) encrypts: bool,
     /// The deadline for all of them together.
     pub(crate) deadline: Instant,
     /// The core of each of this hub's routes.
@@ -64,19 +65,18 @@ pub(crate) struct ParentDialler {
 impl ParentDialler {
     /// Opens all streams, or returns which one cannot be opened.
     pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), String> {
-        for stream in above {
-            let opened = self.open(stream).map_err(|reason| {
-                let name = self.composed.composition.name(stream.site);
-                format!("{name} cannot be reached at {} to bring sums there: {reason}", stream.address)
+        for above in above {
+            let opened = self.open(above).map_err(|reason| {
+                let name = self.composed.composition.name(above.site);
+                format!("{name} cannot be reached at {} to bring sums there: {reason}", above.address)
             });
-            let (namespace, route, port) = (self.namespace, stream.route, stream.port);
-            let socket = opened?.into();
-            self.cores[&stream.route].send(CoreCommand::Adopt {
+            let (namespace, route, port) = (self.namespace, above.route, above.port);
+            let stream = opened?;
+            self.cores[&above.route].send(CoreCommand::Adopt {
                 namespace,
                 route,
                 port,
-                socket,
-                memory: None,
+                stream,
                 attempt: 0,
                 resumed_by: None,
             });
@@ -84,7 +84,7 @@ impl ParentDialler {
         Ok(())
     }
 
-    fn open(&self, above: &ParentStream) -> Result<TcpStream, String> {
+    fn open(&self, above: &ParentStream) -> Result<AcceptedStream, String> {
         let dialled = dial_first(&above.address, self.deadline, dial);
         let mut socket = dialled.map_err(|error| error.to_string())?;
         let hello = Hello {
@@ -100,7 +100,8 @@ impl ParentDialler {
             challenge: [0; CHALLENGE_BYTES],
         };
         let secret = self.secrets.epoch.secret.of_hubs();
-        let welcome = greet(&mut socket, &secret, hello, self.deadline).map_err(|error| error.to_string())?;
+        let (welcome, keys) = greet(&mut socket, &secret, hello, self.encrypts, self.deadline)
+            .map_err(|error| error.to_string())?;
         let state_slots = welcome.state_slots;
         if state_slots != self.state_slots {
             return Err(format!(
@@ -109,6 +110,6 @@ impl ParentDialler {
                 self.state_slots
             ));
         }
-        Ok(socket)
+        Ok(AcceptedStream { socket: socket.into(), carrier: Carrier::Tcp(keys) })
     }
 }

@@ -159,7 +159,7 @@ fn dial_stream(
     };
     loop {
         let mut stream = connect(to, from, deadline)?;
-        match greet(&mut stream, &order.nonce.into(), hello, deadline) {
+        match greet(&mut stream, &order.nonce.into(), hello, false, deadline) {
             Ok(_) => return Ok(stream),
             Err(GreetingError::Verdict(VerdictError::Refused { refusal: Refusal::WrongNonce, .. }))
                 if Instant::now() + REDIAL < deadline =>

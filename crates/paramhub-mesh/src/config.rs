@@ -29,6 +29,8 @@ pub struct MeshConfig {
     /// `true` if ranks that are all on one host do collectives through shared memory. If one of them forbids
     /// it, all use TCP, as ranks on several hosts do, and ranks where the memory cannot be allocated.
     pub shares_memory: bool,
+    /// `true` if the connections are encrypted: TCP is, and shared memory needs not be.
+    pub encrypts: bool,
     /// The time that [`join`](crate::MeshListener::join) waits for the others.
     pub join_timeout: Duration,
     /// A peer that has sent nothing for so long, while an operation is outstanding, counts as dead. Peers
@@ -51,6 +53,7 @@ impl MeshConfig {
             secrets: secrets.into(),
             addresses,
             shares_memory: true,
+            encrypts: false,
             join_timeout: Self::JOIN_TIMEOUT,
             dead_after: Self::DEAD_AFTER,
         }

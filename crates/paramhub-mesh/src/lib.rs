@@ -51,6 +51,7 @@ mod probe;
 mod progress_engine;
 mod schedule;
 mod secrets;
+mod socket;
 mod wire;
 
 pub use config::MeshConfig;

@@ -3,7 +3,7 @@
 mod checks;
 
 use std::fmt;
-use std::os::fd::OwnedFd;
+
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -23,6 +23,7 @@ use crate::memory::{Plan, SlotLayout};
 use crate::operation::{OperationBuffer, OperationKind, OperationRequest};
 use crate::progress_engine::ProgressEngine;
 use crate::schedule::{self, BufferRange, Schedule, Work};
+use crate::socket::PeerSocket;
 
 /// The time that leaving waits, beyond its own bound, for the outcome from the mesh's thread.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
@@ -59,7 +60,7 @@ enum MeshThread {
 impl Mesh {
     pub(crate) fn start(
         config: &MeshConfig,
-        sockets: Vec<Option<OwnedFd>>,
+        sockets: Vec<Option<PeerSocket>>,
         memory: SharedMemoryAgreement,
     ) -> Result<Mesh, MeshError> {
         let this_rank = config.this_rank();

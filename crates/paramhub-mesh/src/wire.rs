@@ -21,6 +21,10 @@
 //! the parts are the whole Hello, the listener's challenge and, for the listener, the head of the verdict. The
 //! secret is that of the two ranks ([`MeshSecrets`](crate::MeshSecrets)).
 //!
+//! An encrypted connection begins with TLS (the first byte is 22, which no Hello has), and the messages follow
+//! inside it; the secret is then [bound](StreamSecret::bound_to) to the connection. What comes after the verdict
+//! is in records ([`paramhub_transport::encryption`]).
+//!
 //! # The memory
 //! After the handshakes rank 0 sends each other rank an Offer of memory to share, 56 bytes. If it has no
 //! memory, they are all zero, and no message about memory follows.

@@ -62,6 +62,7 @@ impl MeshListener {
         let secret: Nonce = secret.parse().map_err(|problem| unreadable("the mesh's secret", problem))?;
         let mut config = MeshConfig::new(rank, secret, addresses);
         config.name = name.into();
+        config.encrypts = std::env::var("PARAMHUB_ENCRYPT").is_ok_and(|value| value == "1");
         config.join_timeout = seconds(py, Some(timeout))?.unwrap_or(config.join_timeout);
         config.dead_after = seconds(py, Some(dead_after))?.unwrap_or(config.dead_after);
         let listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -152,6 +152,7 @@ impl PeerListener {
         let secrets = MeshSecrets::Pairs(member.pair_secrets.as_slice().into());
         let config = MeshConfig {
             name: Arc::from(format!("{} of job {}", name, member.job)),
+            encrypts: member.encrypts,
             ..MeshConfig::new(rank, secrets.derive(name), addresses)
         };
         Ok((listener, config))
@@ -166,6 +167,8 @@ pub struct PeerAddresses {
     addresses: Vec<Option<SocketAddr>>,
     /// The secret that this rank shares with each other.
     pair_secrets: Vec<Option<StreamSecret>>,
+    /// Whether what they exchange is encrypted.
+    encrypts: bool,
 }
 
 impl PeerAddresses {
@@ -175,6 +178,7 @@ impl PeerAddresses {
             job: member.job_name().to_owned(),
             addresses: member.peer_addresses().to_vec(),
             pair_secrets: member.pair_secrets().to_vec(),
+            encrypts: member.encrypts(),
         }
     }
 }

@@ -13,6 +13,7 @@ use paramhub_core::wire::{Direction, HEADER_BYTES, Header, Operation};
 use paramhub_transport::{
     Events, FrameSink, Interest, Landing, Outgoing, Poller, ReceiveMode, Scratch, Stream, TcpStream,
 };
+use paramhub_trust::{Cipher, StreamKeys};
 
 const CHUNK: usize = 32 << 10;
 const RAW: usize = 256 << 10;
@@ -33,7 +34,7 @@ fn main() {
     let mut target = vec![0_u8; 100 << 20];
 
     type Way = fn(usize, &[u8], &mut [u8]) -> Measured;
-    let ways: [(&str, Way); 5] = [
+    let ways: [(&str, Way); 7] = [
         ("bare 256 KB, read into one buffer", |bytes, source, target| {
             bare(bytes, source, &mut target[..RAW])
         }),
@@ -44,6 +45,10 @@ fn main() {
         }),
         ("32 KB frames, copied into place", |bytes, source, target| {
             framed(bytes, source, ReceiveMode::Staged, InPlace { target, at: 0 })
+        }),
+        ("32 KB frames, encrypted, staged", |bytes, source, _| encrypted(bytes, source, Staged)),
+        ("32 KB frames, encrypted, into place", |bytes, source, target| {
+            encrypted(bytes, source, InPlace { target, at: 0 })
         }),
     ];
     let mut measured: Vec<Vec<Measured>> = ways.iter().map(|_| Vec::new()).collect();
@@ -58,7 +63,7 @@ fn main() {
     println!("{megabytes} MB a round, medians of {rounds} interleaved rounds");
     let bare = [rate(&mut measured[0]), rate(&mut measured[1])];
     for (((name, _), measured), bare) in
-        ways.iter().zip(&mut measured).zip([bare[0], bare[1], bare[0], bare[1], bare[1]])
+        ways.iter().zip(&mut measured).zip([bare[0], bare[1], bare[0], bare[1], bare[1], bare[0], bare[1]])
     {
         let rate = rate(measured);
         let mut cpu: Vec<_> = measured.iter().map(|one| one.cpu_seconds).collect();
@@ -142,10 +147,31 @@ fn bare(bytes: usize, source: &[u8], target: &mut [u8]) -> Measured {
 }
 
 /// The same bytes, including headers, as frames on event loops.
-fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMode, mut sink: S) -> Measured {
+fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMode, sink: S) -> Measured {
     let (near, far) = sockets();
-    let mut from = TcpStream::new(near, Direction::ToHub, CHUNK).expect("a socket");
-    let mut to = TcpStream::new(far, Direction::ToWorker, CHUNK).expect("a socket").with_receive_mode(mode);
+    let from = TcpStream::new(near, Direction::ToHub, CHUNK).expect("a socket");
+    let to = TcpStream::new(far, Direction::ToWorker, CHUNK).expect("a socket").with_receive_mode(mode);
+    exchange(bytes, source, sink, from, to)
+}
+
+fn encrypted<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], sink: S) -> Measured {
+    let (near, far) = sockets();
+    let cipher = if std::env::var("CHACHA").is_ok() { Cipher::ChaCha20Poly1305 } else { Cipher::Aes128Gcm };
+    let keys = StreamKeys { cipher, sending: [1; 32], receiving: [2; 32] };
+    let from = TcpStream::new(near, Direction::ToHub, CHUNK).expect("a socket").with_encryption(Some(&keys));
+    let to = TcpStream::new(far, Direction::ToWorker, CHUNK)
+        .expect("a socket")
+        .with_encryption(Some(&keys.mirrored()));
+    exchange(bytes, source, sink, from, to)
+}
+
+fn exchange<S: FrameSink<Error = ()>>(
+    bytes: usize,
+    source: &[u8],
+    mut sink: S,
+    mut from: TcpStream,
+    mut to: TcpStream,
+) -> Measured {
     let frames = bytes / (CHUNK + HEADER_BYTES);
     let start = Instant::now();
     let cpu = cpu_seconds();
@@ -159,7 +185,7 @@ fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMo
                 })
                 .collect();
             let mut sent = 0;
-            while sent < frames {
+            while sent < frames || from.has_unsent() {
                 let now = from.send(&outgoing[sent..]).expect("an open stream");
                 sent += now.frames;
                 if now.blocked {
@@ -171,7 +197,8 @@ fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMo
         });
         let (poller, mut events, mut waits) = loop_of(&to, Interest::READABLE);
         let mut scratch = Scratch::default();
-        let total = (frames * (CHUNK + HEADER_BYTES)) as u64;
+        let per_frame = CHUNK + HEADER_BYTES + if to.is_encrypted() { 20 } else { 0 };
+        let total = (frames * per_frame) as u64;
         while to.bytes_received() < total {
             let received = to.receive(&mut sink, &mut scratch, 1 << 20).expect("good frames");
             if !received.more && to.bytes_received() < total {

@@ -65,6 +65,28 @@ impl Assembly {
         self
     }
 
+    /// The same for a stream that passes on whole frames only, so that none is kept here in part.
+    pub(crate) fn of_whole_frames(self) -> Self {
+        Assembly { stash: Box::default(), ..self }
+    }
+
+    /// Passes on frames that are whole. Returns whether they were.
+    pub(crate) fn take_whole<S: FrameSink>(
+        &mut self,
+        sink: &mut S,
+        frames: &[u8],
+    ) -> Result<bool, ReceiveError<S::Error>> {
+        let mut rest = frames;
+        while let Some((head, after)) = rest.split_first_chunk() {
+            let header = Header::decode(head, self.direction)?;
+            if after.len() < header.length as usize {
+                return Ok(false);
+            }
+            rest = self.begin(sink, head, after)?;
+        }
+        Ok(rest.is_empty())
+    }
+
     /// Whether the stream may end here.
     pub(crate) fn at_boundary(&self) -> bool {
         matches!(self.state, AssemblyState::Head { filled: 0 })
@@ -195,6 +217,11 @@ impl Assembly {
             }
         }
         Ok(rest)
+    }
+
+    /// The most bytes of a frame, with its header.
+    pub(crate) fn frame_bytes_max(&self) -> usize {
+        HEADER_BYTES + self.frame_bytes_max.max(CONTROL_BYTES_MAX as usize)
     }
 
     fn bound(&self, header: &Header) -> Result<(), FrameError> {

@@ -106,6 +106,13 @@ impl Stream for Connection {
         }
     }
 
+    fn has_unsent(&self) -> bool {
+        match self {
+            Connection::Tcp(stream) => stream.has_unsent(),
+            Connection::Shm(stream) => stream.has_unsent(),
+        }
+    }
+
     fn unfinished(&self) -> usize {
         match self {
             Connection::Tcp(stream) => stream.unfinished(),

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::StreamSecret;
 use paramhub_core::wire::{
-    CHALLENGE_MESSAGE_BYTES, CallerHandshake, Hello, VERDICT_BYTES, VerdictError, Welcome,
+    CHALLENGE_MESSAGE_BYTES, CallerHandshake, Capabilities, Hello, VERDICT_BYTES, VerdictError, Welcome,
 };
+use paramhub_trust::{StreamKeys, StreamTls};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 use thiserror::Error;
@@ -33,14 +34,23 @@ pub enum GreetingError {
 }
 
 /// Opens a stream to a hub over a blocking connection: proves, both ways, knowledge of the secret. Draws the
-/// challenge of `hello`.
+/// challenge of `hello`. If the stream `encrypts`, returns its keys as well.
 pub fn greet(
     stream: &mut TcpStream,
     secret: &StreamSecret,
     hello: Hello,
+    encrypts: bool,
     deadline: Instant,
-) -> Result<Welcome, GreetingError> {
-    open_stream(&mut TcpMessages { stream, deadline }, secret, hello)
+) -> Result<(Welcome, Option<StreamKeys>), GreetingError> {
+    let mut messages = TcpMessages { stream, deadline };
+    if !encrypts {
+        return Ok((open_stream(&mut messages, secret, hello)?, None));
+    }
+    let offered = hello.offered.or(Capabilities::ENCRYPTED);
+    let hello = Hello { offered, required: hello.required.or(Capabilities::ENCRYPTED), ..hello };
+    let mut messages = EncryptedMessages { messages, tls: StreamTls::call()? };
+    let welcome = open_stream(&mut messages, secret, hello)?;
+    Ok((welcome, Some(messages.tls.keys())))
 }
 
 /// [`greet`] to a hub of this host, which receives the `offered` memory with the first message. Returns the
@@ -74,6 +84,7 @@ fn open_stream(
     messages.send(handshake.hello_message())?;
     let mut challenge_message = [0; CHALLENGE_MESSAGE_BYTES];
     messages.receive(&mut challenge_message)?;
+    let secret = &messages.bind(secret);
     let proof = handshake.answer(secret, &challenge_message).map_err(VerdictError::from)?;
     messages.send(&proof.0)?;
     let mut verdict = [0; VERDICT_BYTES];
@@ -85,6 +96,11 @@ fn open_stream(
 trait Messages {
     fn send(&mut self, bytes: &[u8]) -> io::Result<()>;
     fn receive(&mut self, buffer: &mut [u8]) -> io::Result<()>;
+
+    /// The secret for proofs over this connection, after the first message has come.
+    fn bind(&self, secret: &StreamSecret) -> StreamSecret {
+        *secret
+    }
 }
 
 struct TcpMessages<'a> {
@@ -99,6 +115,49 @@ impl Messages for TcpMessages<'_> {
 
     fn receive(&mut self, buffer: &mut [u8]) -> io::Result<()> {
         read_exact_by(self.stream, buffer, self.deadline)
+    }
+}
+
+/// Messages inside TLS.
+struct EncryptedMessages<'a> {
+    messages: TcpMessages<'a>,
+    tls: StreamTls,
+}
+
+impl EncryptedMessages<'_> {
+    fn send_outgoing(&mut self) -> io::Result<()> {
+        let mut outgoing = Vec::new();
+        self.tls.take_outgoing(&mut outgoing);
+        self.messages.send(&outgoing)
+    }
+}
+
+impl Messages for EncryptedMessages<'_> {
+    fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.tls.write(bytes)?;
+        self.send_outgoing()
+    }
+
+    fn receive(&mut self, buffer: &mut [u8]) -> io::Result<()> {
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match self.tls.read(&mut buffer[filled..]) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    let mut piece = vec![0; self.tls.wants()];
+                    self.messages.receive(&mut piece)?;
+                    self.tls.absorb(&piece)?;
+                    self.send_outgoing()?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn bind(&self, secret: &StreamSecret) -> StreamSecret {
+        secret.bound_to(&self.tls.binding())
     }
 }
 
@@ -201,6 +260,8 @@ pub struct PendingMessages {
     received: usize,
     outbox: Vec<u8>,
     discarded: usize,
+    /// Present where the messages are inside TLS.
+    tls: Option<Box<StreamTls>>,
 }
 
 /// What came of a peer whose further bytes are dropped.
@@ -222,12 +283,49 @@ impl PendingMessages {
             received: 0,
             outbox: Vec::new(),
             discarded: 0,
+            tls: None,
         }
+    }
+
+    /// Goes on inside TLS, whose first bytes have come as far as anything has.
+    pub fn begin_tls(&mut self, mut tls: StreamTls) -> io::Result<()> {
+        tls.absorb(self.received())?;
+        self.forget_received();
+        tls.take_outgoing(&mut self.outbox);
+        self.tls = Some(Box::new(tls));
+        Ok(())
+    }
+
+    /// Whether the messages are inside TLS.
+    pub fn are_encrypted(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    /// The keys of the stream that begins after the last message, if the messages are inside TLS.
+    ///
+    /// # Panics
+    /// If none has come.
+    pub fn keys(&self) -> Option<StreamKeys> {
+        self.tls.as_ref().map(|tls| tls.keys())
+    }
+
+    /// The secret for proofs over this connection.
+    ///
+    /// # Panics
+    /// If the messages are inside TLS and none has come.
+    pub fn bind(&self, secret: &StreamSecret) -> StreamSecret {
+        self.tls.as_ref().map_or(*secret, |tls| secret.bound_to(&tls.binding()))
     }
 
     /// Adds a message to those to send.
     pub fn queue(&mut self, message: &[u8]) {
-        self.outbox.extend_from_slice(message);
+        match &mut self.tls {
+            None => self.outbox.extend_from_slice(message),
+            Some(tls) => {
+                tls.write(message).expect("a handshake's messages are short");
+                tls.take_outgoing(&mut self.outbox);
+            }
+        }
     }
 
     /// Whether nothing is left to send.
@@ -266,7 +364,12 @@ impl PendingMessages {
         mut read: impl FnMut(&mut [u8]) -> io::Result<usize>,
     ) -> io::Result<bool> {
         while self.received < wanted {
-            match read(&mut self.inbox[self.received..wanted]) {
+            let place = &mut self.inbox[self.received..wanted];
+            let read = match &mut self.tls {
+                None => read(place),
+                Some(tls) => read_encrypted(tls, &mut self.outbox, place, &mut read),
+            };
+            match read {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(read) => self.received += read,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
@@ -275,6 +378,13 @@ impl PendingMessages {
             }
         }
         Ok(true)
+    }
+
+    /// Whether the peer has sent more than was read. During a handshake each side waits for the other's answer, so
+    /// unrequested bytes are not from an honest peer, and the connection is closed.
+    pub fn has_unread_bytes(&mut self, socket: impl AsFd) -> io::Result<bool> {
+        let is_unread = self.tls.as_mut().is_some_and(|tls| tls.has_unread());
+        Ok(is_unread || rustix::io::ioctl_fionread(socket)? > 0)
     }
 
     /// What has come of the message that is awaited.
@@ -315,5 +425,31 @@ impl PendingMessages {
                 Err(error) => return Err(error),
             }
         }
+    }
+}
+
+/// Reads what has come inside TLS. What TLS has to say goes to the outbox; then there is nothing to read before it is sent.
+fn read_encrypted(
+    tls: &mut StreamTls,
+    outbox: &mut Vec<u8>,
+    place: &mut [u8],
+    read: &mut impl FnMut(&mut [u8]) -> io::Result<usize>,
+) -> io::Result<usize> {
+    let mut piece = [0; 512];
+    loop {
+        match tls.read(place) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            done => return done,
+        }
+        if !outbox.is_empty() {
+            return Err(ErrorKind::WouldBlock.into());
+        }
+        let wants = tls.wants().min(piece.len());
+        let came = read(&mut piece[..wants])?;
+        if came == 0 {
+            return Ok(0);
+        }
+        tls.absorb(&piece[..came])?;
+        tls.take_outgoing(outbox);
     }
 }

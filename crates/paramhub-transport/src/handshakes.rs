@@ -1,9 +1,7 @@
 //! Connections that have proved nothing yet, and their bounds.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::io;
 use std::net::IpAddr;
-use std::os::fd::AsFd;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -75,12 +73,6 @@ impl<C> PendingHandshakes<C> {
         let late: Vec<u64> = late.map(|(&token, _)| token).collect();
         late.into_iter().filter_map(|token| self.remove(token)).collect()
     }
-}
-
-/// Whether the peer has sent more than was read. During a handshake each side waits for the other's answer.
-/// So unrequested bytes are not from an honest peer, and the connection is closed.
-pub fn has_unread_bytes(socket: impl AsFd) -> io::Result<bool> {
-    Ok(rustix::io::ioctl_fionread(socket)? > 0)
 }
 
 /// Raises the number of descriptors that this process may open to the system's maximum, and returns that

@@ -18,6 +18,7 @@
 mod assembly;
 mod connection;
 pub mod dialling;
+pub mod encryption;
 pub mod greeting;
 pub mod handshakes;
 mod host;

@@ -82,6 +82,12 @@ pub trait Stream {
     /// unfinished one.
     fn send(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError>;
 
+    /// Whether bytes of frames that `send` took are still here, because the socket had no room: `send` is to be called
+    /// again once it has, with or without frames. Only encrypted streams keep any.
+    fn has_unsent(&self) -> bool {
+        false
+    }
+
     /// Bytes, with the header, of the next `send`'s first frame that have already left. 0 at a frame
     /// boundary; otherwise that frame has begun and can no longer be replaced.
     fn unfinished(&self) -> usize;
@@ -162,6 +168,9 @@ pub enum StreamError {
         /// Whether it was reset, or written to after the peer had closed; otherwise it ended inside a frame.
         reset: bool,
     },
+    /// What came is not what the peer has encrypted, or not in whole frames.
+    #[error("what came was altered on the way, or does not come from the peer: it cannot be decrypted")]
+    Forged,
     /// An error of the operating system.
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),

@@ -5,10 +5,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use paramhub_core::wire::{Direction, HEADER_BYTES};
 use paramhub_kernels::shared;
+use paramhub_trust::StreamKeys;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
 
 use crate::assembly::{Assembly, Filled};
+use crate::encryption::{Encryption, EncryptionError};
 use crate::socket;
 use crate::stream::{FrameSink, Outgoing, ReceiveError, Received, Scratch, Sent, Stream, StreamError};
 
@@ -42,6 +44,7 @@ pub struct TcpStream {
     socket: OwnedFd,
     mode: ReceiveMode,
     assembly: Assembly,
+    encryption: Option<Box<Encryption>>,
     receiving_is_over: bool,
     unfinished: usize,
     /// The header of the unfinished frame.
@@ -68,6 +71,7 @@ impl TcpStream {
             socket,
             mode: ReceiveMode::Staged,
             assembly: Assembly::new(direction, frame_bytes_max),
+            encryption: None,
             receiving_is_over: false,
             unfinished: 0,
             begun: [0; HEADER_BYTES],
@@ -85,6 +89,14 @@ impl TcpStream {
         self
     }
 
+    /// Encrypts the frames in both directions, if there are keys. What is received is then always
+    /// [`ReceiveMode::Staged`].
+    pub fn with_encryption(self, keys: Option<&StreamKeys>) -> Self {
+        let Some(keys) = keys else { return self };
+        let encryption = Some(Box::new(Encryption::new(keys, self.assembly.frame_bytes_max())));
+        TcpStream { encryption, assembly: self.assembly.of_whole_frames(), ..self }
+    }
+
     /// Fixes the sizes of the socket buffers, which switches the kernel's own sizing off; `None` leaves them
     /// as they are. The kernel doubles the number and caps it (`net.core.wmem_max`, `rmem_max`). With a
     /// buffer smaller than the largest segment (64 KiB on loopback), the speed depends on acknowledgement
@@ -97,6 +109,11 @@ impl TcpStream {
             sockopt::set_socket_recv_buffer_size(&self.socket, bytes)?;
         }
         Ok(self)
+    }
+
+    /// Whether what it carries is encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        self.encryption.is_some()
     }
 
     /// System calls made to receive.
@@ -153,6 +170,51 @@ impl TcpStream {
         }
     }
 
+    fn receive_encrypted<S: FrameSink>(
+        &mut self,
+        sink: &mut S,
+        scratch: &mut Scratch,
+        budget: usize,
+    ) -> Result<Received, ReceiveError<S::Error>> {
+        let TcpStream { socket, assembly, encryption, .. } = self;
+        let encryption = encryption.as_mut().expect("the stream is encrypted");
+        let scratch = scratch.bytes_mut();
+        let (mut received, mut moved) = (Received::default(), 0);
+        loop {
+            let left = budget.saturating_sub(received.bytes + moved).max(HEADER_BYTES).min(scratch.len());
+            self.receive_calls += 1;
+            let read = encryption.receive(&*socket, &mut scratch[..left], |frames| {
+                match assembly.take_whole(sink, frames)? {
+                    true => Ok(()),
+                    false => Err(EncryptionError::Forged.into()),
+                }
+            });
+            let read = match read {
+                Ok(read) => read,
+                Err(ReadError::WouldBlock) => return Ok(received),
+                Err(ReadError::Interrupted) => continue,
+                Err(ReadError::Failed(error)) => return Err(error),
+            };
+            if read.bytes == 0 {
+                if !encryption.at_boundary() {
+                    return Err(StreamError::Closed { reset: false }.into());
+                }
+                received.closed = true;
+                return Ok(received);
+            }
+            received.bytes += read.bytes;
+            self.bytes_received += read.bytes as u64;
+            moved += sink.moved();
+            if read.bytes < read.wanted {
+                return Ok(received);
+            }
+            if received.bytes + moved >= budget {
+                received.more = true;
+                return Ok(received);
+            }
+        }
+    }
+
     fn read<S: FrameSink>(
         &mut self,
         sink: &mut S,
@@ -161,12 +223,33 @@ impl TcpStream {
     ) -> Result<Filled, ReadError<S::Error>> {
         self.assembly.fill(sink, ahead, budget, |slices| {
             self.receive_calls += 1;
-            rustix::io::readv(&self.socket, slices).map_err(|errno| match errno {
-                Errno::AGAIN => ReadError::WouldBlock,
-                Errno::INTR => ReadError::Interrupted,
-                other => ReadError::Failed(StreamError::from_errno(other).into()),
-            })
+            rustix::io::readv(&self.socket, slices).map_err(ReadError::from)
         })
+    }
+
+    fn send_encrypted(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError> {
+        let encryption = self.encryption.as_mut().expect("the stream is encrypted");
+        let mut sent = Sent::default();
+        loop {
+            let batch = &frames[sent.frames..];
+            let batch = &batch[..batch.len().min(BATCH_FRAMES)];
+            let mut heads = [[0; HEADER_BYTES]; BATCH_FRAMES];
+            for (head, frame) in heads.iter_mut().zip(batch) {
+                assert_eq!(frame.header.length as usize, frame.payload.len(), "{:?} lies", frame.header);
+                *head = frame.header.encode();
+            }
+            let pairs = heads.iter().zip(batch).map(|(head, frame)| (&head[..], frame.payload));
+            self.send_calls += 1;
+            let taken = encryption.send(&self.socket, pairs).map_err(StreamError::from_errno)?;
+            let bytes: usize = batch[..taken].iter().map(|frame| HEADER_BYTES + frame.payload.len()).sum();
+            self.bytes_sent += bytes as u64;
+            sent.frames += taken;
+            sent.bytes += bytes;
+            sent.blocked = encryption.has_unsent();
+            if sent.blocked || sent.frames == frames.len() {
+                return Ok(sent);
+            }
+        }
     }
 }
 
@@ -180,7 +263,10 @@ impl Stream for TcpStream {
         if self.receiving_is_over {
             return Err(StreamError::Closed { reset: true }.into());
         }
-        let result = self.receive_frames(sink, scratch, budget);
+        let result = match self.encryption {
+            None => self.receive_frames(sink, scratch, budget),
+            Some(_) => self.receive_encrypted(sink, scratch, budget),
+        };
         // Data that was landed past the caches is visible before this thread announces it.
         shared::fence();
         self.receiving_is_over = result.is_err();
@@ -188,6 +274,9 @@ impl Stream for TcpStream {
     }
 
     fn send(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError> {
+        if self.encryption.is_some() {
+            return self.send_encrypted(frames);
+        }
         let mut sent = Sent::default();
         while sent.frames < frames.len() && !sent.blocked {
             let batch = &frames[sent.frames..];
@@ -227,6 +316,10 @@ impl Stream for TcpStream {
             self.advance(&mut sent, wrote, batch, &heads);
         }
         Ok(sent)
+    }
+
+    fn has_unsent(&self) -> bool {
+        self.encryption.as_ref().is_some_and(|encryption| encryption.has_unsent())
     }
 
     fn unfinished(&self) -> usize {
@@ -274,6 +367,25 @@ enum ReadError<E> {
     WouldBlock,
     Interrupted,
     Failed(ReceiveError<E>),
+}
+
+impl<E> From<Errno> for ReadError<E> {
+    fn from(errno: Errno) -> Self {
+        match errno {
+            Errno::AGAIN => ReadError::WouldBlock,
+            Errno::INTR => ReadError::Interrupted,
+            other => ReadError::Failed(StreamError::from_errno(other).into()),
+        }
+    }
+}
+
+impl<E> From<EncryptionError> for ReadError<E> {
+    fn from(error: EncryptionError) -> Self {
+        match error {
+            EncryptionError::Errno(errno) => errno.into(),
+            EncryptionError::Forged => ReadError::Failed(StreamError::Forged.into()),
+        }
+    }
 }
 
 impl<E> From<ReceiveError<E>> for ReadError<E> {

@@ -12,6 +12,7 @@ use paramhub_core::wire::{Hello, VerdictError};
 use paramhub_transport::dialling::{dial_first, dial_from};
 use paramhub_transport::greeting::{GreetingError, greet, greet_locally};
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, connect, create_rings};
+use paramhub_trust::StreamKeys;
 
 use crate::error::{WorkerError, WorkerId};
 use crate::interfaces::Interfaces;
@@ -21,8 +22,19 @@ pub(crate) struct Dialler<'a> {
     pub(crate) who: &'a WorkerId,
     pub(crate) secret: &'a StreamSecret,
     pub(crate) interfaces: &'a Interfaces,
+    /// Whether streams over TCP are encrypted.
+    pub(crate) encrypts: bool,
     /// The deadline for opening all streams together.
     pub(crate) deadline: Instant,
+}
+
+/// A stream over TCP, ready for frames.
+pub(crate) struct OpenedTcp {
+    pub(crate) socket: TcpStream,
+    /// The keys of an encrypted stream.
+    pub(crate) keys: Option<StreamKeys>,
+    /// The number of state values that the job's optimizer keeps for each parameter, as the hub says.
+    pub(crate) state_slots: u8,
 }
 
 /// A stream over shared memory.
@@ -31,15 +43,13 @@ pub(crate) struct LocalStream {
     pub(crate) rings: Arc<Segment>,
     /// The hub's parameters for all workers of the host, if the worker asked for them.
     pub(crate) common: Option<OwnedFd>,
-    /// See [`Dialler::open`].
+    /// See [`OpenedTcp`].
     pub(crate) state_slots: u8,
 }
 
 impl Dialler<'_> {
-    /// Opens a stream over TCP to `hub` (`host:port`). Returns it ready for frames, with the number of state
-    /// values that the job's optimizer keeps for each parameter, as the hub says. Draws the challenge of
-    /// `hello`.
-    pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<(TcpStream, u8), WorkerError> {
+    /// Opens a stream over TCP to `hub` (`host:port`). Draws the challenge of `hello`.
+    pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<OpenedTcp, WorkerError> {
         let socket = self.connect(hub, usize::from(hello.interface))?;
         self.greet(hub, socket, hello)
     }
@@ -50,10 +60,10 @@ impl Dialler<'_> {
         hub: &Arc<str>,
         mut socket: TcpStream,
         hello: Hello,
-    ) -> Result<(TcpStream, u8), WorkerError> {
-        let welcome = greet(&mut socket, self.secret, hello, self.deadline)
+    ) -> Result<OpenedTcp, WorkerError> {
+        let (welcome, keys) = greet(&mut socket, self.secret, hello, self.encrypts, self.deadline)
             .map_err(|error| self.not_opened(hub, error))?;
-        Ok((socket, welcome.state_slots))
+        Ok(OpenedTcp { socket, keys, state_slots: welcome.state_slots })
     }
 
     /// Connects to the hub of this host that listens on `name`, if there is one.

@@ -28,7 +28,7 @@ use paramhub_transport::{Connection, ShmStream, TcpStream, Waker};
 
 use crate::arena::WorkerArena;
 use crate::command::{JobInbox, RETUNES_MAX};
-use crate::dial::Dialler;
+use crate::dial::{Dialler, OpenedTcp};
 use crate::error::{WorkerError, WorkerId};
 use crate::interfaces::{self, Interfaces};
 use crate::io_loop::{Failover, IoLoop, IoLoopConfig};
@@ -182,6 +182,7 @@ impl JobConfig {
                 who: who.clone(),
                 secret: self.secret,
                 epoch: self.epoch,
+                encrypts: self.job_options.encrypt,
                 selector: options.interfaces.clone(),
                 shared: Arc::downgrade(&shared),
                 chunk_bytes,
@@ -239,6 +240,7 @@ impl JobConfig {
             who,
             secret: &self.secret,
             interfaces: &interfaces,
+            encrypts: self.job_options.encrypt,
             deadline: deadline(options.dial_timeout),
         };
         let system = |what| {
@@ -294,7 +296,7 @@ impl JobConfig {
                     (connection, stream.state_slots)
                 }
                 None => {
-                    let (socket, state_slots) = dialler.open(&hub, hello)?;
+                    let OpenedTcp { socket, keys, state_slots } = dialler.open(&hub, hello)?;
                     leaves_from = socket.local_addr().ok().map(|source| source.ip());
                     if let Ok(source) = socket.local_addr()
                         && let Some(name) = interfaces.name_of(source.ip())
@@ -303,6 +305,7 @@ impl JobConfig {
                         opened.interfaces.insert((name.to_owned(), source.ip()));
                     }
                     let connection = TcpStream::new(socket, Direction::ToWorker, chunk_bytes)
+                        .map(|stream| stream.with_encryption(keys.as_ref()))
                         .and_then(|stream| {
                             stream.with_buffer_bytes(options.socket_send_bytes, options.socket_receive_bytes)
                         })

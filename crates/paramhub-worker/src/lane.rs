@@ -160,7 +160,10 @@ impl Lane {
     /// Whether any frame waits to be sent.
     pub(crate) fn has_work(&self) -> bool {
         self.state == LaneState::Open
-            && (self.begun.is_some() || !self.control.is_empty() || !self.ready.is_empty())
+            && (self.begun.is_some()
+                || !self.control.is_empty()
+                || !self.ready.is_empty()
+                || self.stream.has_unsent())
     }
 
     /// [`queue_control`](Self::queue_control), for a frame that was queued before on a stream that broke.
@@ -247,7 +250,7 @@ impl Lane {
         let mut bytes = 0;
         while bytes < budget {
             self.gather(in_flight);
-            if self.batch.is_empty() {
+            if self.batch.is_empty() && !self.stream.has_unsent() {
                 break;
             }
             let sent = self.write(in_flight)?;

@@ -114,6 +114,11 @@ impl Member {
         &self.secrets.pairs
     }
 
+    /// Whether the job's streams between hosts are encrypted.
+    pub fn encrypts(&self) -> bool {
+        self.connected.options.encrypt
+    }
+
     /// The job's name.
     pub fn job_name(&self) -> &str {
         &self.connected.name

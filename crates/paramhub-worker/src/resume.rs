@@ -70,6 +70,7 @@ pub(crate) struct Redialler {
     pub(crate) secret: StreamSecret,
     /// The job's epoch.
     pub(crate) epoch: u64,
+    pub(crate) encrypts: bool,
     pub(crate) selector: Selector,
     pub(crate) shared: Weak<Shared>,
     pub(crate) chunk_bytes: usize,
@@ -196,6 +197,7 @@ impl Redialler {
             who: &self.who,
             secret: &self.secret,
             interfaces,
+            encrypts: self.encrypts,
             deadline: by(CONNECT_TIMEOUT + HANDSHAKE_TIMEOUT),
         };
         let left =
@@ -207,8 +209,9 @@ impl Redialler {
         let endpoint = &self.endpoints[lane];
         let number = endpoint.attempts.fetch_add(1, Ordering::Relaxed) + 1;
         let attempt = Attempt::Numbered { epoch: self.epoch, number };
-        let (socket, _) = dialler.greet(hub, socket, Hello { attempt, ..endpoint.hello })?;
-        let stream = TcpStream::new(socket, Direction::ToWorker, self.chunk_bytes)
+        let opened = dialler.greet(hub, socket, Hello { attempt, ..endpoint.hello })?;
+        let stream = TcpStream::new(opened.socket, Direction::ToWorker, self.chunk_bytes)
+            .map(|stream| stream.with_encryption(opened.keys.as_ref()))
             .and_then(|stream| stream.with_buffer_bytes(self.send_bytes, self.receive_bytes))
             .map_err(failed)?;
         unheard.pop();

@@ -30,6 +30,8 @@ pub(crate) enum Variant {
     WorkerByInterface,
     /// Push, then Pull, instead of the fused PushPull
     PushThenPull,
+    /// Streams are encrypted
+    Encrypted,
     /// Gradients arrive and are counted, but not summed (numbers are not checked)
     NoAggregator,
     /// Sums are made, but the parameters stay as they are (numbers are not checked)
@@ -71,6 +73,7 @@ impl Variant {
             Variant::Wide => "wide, not tall",
             Variant::WorkerByInterface => "worker by interface",
             Variant::PushThenPull => "Push, then Pull",
+            Variant::Encrypted => "encrypted",
             Variant::NoAggregator => "no aggregator",
             Variant::NoOptimizer => "no optimizer",
             Variant::Communication => "communication only",
@@ -83,6 +86,7 @@ impl Variant {
         let variant = self.to_possible_value().map(|value| value.get_name().to_owned());
         let is_fused = self != Variant::PushThenPull;
         let mut spec = Spec { variant, is_fused, is_exact: self.is_exact(), ..baseline.clone() };
+        spec.encrypt |= self == Variant::Encrypted;
         if self == Variant::Wide {
             // Chunks count elements of f32, whatever the key's dtype.
             let longest = spec.keys.keys().iter().filter_map(|key| key.elements()).max().unwrap_or(1);

@@ -113,6 +113,7 @@ fn options(section: &RunSection) -> JobOptions {
         dead_after_s: section.dead_after_s,
         reduction: section.reduction,
         optimize_at: section.optimize_at,
+        encrypt: section.encrypt,
         on_interface_down: section.on_interface_down,
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,

@@ -146,6 +146,7 @@ pub(super) fn options(section: &TrainSection) -> JobOptions {
         checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),
         resume: section.resume,
         reduction: section.reduction,
+        encrypt: section.encrypt,
         on_interface_down: section.on_interface_down,
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,

@@ -98,6 +98,16 @@ pub(crate) struct TrainFlags {
     /// [default: auto]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_REDUCTION")]
     reduction: Option<Reduction>,
+    /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL",
+        env = "PARAMHUB_TRAIN_ENCRYPT"
+    )]
+    encrypt: Option<bool>,
     /// What becomes of the run when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_TRAIN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
@@ -163,7 +173,7 @@ impl TrainFlags {
         section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
         overlay!(self => config.train;
             net, data, epochs, batch, momentum, optimizer, seed, exchange, compute_threads, check_collectives, transport, reproducible, consistency,
-            reduction, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
+            reduction, encrypt, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
             workers, lr, weight_decay, deployment, hubs, test_every, trace, json, save, name, checkpoints, checkpoint_every, resume);
     }
 }

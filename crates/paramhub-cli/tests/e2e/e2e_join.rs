@@ -158,6 +158,7 @@ fn two_hubs_at_one_address_do_not_drive_each_other_out_for_ever() {
                     place: Default::default(),
                     machine: String::new(),
                     keeps_checkpoints: None,
+                    encrypt: false,
                 })
                 .unwrap()
                 .hub

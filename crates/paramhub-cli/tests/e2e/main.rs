@@ -8,6 +8,7 @@ mod e2e_choose;
 mod e2e_collectives;
 mod e2e_config;
 mod e2e_deployment;
+mod e2e_encrypt;
 mod e2e_endings;
 mod e2e_failures;
 mod e2e_hosts;

@@ -66,6 +66,7 @@ features! {
     // A job's policies.
     ContinuesOverInterfaces, "continues-over-interfaces", "`on_interface_down = continue`";
     LateLeftOut, "late-left-out", "`stragglers` other than wait";
+    EncryptedStreams, "encrypted-streams", "`encrypt`";
     ProgressTimeout, "progress-timeout", "`progress_timeout`";
     Weight, "weight", "`weight`";
     CheckpointEvery, "checkpoint-every", "`checkpoint_every`";

@@ -11,6 +11,7 @@ pub static TOPICS: &[Topic] = &[
     Topic { title: "Schemes of layers", rules: jobs::SCHEMES },
     Topic { title: "Hubs of racks and hosts", rules: jobs::SITES },
     Topic { title: "Interfaces that go down", rules: jobs::INTERFACES },
+    Topic { title: "Encrypted streams", rules: jobs::ENCRYPTION },
     Topic { title: "Late workers", rules: jobs::STRAGGLERS },
     Topic { title: "Jobs without hubs", rules: jobs::NO_HUBS },
     Topic { title: "Checkpoints", rules: jobs::CHECKPOINTS },

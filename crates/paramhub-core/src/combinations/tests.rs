@@ -162,6 +162,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     let usual = JobOptions::default();
     let continues = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..usual };
     let late = JobOptions { stragglers: Stragglers::Backup(1), ..usual };
+    let encrypted = JobOptions { encrypt: true, ..usual };
     let every = |text: &str| JobOptions { checkpoint_every: Some(text.parse::<Every>().unwrap()), ..usual };
     let resumes = JobOptions { resume: Some(Resume::Latest), ..usual };
     let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..settings() };
@@ -176,7 +177,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         let job = job(settings.clone(), options, composition);
         check_job(&job, &Plan::new(settings, &job.cluster))
     };
-    for options in [usual, continues, late, every("30s"), every("5"), resumes] {
+    for options in [usual, continues, late, encrypted, every("30s"), every("5"), resumes] {
         assert_eq!(conflict(&settings(), options, flat()), Ok(()));
     }
     for settings in
@@ -185,6 +186,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         assert_eq!(conflict(settings, usual, flat()), Ok(()));
     }
     assert_eq!(conflict(&settings(), usual, racks()), Ok(()));
+    assert_eq!(conflict(&by(Scheme::Factors), encrypted, flat()), Ok(()));
     let refused: Vec<String> = [
         (&by(Scheme::Factors), usual, racks()),
         (&by(Scheme::Factors), every("5"), flat()),

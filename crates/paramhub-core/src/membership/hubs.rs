@@ -35,6 +35,8 @@ pub(crate) struct Hub {
     machine: String,
     /// `true` if the hub keeps checkpoints; `None` if unknown.
     keeps_checkpoints: Option<bool>,
+    /// `true` if its jobs must encrypt their streams.
+    encrypt: bool,
     token: String,
     pub(crate) cores: Vec<CoreCounters>,
     heard: Now,
@@ -50,7 +52,7 @@ impl Hubs {
         token: String,
         now: Now,
     ) -> Result<u32, ServiceError> {
-        let RegisterHub { protocol, shape, place, machine, keeps_checkpoints } = offer;
+        let RegisterHub { protocol, shape, place, machine, keeps_checkpoints, encrypt } = offer;
         let hub = self.next;
         if protocol < VERSION {
             let message = format!(
@@ -71,6 +73,7 @@ impl Hubs {
             place,
             machine,
             keeps_checkpoints,
+            encrypt,
             token,
             cores: Vec::new(),
             heard: now,
@@ -156,6 +159,11 @@ impl Hubs {
         here.map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()
     }
 
+    /// Whether one of a job's hubs demands that its streams are encrypted.
+    pub(crate) fn demand_encryption(&self, is_of_job: impl Fn(u32) -> bool) -> bool {
+        self.hubs.iter().any(|(&number, hub)| hub.encrypt && is_of_job(number))
+    }
+
     /// The machine that a hub runs on; empty if unknown.
     pub(crate) fn machine(&self, hub: u32) -> &str {
         self.hubs.get(&hub).map_or("", |hub| &hub.machine)
@@ -222,6 +230,7 @@ mod tests {
             place: Place::default(),
             machine: String::new(),
             keeps_checkpoints: None,
+            encrypt: false,
         }
     }
 

@@ -21,7 +21,14 @@ fn hub_at(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
     let place = Place { rack: rack.into(), host: String::new() };
     state
         .register_hub(
-            RegisterHub { protocol: VERSION, shape, place, machine: String::new(), keeps_checkpoints: None },
+            RegisterHub {
+                protocol: VERSION,
+                shape,
+                place,
+                machine: String::new(),
+                keeps_checkpoints: None,
+                encrypt: false,
+            },
             "token".into(),
             now,
         )

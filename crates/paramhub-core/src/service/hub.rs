@@ -34,6 +34,9 @@ pub struct RegisterHub {
     /// that they have none, CreateService refuses a job with `checkpoint_every` or `resume`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_checkpoints: Option<bool>,
+    /// Whether the jobs that the hub serves must encrypt their streams between hosts.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub encrypt: bool,
 }
 
 fn version_1() -> u16 {

@@ -45,6 +45,10 @@ pub struct JobOptions {
     /// The reaction of the job when a network interface that its streams use goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
+    /// Encrypts the streams between hosts: those of workers to hubs, of hubs to one another, and of meshes. Hubs can
+    /// demand it of all jobs.
+    #[serde(skip_serializing_if = "is_default")]
+    pub encrypt: bool,
     /// The treatment of workers that are late in a step: `wait`, `drop:FRACTION` or `backup:N`. All but
     /// `wait` are for synchronous jobs at one site with an optimizer; see
     /// [`combinations`](crate::combinations).
@@ -131,6 +135,7 @@ impl Default for JobOptions {
             lease_s: 120.0,
             dead_after_s: 30.0,
             hubs: None,
+            encrypt: false,
             on_interface_down: OnInterfaceDown::default(),
             stragglers: Stragglers::default(),
             progress_timeout_s: None,

@@ -129,7 +129,8 @@ impl BenchProcesses {
         let mut connections = accept(listener, workers + program.hosts.hubs().len(), is_over)?;
         let mut hubs = connections.split_off(workers);
         open(spec, &program.hosts, workers, &mut hubs)?;
-        let at = create(&mut hubs[0], "bench", program.hosts.options)?;
+        let options = JobOptions { encrypt: program.spec.encrypt, ..program.hosts.options };
+        let at = create(&mut hubs[0], "bench", options)?;
         let mut processes = BenchProcesses { workers: connections, hubs };
         for (rank, connection) in (0..).zip(&mut processes.workers) {
             let rack = program.hosts.rack(rank);

@@ -70,6 +70,9 @@ pub struct ExchangeFlags {
     /// How bytes travel
     #[arg(long, value_enum, default_value_t = Transport::Tcp)]
     pub transport: Transport,
+    /// Encrypt the streams over TCP
+    #[arg(long)]
+    encrypt: bool,
     /// Workers read parameters from one copy that the hub writes, instead of receiving one each; not over TCP
     #[arg(long)]
     shared_parameters: bool,
@@ -203,6 +206,7 @@ impl ExchangeFlags {
             chunk_bytes: u32::try_from(self.chunk.0).unwrap_or(u32::MAX),
             is_raw: self.raw,
             transport: self.transport,
+            encrypt: self.encrypt,
             shares_parameters: self.shared_parameters,
             ..Spec::new(keys, self.workers, self.cores.into())
         };

@@ -70,6 +70,8 @@ pub struct Spec {
     pub transport: Transport,
     /// `true` if workers read parameters from one copy.
     pub shares_parameters: bool,
+    /// `true` if streams over TCP are encrypted.
+    pub encrypt: bool,
     /// `true` if Push and Pull of a key are one request.
     pub is_fused: bool,
     /// `true` if the parameters must be those that the kernels compute from the gradients, so that they are
@@ -92,6 +94,7 @@ impl Spec {
             is_raw: false,
             transport: Transport::Tcp,
             shares_parameters: false,
+            encrypt: false,
             is_fused: true,
             is_exact: true,
             variant: None,

@@ -13,15 +13,13 @@ use paramhub_core::wire::{
     PROOF_BYTES, Refusal, Welcome, hello_length,
 };
 use paramhub_transport::greeting::{Discarded, PendingMessages, draw};
-use paramhub_transport::handshakes::has_unread_bytes;
 use paramhub_transport::shm::receive_segments;
+use paramhub_trust::{StreamKeys, StreamListener, TLS_HANDSHAKE};
 use rustix::net::Shutdown;
 
 use super::RateLimitedWarnings;
 use crate::directory::{AdmittedStream, Directory, StreamOrigin};
 
-/// The capabilities of this release's hubs.
-const CAPABILITIES: Capabilities = Capabilities(0);
 /// Descriptors that a connection may send; further ones are closed.
 const DESCRIPTORS_MAX: usize = 4;
 
@@ -114,6 +112,7 @@ impl PendingConnection {
     pub(super) fn advance(
         &mut self,
         directory: &Directory,
+        tls: &StreamListener,
         warnings: &mut RateLimitedWarnings,
     ) -> io::Result<HandshakeStep> {
         loop {
@@ -143,6 +142,15 @@ impl PendingConnection {
             let (socket, origin) = (&self.socket, &mut self.origin);
             let is_complete = self.messages.receive(wanted, |buffer| origin.read(socket, buffer))?;
             let heard = self.messages.received();
+            // Only a Hello does not begin so: one proof in 256 does.
+            if matches!(self.state, HandshakeState::Hello { .. })
+                && heard.first() == Some(&TLS_HANDSHAKE)
+                && !self.messages.are_encrypted()
+                && matches!(self.origin, ConnectionOrigin::Interfaces(..))
+            {
+                self.messages.begin_tls(tls.begin()?)?;
+                continue;
+            }
             if matches!(self.state, HandshakeState::Hello { .. })
                 && heard.iter().zip(&MAGIC).any(|(heard, magic)| heard != magic)
             {
@@ -158,6 +166,16 @@ impl PendingConnection {
             }
             self.answer(directory, warnings)?;
         }
+    }
+
+    /// What this hub can do on this connection.
+    fn capabilities(&self) -> Capabilities {
+        if self.messages.are_encrypted() { Capabilities::ENCRYPTED } else { Capabilities::default() }
+    }
+
+    /// The keys of the stream that follows; `None` if it is not encrypted.
+    pub(super) fn keys(&self) -> Option<StreamKeys> {
+        self.messages.keys()
     }
 
     /// Sends what is pending; `true` when nothing is left.
@@ -208,7 +226,7 @@ impl PendingConnection {
 
     fn answer_hello(&mut self, warnings: &mut RateLimitedWarnings) -> io::Result<()> {
         match HubHandshake::begin(self.messages.received(), draw()?) {
-            Ok(_) if has_unread_bytes(&self.socket)? => {
+            Ok(_) if self.messages.has_unread_bytes(&self.socket)? => {
                 return Err(io::Error::other("it sent more than a Hello before it was challenged"));
             }
             Ok(handshake) => {
@@ -234,10 +252,13 @@ impl PendingConnection {
             true => directory.probe.nonce(hello.namespace).map(StreamSecret::from),
             false => directory.stream_secret(&hello, handshake.version()),
         };
-        let secret = known.unwrap_or(StreamSecret([0; 32]));
+        let secret = self.messages.bind(&known.unwrap_or(StreamSecret([0; 32])));
         let given = Proof(self.messages.take());
         let is_proven = handshake.is_proven(&secret, &given) && known.is_some();
-        if probes && is_proven && matches!(self.origin, ConnectionOrigin::Interfaces(..)) {
+        // Probes carry nothing that is worth encrypting, and measure the network without it.
+        let may_probe =
+            matches!(self.origin, ConnectionOrigin::Interfaces(..)) && !self.messages.are_encrypted();
+        if probes && is_proven && may_probe {
             self.messages.queue(&handshake.welcome(&secret, &Welcome::default()));
             self.state = HandshakeState::Probe(hello.namespace);
             return;
@@ -252,7 +273,8 @@ impl PendingConnection {
                 "the job is unknown here or the secret is wrong: check PARAMHUB_JOB and PARAMHUB_SECRET";
             return self.refuse(warnings, &handshake, Refusal::WrongNonce, message);
         }
-        let missing = hello.required.without(CAPABILITIES);
+        let capabilities = self.capabilities();
+        let missing = hello.required.without(capabilities);
         if !missing.is_empty() {
             let message = format!("the caller requires what this hub cannot do: {missing}");
             return self.refuse(warnings, &handshake, Refusal::Capability, &message);
@@ -261,10 +283,10 @@ impl PendingConnection {
             ConnectionOrigin::Interfaces(_, interfaces) => StreamOrigin::Interfaces(interfaces.clone()),
             ConnectionOrigin::Local(brought) => StreamOrigin::Local(std::mem::take(brought)),
         };
-        match directory.admit(&hello, stream_origin) {
+        match directory.admit(&hello, stream_origin, self.messages.are_encrypted()) {
             Ok(admitted) => {
                 let AdmittedStream { epoch, state_slots, .. } = admitted;
-                let welcome = Welcome { granted: hello.offered.and(CAPABILITIES), epoch, state_slots };
+                let welcome = Welcome { granted: hello.offered.and(capabilities), epoch, state_slots };
                 self.messages.queue(&handshake.welcome(&secret, &welcome));
                 self.state = HandshakeState::Welcome(hello, Some(admitted));
             }

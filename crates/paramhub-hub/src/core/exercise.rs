@@ -23,9 +23,10 @@ use paramhub_core::wire::{
 };
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings};
 use paramhub_transport::{Connection, FrameSink, Landing, Outgoing, Scratch, ShmStream, Stream, TcpStream};
+use paramhub_trust::{Cipher, StreamKeys};
 
 use super::stepped_hub::{SteppedHub, TURNS_MAX, floats, plan_with};
-use super::{CoreCommand, CoreEvent, ShardPlan};
+use super::{AcceptedStream, Carrier, CoreCommand, CoreEvent, ShardPlan};
 use crate::directory::{Directory, JobEntry, StreamOrigin};
 use crate::local::JobMemory;
 
@@ -150,6 +151,7 @@ impl FuzzJob {
             incarnations: Default::default(),
             taken: Default::default(),
             continues: true,
+            encrypts: false,
             memory: JobMemory::new(&plan.settings, plan.settings.features()),
         };
         directory.insert(plan.namespace, entry);
@@ -208,24 +210,30 @@ impl FuzzJob {
     /// the command with which the acceptor passes the other end to the core.
     fn connect(&self, rank: u32, attempt: u32) -> Option<(Connection, CoreCommand)> {
         let admitted =
-            self.directory.admit(&self.hello(rank, attempt), StreamOrigin::Interfaces(0..1)).ok()?;
+            self.directory.admit(&self.hello(rank, attempt), StreamOrigin::Interfaces(0..1), false).ok()?;
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let worker =
             std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a stream");
         // Closing by reset keeps the ports from running out.
         rustix::net::sockopt::set_socket_linger(&worker, Some(Duration::ZERO)).expect("a socket");
         let socket = OwnedFd::from(listener.accept().expect("a stream").0);
+        // The streams of every other rank are encrypted.
+        let keys = (rank % 2 == 1).then_some(StreamKeys {
+            cipher: Cipher::Aes128Gcm,
+            sending: [rank as u8; 32],
+            receiving: [attempt as u8; 32],
+        });
         let adopt = CoreCommand::Adopt {
             namespace: self.plan.namespace,
             route: admitted.route,
             port: admitted.port,
-            socket,
-            memory: None,
+            stream: AcceptedStream { socket, carrier: Carrier::Tcp(keys.clone()) },
             attempt: admitted.attempt,
             resumed_by: admitted.resumed_by,
         };
         let max = self.plan.frame_bytes_max();
         let stream = TcpStream::new(worker, Direction::ToWorker, max).expect("a stream");
+        let stream = stream.with_encryption(keys.map(|keys| keys.mirrored()).as_ref());
         Some((Connection::Tcp(stream), adopt))
     }
 
@@ -236,7 +244,7 @@ impl FuzzJob {
         let brought =
             [&arena, &rings].map(|memory| memory.as_fd().try_clone_to_owned().expect("a descriptor"));
         let origin = StreamOrigin::Local(brought.into());
-        let Ok(admitted) = self.directory.admit(&self.hello(rank, 0), origin) else {
+        let Ok(admitted) = self.directory.admit(&self.hello(rank, 0), origin, false) else {
             panic!("a place is free")
         };
         let (worker, socket) = UnixStream::pair().expect("sockets");
@@ -244,8 +252,10 @@ impl FuzzJob {
             namespace: self.plan.namespace,
             route: admitted.route,
             port: admitted.port,
-            socket: socket.into(),
-            memory: admitted.memory,
+            stream: AcceptedStream {
+                socket: socket.into(),
+                carrier: admitted.memory.map_or(Carrier::Tcp(None), Carrier::Memory),
+            },
             attempt: admitted.attempt,
             resumed_by: admitted.resumed_by,
         });

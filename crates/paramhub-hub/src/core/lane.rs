@@ -12,6 +12,8 @@ use paramhub_transport::{
     StreamError, TcpStream,
 };
 
+use paramhub_trust::StreamKeys;
+
 use super::fault::Fault;
 use super::outbox::{BATCH_FRAMES, NextFrame};
 use super::shard::{CheckedHeader, Payload, Shard};
@@ -123,20 +125,40 @@ impl FrameSink for ShardSink<'_> {
 }
 
 /// A stream whose handshake is done.
+#[derive(Debug)]
 pub(crate) struct AcceptedStream {
     pub(crate) socket: OwnedFd,
-    /// The memory that a worker on this host shares; `None` if the frames go over TCP.
-    pub(crate) memory: Option<LocalMemory>,
+    pub(crate) carrier: Carrier,
+}
+
+/// The way in which the frames of a stream travel.
+#[derive(Debug)]
+pub(crate) enum Carrier {
+    /// Over TCP; encrypted, if there are keys.
+    Tcp(Option<StreamKeys>),
+    /// Through memory that a worker on this host shares.
+    Memory(LocalMemory),
 }
 
 impl AcceptedStream {
+    /// The memory that carries the tensors; `None` if the frames go over TCP.
+    pub(crate) fn memory(&self) -> Option<&LocalMemory> {
+        match &self.carrier {
+            Carrier::Tcp(_) => None,
+            Carrier::Memory(memory) => Some(memory),
+        }
+    }
+
     /// Makes the connection over which the port exchanges frames. `direction` is that of the frames which
     /// arrive here, and `frame_bytes_max` bounds the bytes of their payloads.
     pub(crate) fn connect(self, direction: Direction, frame_bytes_max: usize) -> io::Result<Connection> {
         let max = frame_bytes_max;
-        Ok(match self.memory {
-            None => Connection::Tcp(TcpStream::new(self.socket, direction, max)?),
-            Some(memory) => {
+        Ok(match self.carrier {
+            Carrier::Tcp(keys) => {
+                let stream = TcpStream::new(self.socket, direction, max)?;
+                Connection::Tcp(stream.with_encryption(keys.as_ref()))
+            }
+            Carrier::Memory(memory) => {
                 let stream = ShmStream::new(self.socket, memory.rings, RING_BYTES_DEFAULT, direction, max)?;
                 Connection::Shm(stream.with_arena().with_patience(PATIENCE_BYTES))
             }
@@ -258,6 +280,9 @@ impl Lane {
     /// used up.
     pub(crate) fn flush(&mut self, shard: &mut Shard, now: Instant) -> Result<Flushed, StreamError> {
         let mut turn_bytes = 0;
+        if self.stream.has_unsent() && self.stream.send(&[])?.blocked {
+            return Ok(Flushed::Blocked);
+        }
         loop {
             let mut picks = [NextFrame::Message; BATCH_FRAMES];
             let count = shard.pick(self.port, &mut picks);
@@ -398,7 +423,7 @@ mod tests {
         // The reader takes everything, so only the budget ends a turn before all has left.
         let reader = std::thread::spawn(move || std::io::copy(&mut worker, &mut io::sink()).unwrap());
         let now = Instant::now();
-        let accepted = AcceptedStream { socket: socket.into(), memory: None };
+        let accepted = AcceptedStream { socket: socket.into(), carrier: Carrier::Tcp(None) };
         let mut lane = Lane::new(accepted.connect(Direction::ToHub, 16 << 10).unwrap(), 0, 0, now);
         let (mut turns, mut sent_before) = (0, 0);
         while lane.flush(&mut shard, now).unwrap() != Flushed::All {

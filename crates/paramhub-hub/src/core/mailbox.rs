@@ -3,7 +3,6 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
@@ -15,10 +14,10 @@ use paramhub_core::service::{CoreCounters, JobCounters};
 use paramhub_core::wire::{Failure, Notice};
 use paramhub_transport::Waker;
 
+use super::lane::AcceptedStream;
 use super::plan::ShardPlan;
 use super::restored::Restored;
 use super::snapshot::{Snapshot, SnapshotTarget};
-use crate::local::LocalMemory;
 
 /// Commands that may wait in a core's mailbox; a sender of more must wait.
 const MAILBOX_COMMANDS: usize = 1024;
@@ -35,8 +34,7 @@ pub(crate) enum CoreCommand {
         namespace: Namespace,
         route: RouteId,
         port: u32,
-        socket: OwnedFd,
-        memory: Option<LocalMemory>,
+        stream: AcceptedStream,
         attempt: u32,
         resumed_by: Option<u16>,
     },

@@ -46,7 +46,8 @@ use paramhub_core::wire::{Notice, Operation};
 use paramhub_transport::{Events, Interest, Poller, Scratch};
 
 use final_messages::FinalMessages;
-use lane::{AcceptedStream, Lane};
+use lane::Lane;
+pub(crate) use lane::{AcceptedStream, Carrier};
 use scheduler::{JobScheduler, WorkUnit};
 use table::Table;
 
@@ -315,14 +316,14 @@ impl Core {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open { plan, restored } => self.open(*plan, restored.map(|restored| *restored)),
-                CoreCommand::Adopt { namespace, route, port, socket, memory, attempt, resumed_by } => {
+                CoreCommand::Adopt { namespace, route, port, stream, attempt, resumed_by } => {
                     if self.is_stale(namespace, route, port, attempt) {
                         continue;
                     }
                     if let Some(by) = resumed_by {
                         self.make_way(namespace, route, port, by);
                     }
-                    self.adopt(namespace, route, port, AcceptedStream { socket, memory }, now);
+                    self.adopt(namespace, route, port, stream, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
                 CoreCommand::NotifyAll { namespace, notice } => self.notify_all(namespace, &notice, now),

@@ -15,8 +15,9 @@ fn connect(hub: &mut SteppedHub, namespace: Namespace) -> TcpStream {
     let worker = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     worker.set_nodelay(true).unwrap();
     let socket = listener.accept().unwrap().0.into();
-    let (memory, attempt, resumed_by) = (None, 0, None);
-    hub.handle.send(CoreCommand::Adopt { namespace, route: 0, port: 0, socket, memory, attempt, resumed_by });
+    let stream = AcceptedStream { socket, carrier: Carrier::Tcp(None) };
+    let (attempt, resumed_by) = (0, None);
+    hub.handle.send(CoreCommand::Adopt { namespace, route: 0, port: 0, stream, attempt, resumed_by });
     hub.turn();
     worker.set_nonblocking(true).unwrap();
     worker

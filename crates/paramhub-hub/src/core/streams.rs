@@ -33,7 +33,7 @@ impl Core {
         debug_assert!(hosted.lane_of[port as usize].is_none(), "a port is given once");
         let plan = hosted.shard.plan();
         let (frame_bytes_max, to) = (plan.frame_bytes_max(), plan.ports.side(port).incoming());
-        let arenas = accepted.memory.as_ref().map(|memory| memory.arenas.clone());
+        let arenas = accepted.memory().map(|memory| memory.arenas.clone());
         let added = accepted.connect(to, frame_bytes_max).and_then(|stream| {
             let lane = Lane::new(stream, shard, port, now);
             let token = self.lanes.insert(lane);

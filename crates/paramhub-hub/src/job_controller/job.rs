@@ -34,6 +34,7 @@ pub(crate) struct HubJob {
     pub(super) ports: HashMap<RouteId, Arc<Ports>>,
     /// Whether a stream that breaks is replaced over another interface (`on_interface_down = continue`).
     pub(super) continues: bool,
+    pub(super) encrypts: bool,
     /// The features of its settings, its options and the hubs of the site.
     pub(super) features: Features,
     pub(super) settings: Arc<Settings>,
@@ -81,6 +82,7 @@ impl HubJob {
             site: job_plan.site,
             ports: placed.ports,
             continues: job_plan.options.continues(),
+            encrypts: job_plan.options.encrypt,
             features: job_plan.settings.features().and(job_plan.options.features()).and(of_site),
             settings: placed.settings,
             state_slots: update_method.state_slots,

@@ -85,6 +85,7 @@ impl JobController {
             incarnations: HashMap::new(),
             taken: HashMap::new(),
             continues: job.continues,
+            encrypts: job.encrypts,
             memory: JobMemory::new(&job.settings, job.features),
         };
         self.directory.insert(namespace, entry);
@@ -105,6 +106,7 @@ impl JobController {
             site: job.site,
             composed: job.composed.clone(),
             state_slots: job.state_slots,
+            encrypts: job.encrypts,
             deadline: self.instant(until),
             cores: cores.collect(),
         };

@@ -48,8 +48,14 @@ fn logged(happens: impl FnOnce(&mut Membership, u32, Namespace)) -> Vec<Level> {
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let place = Place::default();
-    let offer =
-        RegisterHub { protocol: VERSION, shape, place, machine: String::new(), keeps_checkpoints: None };
+    let offer = RegisterHub {
+        protocol: VERSION,
+        shape,
+        place,
+        machine: String::new(),
+        keeps_checkpoints: None,
+        encrypt: false,
+    };
     let hub = state.membership.register_hub(offer, "token".into(), now()).unwrap();
     let namespace = Namespace([1; 16]);
     let request = CreateService { name: "x".into(), workers: 1, options: JobOptions::default() };
@@ -116,6 +122,7 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         place: Place::default(),
         machine: String::new(),
         keeps_checkpoints: Some(false),
+        encrypt: false,
     };
     membership.register_hub(keeps_none, "token".into(), now()).unwrap();
     let refusal = |options| {

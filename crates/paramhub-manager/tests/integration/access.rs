@@ -29,6 +29,7 @@ fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
                 place: Default::default(),
                 machine: String::new(),
                 keeps_checkpoints: None,
+                encrypt: false,
             })),
             ErrorCode::Unauthorized
         );

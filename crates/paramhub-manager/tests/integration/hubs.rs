@@ -228,6 +228,7 @@ fn a_poll_waits_and_a_command_is_repeated_until_it_is_acknowledged() {
             place: Default::default(),
             machine: String::new(),
             keeps_checkpoints: None,
+            encrypt: false,
         })
         .unwrap();
     let poll =
@@ -266,6 +267,7 @@ fn a_hub_that_comes_back_takes_the_place_of_its_former_self() {
             place: Default::default(),
             machine: String::new(),
             keeps_checkpoints: None,
+            encrypt: false,
         })
         .unwrap();
     assert_eq!(again.hub, 1);
@@ -285,6 +287,7 @@ fn a_hub_that_serves_an_unknown_job_is_ordered_to_stop_it() {
             place: Default::default(),
             machine: String::new(),
             keeps_checkpoints: None,
+            encrypt: false,
         })
         .unwrap();
     let namespace = Namespace([3; 16]);
@@ -307,6 +310,7 @@ fn only_the_hub_itself_polls_and_reports() {
             place: Default::default(),
             machine: String::new(),
             keeps_checkpoints: None,
+            encrypt: false,
         })
         .unwrap();
     wrong_token.token = "0".repeat(64);
@@ -325,6 +329,7 @@ fn stopping_the_manager_answers_all_waiting_callers() {
             place: Default::default(),
             machine: String::new(),
             keeps_checkpoints: None,
+            encrypt: false,
         })
         .unwrap();
     let job = Job::create(&client, "interrupted", 2);

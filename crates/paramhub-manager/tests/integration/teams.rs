@@ -159,6 +159,7 @@ fn a_teams_token_opens_nothing_but_jobs() {
         place: Default::default(),
         machine: String::new(),
         keeps_checkpoints: None,
+        encrypt: false,
     };
     let more =
         |role, team: Option<&str>| CreateToken { name: "more".into(), role, team: team.map(Into::into) };

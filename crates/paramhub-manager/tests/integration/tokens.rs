@@ -36,6 +36,7 @@ fn offer() -> RegisterHub {
         place: Default::default(),
         machine: String::new(),
         keeps_checkpoints: None,
+        encrypt: false,
     }
 }
 

@@ -13,7 +13,7 @@ use paramhub_core::wire::{
 use paramhub_transport::Interest;
 use paramhub_transport::dialling::dialled;
 use paramhub_transport::greeting::{Discarded, PendingMessages, draw};
-use paramhub_transport::handshakes::has_unread_bytes;
+use paramhub_trust::{StreamKeys, StreamListener, StreamTls, TLS_HANDSHAKE};
 use rustix::net::Shutdown;
 
 use crate::secrets::MeshSecrets;
@@ -24,6 +24,8 @@ pub(super) struct JoinHandshake {
     pub(super) socket: OwnedFd,
     /// The address of the peer.
     pub(super) address: SocketAddr,
+    /// Whether the connection is to be encrypted.
+    encrypts: bool,
     /// `None` where only the join as a whole has a deadline.
     pub(super) deadline: Option<Instant>,
     messages: PendingMessages,
@@ -67,15 +69,21 @@ pub(super) enum HandshakeProgress {
 pub(super) type HelloCheck<'a> = dyn FnMut(&Hello) -> Result<(), (Refusal, String)> + 'a;
 
 impl JoinHandshake {
-    pub(super) fn dialler(socket: OwnedFd, address: SocketAddr, hello: Hello) -> Self {
-        JoinHandshake::new(socket, address, None, HandshakeState::Dialling(hello))
+    pub(super) fn dialler(socket: OwnedFd, address: SocketAddr, hello: Hello, encrypts: bool) -> Self {
+        JoinHandshake::new(socket, address, encrypts, None, HandshakeState::Dialling(hello))
     }
 
-    pub(super) fn listener(socket: OwnedFd, address: SocketAddr, deadline: Instant) -> Self {
-        JoinHandshake::new(socket, address, Some(deadline), HandshakeState::AwaitsHello)
+    pub(super) fn listener(socket: OwnedFd, address: SocketAddr, encrypts: bool, deadline: Instant) -> Self {
+        JoinHandshake::new(socket, address, encrypts, Some(deadline), HandshakeState::AwaitsHello)
     }
 
-    fn new(socket: OwnedFd, address: SocketAddr, deadline: Option<Instant>, state: HandshakeState) -> Self {
+    fn new(
+        socket: OwnedFd,
+        address: SocketAddr,
+        encrypts: bool,
+        deadline: Option<Instant>,
+        state: HandshakeState,
+    ) -> Self {
         let bytes_max = match state {
             HandshakeState::AwaitsHello => HELLO_BYTES.max(PROOF_BYTES),
             _ => VERDICT_BYTES,
@@ -83,6 +91,7 @@ impl JoinHandshake {
         JoinHandshake {
             socket,
             address,
+            encrypts,
             deadline,
             messages: PendingMessages::new(bytes_max),
             state,
@@ -95,6 +104,11 @@ impl JoinHandshake {
         Interest { readable: !is_dialling, writable: is_dialling || !self.messages.has_sent_all() }
     }
 
+    /// The keys of the connection, once it is open; `None` if it is not encrypted.
+    pub(super) fn keys(&self) -> Option<StreamKeys> {
+        self.messages.keys()
+    }
+
     /// The rank that a just refused connection claimed, and why it was refused; the rank is not proved and
     /// serves messages only.
     pub(super) fn take_refusal(&mut self) -> Option<(u32, String)> {
@@ -105,9 +119,10 @@ impl JoinHandshake {
     pub(super) fn advance_handshake(
         &mut self,
         secrets: &MeshSecrets,
+        tls: Option<&StreamListener>,
         check_hello: &mut HelloCheck<'_>,
     ) -> HandshakeProgress {
-        match self.advance(secrets, check_hello) {
+        match self.advance(secrets, tls, check_hello) {
             Ok(progress) => progress,
             Err(error) => HandshakeProgress::Failed(match error.kind() {
                 io::ErrorKind::ConnectionRefused => "no program listens there".to_owned(),
@@ -120,10 +135,14 @@ impl JoinHandshake {
     fn advance(
         &mut self,
         secrets: &MeshSecrets,
+        tls: Option<&StreamListener>,
         check_hello: &mut HelloCheck<'_>,
     ) -> io::Result<HandshakeProgress> {
         if let HandshakeState::Dialling(hello) = self.state {
             dialled(&self.socket)?;
+            if self.encrypts {
+                self.messages.begin_tls(StreamTls::call()?)?;
+            }
             self.messages.queue(&hello.encode());
             self.state = HandshakeState::AwaitsChallenge(hello);
         }
@@ -146,7 +165,15 @@ impl JoinHandshake {
                 HandshakeState::AwaitsProof(..) => PROOF_BYTES,
             };
             let socket = &self.socket;
-            if !self.messages.receive(wanted, |buffer| Ok(rustix::io::read(socket, buffer)?))? {
+            let is_whole = self.messages.receive(wanted, |buffer| Ok(rustix::io::read(socket, buffer)?))?;
+            let is_tls = self.messages.received().first() == Some(&TLS_HANDSHAKE);
+            if let (HandshakeState::AwaitsHello, true, false, Some(tls)) =
+                (&self.state, is_tls, self.messages.are_encrypted(), tls)
+            {
+                self.messages.begin_tls(tls.begin()?)?;
+                continue;
+            }
+            if !is_whole {
                 return Ok(HandshakeProgress::Waits);
             }
             if let Some(progress) = self.answer(secrets, check_hello)? {
@@ -165,13 +192,14 @@ impl JoinHandshake {
             HandshakeState::AwaitsChallenge(hello) => {
                 let hello = *hello;
                 let challenge: Challenge = self.messages.take();
-                let proof = hello.dialler_proof(&secret_with(secrets, hello.peer), &challenge);
+                let secret = self.messages.bind(&secret_with(secrets, hello.peer));
+                let proof = hello.dialler_proof(&secret, &challenge);
                 self.messages.queue(&proof.0);
                 self.state = HandshakeState::AwaitsVerdict(hello, challenge);
             }
             HandshakeState::AwaitsVerdict(hello, challenge) => {
                 let (hello, challenge) = (*hello, *challenge);
-                let secret = secret_with(secrets, hello.peer);
+                let secret = self.messages.bind(&secret_with(secrets, hello.peer));
                 let expected = |head: &[u8]| hello.listener_proof(&secret, &challenge, head);
                 return Ok(Some(match Verdict::open(&self.messages.take(), expected) {
                     Ok(_) => HandshakeProgress::Joined,
@@ -189,8 +217,14 @@ impl JoinHandshake {
             }
             HandshakeState::AwaitsHello => {
                 match Hello::decode(&self.messages.take::<HELLO_BYTES>()) {
-                    Ok(_) if has_unread_bytes(&self.socket)? => {
+                    Ok(_) if self.messages.has_unread_bytes(&self.socket)? => {
                         return Err(io::Error::other("it sent more than a hello before it was challenged"));
+                    }
+                    Ok(_) if self.encrypts != self.messages.are_encrypted() => {
+                        self.messages.queue(&[0; CHALLENGE_BYTES]);
+                        let message =
+                            "the connections of this mesh are encrypted: give all ranks the same `encrypt`";
+                        self.refuse(None, Refusal::Capability, message.into());
                     }
                     Ok(hello) => {
                         let challenge = draw()?;
@@ -208,7 +242,7 @@ impl JoinHandshake {
                 let (hello, challenge) = (*hello, *challenge);
                 let known = secrets.with(hello.rank);
                 // The check takes as long for a rank that there is not.
-                let secret = secret_with(secrets, hello.rank);
+                let secret = self.messages.bind(&secret_with(secrets, hello.rank));
                 let proof = Proof(self.messages.take());
                 if !proof.matches(&hello.dialler_proof(&secret, &challenge)) || known.is_none() {
                     let message = "the secret is wrong: do both ranks mean the same mesh?";

@@ -20,11 +20,13 @@ use paramhub_transport::greeting::draw;
 use paramhub_transport::handshakes::{ACCEPTS_PER_TURN, PendingHandshakes};
 use paramhub_transport::socket::{listen, prepare};
 use paramhub_transport::{Events, Interest, Poller};
+use paramhub_trust::StreamListener;
 
 use crate::config::MeshConfig;
 use crate::error::{MeshError, MeshRank};
 use crate::memory::agreement::{JoinDeadline, agree};
 use crate::mesh::Mesh;
+use crate::socket::PeerSocket;
 use crate::wire::Hello;
 use handshake::{HandshakeProgress, JoinHandshake};
 
@@ -78,13 +80,13 @@ impl MeshListener {
     ) -> Result<Mesh, MeshError> {
         config.check()?;
         let deadline = Instant::now() + config.join_timeout;
-        let sockets = if config.size == 1 {
+        let mut sockets = if config.size == 1 {
             drop(self.listener);
             vec![None]
         } else {
             MeshJoin::new(&config, self.listener)?.run(&mut goes_on)?
         };
-        let memory = agree(&config, &sockets, JoinDeadline { at: deadline, goes_on: &mut goes_on })?;
+        let memory = agree(&config, &mut sockets, JoinDeadline { at: deadline, goes_on: &mut goes_on })?;
         Mesh::start(&config, sockets, memory)
     }
 }
@@ -96,6 +98,8 @@ struct MeshJoin<'a> {
     listener: TcpListener,
     poller: Poller,
     incarnation: Incarnation,
+    /// Makes the keys of connections that others dial; `None` if they are not encrypted.
+    tls: Option<StreamListener>,
     ranks: Vec<RankConnection>,
     /// Handshakes that this rank began, by the rank that it dials, which is also their token.
     dials: HashMap<u64, JoinHandshake>,
@@ -106,7 +110,7 @@ struct MeshJoin<'a> {
 
 /// The state of the connection with a rank.
 struct RankConnection {
-    socket: Option<OwnedFd>,
+    socket: Option<PeerSocket>,
     /// The incarnation of a rank that dials this one.
     incarnation: Option<Incarnation>,
     /// When to dial a rank that this one dials.
@@ -119,13 +123,14 @@ struct RankConnection {
 impl<'a> MeshJoin<'a> {
     fn new(config: &'a MeshConfig, listener: TcpListener) -> Result<Self, MeshError> {
         let this_rank = config.this_rank();
-        let prepared = || -> io::Result<(Poller, Incarnation)> {
+        let prepared = || -> io::Result<(Poller, Incarnation, Option<StreamListener>)> {
             let poller = Poller::new()?;
             listener.set_nonblocking(true)?;
             poller.add(&listener, LISTENER, Interest::READABLE)?;
-            Ok((poller, Incarnation(draw()?)))
+            let tls = config.encrypts.then(StreamListener::new).transpose().map_err(io::Error::other)?;
+            Ok((poller, Incarnation(draw()?), tls))
         };
-        let (poller, incarnation) = prepared().map_err(|error| MeshError::System {
+        let (poller, incarnation, tls) = prepared().map_err(|error| MeshError::System {
             this_rank: this_rank.clone(),
             what: "prepare to join",
             reason: error.to_string().into(),
@@ -145,10 +150,21 @@ impl<'a> MeshJoin<'a> {
             .collect();
         let (dials, pending) = (HashMap::new(), PendingHandshakes::new(PENDING_MAX));
         let next_token = u64::from(config.size);
-        Ok(MeshJoin { config, this_rank, listener, poller, incarnation, ranks, dials, pending, next_token })
+        Ok(MeshJoin {
+            config,
+            this_rank,
+            listener,
+            poller,
+            incarnation,
+            tls,
+            ranks,
+            dials,
+            pending,
+            next_token,
+        })
     }
 
-    fn run(mut self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<Option<OwnedFd>>, MeshError> {
+    fn run(mut self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<Option<PeerSocket>>, MeshError> {
         let begun = Instant::now();
         let mut next_question = begun + ASK_EVERY;
         let mut events = Events::with_capacity(256);
@@ -237,7 +253,7 @@ impl<'a> MeshJoin<'a> {
             challenge: draw()?,
         };
         let address = self.config.addresses[rank as usize];
-        let handshake = JoinHandshake::dialler(begin_dial(address)?, address, hello);
+        let handshake = JoinHandshake::dialler(begin_dial(address)?, address, hello, self.config.encrypts);
         self.poller.add(&handshake.socket, u64::from(rank), handshake.interest())?;
         self.dials.insert(u64::from(rank), handshake);
         Ok(())
@@ -272,7 +288,8 @@ impl<'a> MeshJoin<'a> {
     fn begin_handshake(&mut self, socket: OwnedFd, address: SocketAddr) {
         let token = self.next_token;
         self.next_token += 1;
-        let handshake = JoinHandshake::listener(socket, address, Instant::now() + HANDSHAKE);
+        let encrypts = self.config.encrypts;
+        let handshake = JoinHandshake::listener(socket, address, encrypts, Instant::now() + HANDSHAKE);
         let ready = rustix::io::ioctl_fionbio(&handshake.socket, true)
             .map_err(io::Error::from)
             .and_then(|()| self.poller.add(&handshake.socket, token, handshake.interest()));
@@ -288,9 +305,9 @@ impl<'a> MeshJoin<'a> {
             false => self.pending.get_mut(token),
         };
         let Some(handshake) = handshake else { return Ok(()) };
-        let (config, ranks) = (self.config, &mut self.ranks);
-        let progress =
-            handshake.advance_handshake(&config.secrets, &mut |hello| check_hello(config, ranks, hello));
+        let (config, ranks, tls) = (self.config, &mut self.ranks, self.tls.as_ref());
+        let mut check = |hello: &Hello| check_hello(config, ranks, hello);
+        let progress = handshake.advance_handshake(&config.secrets, tls, &mut check);
         if let Some((rank, why)) = handshake.take_refusal()
             && (config.rank + 1..config.size).contains(&rank)
         {
@@ -329,7 +346,10 @@ impl<'a> MeshJoin<'a> {
         let Some(handshake) = self.remove_handshake(token) else { return };
         let state = &mut self.ranks[rank as usize];
         match prepare(&handshake.socket) {
-            Ok(()) => state.socket = Some(handshake.socket),
+            Ok(()) => {
+                let keys = handshake.keys();
+                state.socket = Some(PeerSocket::new(handshake.socket, keys.as_ref()));
+            }
             Err(error) if token < u64::from(self.config.size) => self.dial_again(rank, error.to_string()),
             Err(error) => state.last_error = Some(error.to_string().into()),
         }

@@ -6,7 +6,6 @@
 //! without which none would end.
 
 use std::io::{self, Read};
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Arc;
@@ -15,12 +14,11 @@ use std::time::{Duration, Instant};
 use paramhub_transport::greeting::draw;
 use paramhub_transport::shm::{connect, receive_segments, send_segments};
 use paramhub_transport::{Events, Interest, Poller};
-use rustix::io::Errno;
-use rustix::net::SendFlags;
 
 use super::shared_segment::{RANKS_MAX, SharedSegment};
 use crate::config::MeshConfig;
 use crate::error::MeshError;
+use crate::socket::PeerSocket;
 use crate::wire::{NO_OFFER, OFFER_BYTES, SegmentOffer, TOKEN_BYTES};
 
 /// The interval at which the caller's function is asked whether to go on.
@@ -47,7 +45,7 @@ pub(crate) struct JoinDeadline<'a> {
 /// Agrees with all other ranks. `sockets` are connections whose handshake is over, by rank.
 pub(crate) fn agree(
     config: &MeshConfig,
-    sockets: &[Option<OwnedFd>],
+    sockets: &mut [Option<PeerSocket>],
     deadline: JoinDeadline<'_>,
 ) -> Result<SharedMemoryAgreement, MeshError> {
     if config.size == 1 {
@@ -55,7 +53,7 @@ pub(crate) fn agree(
     }
     let outcome = match config.rank {
         0 => offer(config, sockets, deadline),
-        _ => accept(config, sockets[0].as_ref().expect("rank 0 is another one"), deadline),
+        _ => accept(config, sockets[0].as_mut().expect("rank 0 is another one"), deadline),
     };
     match outcome {
         Ok(agreed) => Ok(agreed),
@@ -79,24 +77,23 @@ impl<E: Into<io::Error>> From<E> for AgreementError {
 /// The side of rank 0.
 fn offer(
     config: &MeshConfig,
-    sockets: &[Option<OwnedFd>],
+    sockets: &mut [Option<PeerSocket>],
     deadline: JoinDeadline<'_>,
 ) -> Result<SharedMemoryAgreement, AgreementError> {
-    let others = || sockets.iter().flatten();
     let (server, why) = match SegmentServer::new(config) {
         Ok(server) => (Some(server), None),
         Err(why) => (None, Some(why)),
     };
     let wire = server.as_ref().map_or(NO_OFFER, |server| server.offer.encode());
-    for socket in others() {
+    for socket in sockets.iter_mut().flatten() {
         // A rank whose socket cannot be written has gone and will not answer either.
-        let _ = send_bytes(socket, &wire);
+        let _ = socket.send_few(&wire);
     }
     let Some(mut server) = server else { return Ok(Err(why.expect("there is one"))) };
     let answers = server.serve(config, sockets, deadline)?;
     let refusal = answers.iter().position(|answer| *answer == Some(false));
-    for socket in others() {
-        let _ = send_bytes(socket, &[u8::from(refusal.is_none())]);
+    for socket in sockets.iter_mut().flatten() {
+        let _ = socket.send_few(&[u8::from(refusal.is_none())]);
     }
     Ok(match refusal {
         None => Ok(server.segment),
@@ -142,7 +139,7 @@ impl SegmentServer {
     fn serve(
         &mut self,
         config: &MeshConfig,
-        sockets: &[Option<OwnedFd>],
+        sockets: &mut [Option<PeerSocket>],
         deadline: JoinDeadline<'_>,
     ) -> Result<Vec<Option<bool>>, AgreementError> {
         let poller = Poller::new()?;
@@ -169,13 +166,13 @@ impl SegmentServer {
                     LISTENER => self.accept_all(&poller),
                     connection @ FIRST_CONNECTION_TOKEN.. => self.check_token(connection, &poller),
                     rank => {
-                        let socket = sockets[rank as usize].as_ref().expect("it was added");
+                        let socket = sockets[rank as usize].as_mut().expect("it was added");
                         let mut answer = [0];
-                        match rustix::io::read(socket, &mut answer) {
-                            Err(Errno::AGAIN | Errno::INTR) => continue,
-                            read => answers[rank as usize] = Some(read == Ok(1) && answer[0] == 1),
+                        match socket.receive_few(&mut answer, &mut 0) {
+                            Ok(false) => continue,
+                            heard => answers[rank as usize] = Some(heard.is_ok() && answer[0] == 1),
                         }
-                        poller.remove(socket)?;
+                        poller.remove(&*socket)?;
                     }
                 }
             }
@@ -222,7 +219,7 @@ impl SegmentServer {
 /// The side of every other rank.
 fn accept(
     config: &MeshConfig,
-    socket: &OwnedFd,
+    socket: &mut PeerSocket,
     mut deadline: JoinDeadline<'_>,
 ) -> Result<SharedMemoryAgreement, AgreementError> {
     let mut wire = [0; OFFER_BYTES];
@@ -239,7 +236,7 @@ fn accept(
         true => fetch(config, &offer),
         false => Err(io::Error::other("this rank is configured not to share memory")),
     };
-    send_bytes(socket, &[u8::from(fetched.is_ok())])?;
+    socket.send_few(&[u8::from(fetched.is_ok())])?;
     let mut verdict = [0];
     receive_bytes(config, socket, &mut verdict, &mut deadline)?;
     Ok(match (fetched, verdict) {
@@ -267,45 +264,23 @@ fn fetch(config: &MeshConfig, offer: &SegmentOffer) -> io::Result<SharedSegment>
     SharedSegment::adopt(config.rank, config.size, descriptors)
 }
 
-/// Sends a few bytes: a connection without traffic has room for them.
-fn send_bytes(socket: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
-    loop {
-        match rustix::net::send(socket, bytes, SendFlags::NOSIGNAL) {
-            Ok(sent) if sent == bytes.len() => return Ok(()),
-            Ok(_) => return Err(io::ErrorKind::WriteZero.into()),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-}
-
 /// Fills `bytes` from rank 0.
 fn receive_bytes(
     config: &MeshConfig,
-    socket: &OwnedFd,
+    socket: &mut PeerSocket,
     bytes: &mut [u8],
     deadline: &mut JoinDeadline<'_>,
 ) -> Result<(), AgreementError> {
     let poller = Poller::new()?;
-    poller.add(socket, 0, Interest::READABLE)?;
+    poller.add(&*socket, 0, Interest::READABLE)?;
     let mut events = Events::with_capacity(1);
-    let mut received = 0;
-    while received < bytes.len() {
-        match rustix::io::read(socket.as_fd(), &mut bytes[received..]) {
-            Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-            Ok(read) => received += read,
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => {
-                let timeout = wait_time(config, deadline, &[0])?;
-                if !(deadline.goes_on)() {
-                    return Err(AgreementError::Mesh(MeshError::Interrupted {
-                        this_rank: config.this_rank(),
-                    }));
-                }
-                poller.wait(&mut events, Some(timeout))?;
-            }
-            Err(errno) => return Err(errno.into()),
+    let mut filled = 0;
+    while !socket.receive_few(bytes, &mut filled)? {
+        let timeout = wait_time(config, deadline, &[0])?;
+        if !(deadline.goes_on)() {
+            return Err(AgreementError::Mesh(MeshError::Interrupted { this_rank: config.this_rank() }));
         }
+        poller.wait(&mut events, Some(timeout))?;
     }
     Ok(())
 }
@@ -337,6 +312,7 @@ fn is_equal(left: &[u8; TOKEN_BYTES], right: &[u8; TOKEN_BYTES]) -> bool {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::fd::OwnedFd;
     use std::thread;
 
     use paramhub_core::auth::Nonce;
@@ -358,11 +334,11 @@ mod tests {
         let rank_0 = thread::spawn(move || {
             let sockets = near.into_iter().map(|socket| {
                 socket.set_nonblocking(true).unwrap();
-                Some(OwnedFd::from(socket))
+                Some(PeerSocket::from(OwnedFd::from(socket)))
             });
-            let sockets: Vec<_> = std::iter::once(None).chain(sockets).collect();
+            let mut sockets: Vec<_> = std::iter::once(None).chain(sockets).collect();
             let deadline = Instant::now() + deadline;
-            agree(&config(0, size), &sockets, JoinDeadline { at: deadline, goes_on: &mut || true })
+            agree(&config(0, size), &mut sockets, JoinDeadline { at: deadline, goes_on: &mut || true })
         });
         for socket in &far {
             socket.set_read_timeout(Some(LONG)).unwrap();
@@ -447,8 +423,8 @@ mod tests {
         near.set_nonblocking(true).unwrap();
         far.write_all(&[7; OFFER_BYTES]).unwrap();
         let deadline = Instant::now() + LONG;
-        let sockets = [Some(OwnedFd::from(near)), None];
-        let agreed = agree(&config(1, 2), &sockets, JoinDeadline { at: deadline, goes_on: &mut || true });
+        let mut sockets = [Some(PeerSocket::from(OwnedFd::from(near))), None];
+        let agreed = agree(&config(1, 2), &mut sockets, JoinDeadline { at: deadline, goes_on: &mut || true });
         assert!(matches!(agreed, Err(MeshError::Protocol { rank: 0, .. })));
     }
 }

@@ -2,6 +2,7 @@
 //! connection with unread bytes would take from the peer what it has not read.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paramhub_transport::{Events, Interest, Poller};
@@ -11,7 +12,7 @@ use rustix::net::{SendFlags, Shutdown};
 /// A connection on which only last messages remain.
 #[derive(Debug)]
 pub(crate) struct ClosingConnection {
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
     last_messages: Vec<u8>,
     sent_bytes: usize,
     /// Whether all messages have been sent, and this rank's side is shut down.
@@ -22,7 +23,7 @@ pub(crate) struct ClosingConnection {
 }
 
 impl ClosingConnection {
-    pub(crate) fn begin(socket: OwnedFd, last_messages: Vec<u8>) -> Self {
+    pub(crate) fn begin(socket: Arc<OwnedFd>, last_messages: Vec<u8>) -> Self {
         let mut connection = ClosingConnection {
             socket,
             last_messages,
@@ -125,7 +126,7 @@ mod tests {
         let (ours, mut peer) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         let last_messages: Vec<u8> = (0..4_000_000_u32).map(|byte| byte as u8).collect();
-        let connection = ClosingConnection::begin(ours.into(), last_messages.clone());
+        let connection = ClosingConnection::begin(Arc::new(ours.into()), last_messages.clone());
         assert!(!connection.has_sent_all, "the socket takes fewer bytes");
         peer.shutdown(Shutdown::Write).unwrap();
 
@@ -143,7 +144,7 @@ mod tests {
     fn what_a_peer_still_sends_is_read_before_its_connection_closes() {
         let (ours, peer) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
-        let connection = ClosingConnection::begin(ours.into(), b"leave".to_vec());
+        let connection = ClosingConnection::begin(Arc::new(ours.into()), b"leave".to_vec());
         let poller = Poller::new().unwrap();
         let deadline = Instant::now() + Duration::from_secs(30);
         let closing =

@@ -2,7 +2,10 @@
 
 use std::io::IoSliceMut;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
+use paramhub_transport::StreamError;
+use paramhub_transport::encryption::{Encryption, EncryptionError};
 use rustix::io::Errno;
 
 use super::matching::{MatchOutcome, ReceiveAnnouncement};
@@ -49,6 +52,18 @@ pub(crate) enum PeerEnd {
     Lost(String),
 }
 
+/// Why encrypted bytes were not taken.
+enum ReadError {
+    Mesh(MeshError),
+    Encryption(EncryptionError),
+}
+
+impl From<EncryptionError> for ReadError {
+    fn from(error: EncryptionError) -> ReadError {
+        ReadError::Encryption(error)
+    }
+}
+
 impl Inbound {
     pub(crate) fn new() -> Self {
         let (head, control_payload) = ([0; HEADER_BYTES], [0; CONTROL_BYTES_MAX]);
@@ -68,6 +83,11 @@ impl Peer {
         scratch: &mut [u8],
         budget: usize,
     ) -> Result<Received, MeshError> {
+        if let Some(mut encryption) = self.socket.encryption.take() {
+            let received = self.receive_encrypted(&mut encryption, in_flight, scratch, budget);
+            self.socket.encryption = Some(encryption);
+            return received;
+        }
         let mut received = Received::default();
         while received.bytes < budget {
             let missing = self.inbound.missing();
@@ -110,6 +130,49 @@ impl Peer {
             if received.is_over.is_some() || read < in_place + ahead {
                 return Ok(received);
             }
+        }
+        Ok(received)
+    }
+
+    fn receive_encrypted(
+        &mut self,
+        encryption: &mut Encryption,
+        in_flight: &mut OperationsInFlight,
+        scratch: &mut [u8],
+        budget: usize,
+    ) -> Result<Received, MeshError> {
+        let (socket, mut received) = (Arc::clone(&self.socket.socket), Received::default());
+        while received.bytes < budget {
+            let mut is_over = None;
+            let mut take = |bytes: &[u8]| {
+                if is_over.is_none() {
+                    is_over = self.parse(in_flight, bytes).map_err(ReadError::Mesh)?;
+                }
+                Ok(())
+            };
+            let read = encryption.receive(&socket, scratch, &mut take);
+            received.is_over = is_over;
+            let why = match read {
+                Ok(read) => {
+                    received.bytes += read.bytes;
+                    if read.bytes == 0 {
+                        received.is_over = Some(PeerEnd::Lost(self.end_of_stream()));
+                    }
+                    if received.is_over.is_some() || read.bytes < read.wanted {
+                        return Ok(received);
+                    }
+                    continue;
+                }
+                Err(ReadError::Mesh(error)) => return Err(error),
+                Err(ReadError::Encryption(EncryptionError::Errno(Errno::INTR))) => continue,
+                Err(ReadError::Encryption(EncryptionError::Errno(Errno::AGAIN))) => return Ok(received),
+                Err(ReadError::Encryption(EncryptionError::Errno(errno))) => {
+                    format!("its connection broke: {errno}")
+                }
+                Err(ReadError::Encryption(EncryptionError::Forged)) => StreamError::Forged.to_string(),
+            };
+            received.is_over.get_or_insert(PeerEnd::Lost(why));
+            return Ok(received);
         }
         Ok(received)
     }

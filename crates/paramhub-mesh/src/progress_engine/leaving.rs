@@ -9,6 +9,7 @@ use super::closing::ClosingConnection;
 use super::peer::RankState;
 use super::slab::SlabKey;
 use crate::error::MeshError;
+use crate::socket::PeerSocket;
 use crate::wire::{Channel, Header, Kind};
 
 impl ProgressEngine {
@@ -105,7 +106,12 @@ impl ProgressEngine {
                 // This fails only if the descriptor is not in the set.
                 let _ = self.poller.remove(&peer.socket);
                 let last_messages = peer.outbound.last_messages(&self.in_flight, header, text.as_bytes());
-                connections.push(ClosingConnection::begin(peer.socket, last_messages));
+                let PeerSocket { socket, encryption } = peer.socket;
+                let last_messages = match encryption {
+                    None => last_messages,
+                    Some(mut encryption) => encryption.last_records(&last_messages),
+                };
+                connections.push(ClosingConnection::begin(socket, last_messages));
             }
         }
         connections

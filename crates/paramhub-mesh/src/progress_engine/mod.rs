@@ -18,7 +18,7 @@ mod steps;
 mod tests;
 
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,6 +31,7 @@ use crate::command::{MeshCommand, MeshInbox};
 use crate::error::{MeshError, MeshRank};
 use crate::memory::{Pipeline, SharedSegment};
 use crate::operation::{OperationKind, OperationRequest};
+use crate::socket::PeerSocket;
 use crate::wire::PIECE_BYTES;
 use closing::close_all;
 use inbound::PeerEnd;
@@ -81,7 +82,7 @@ impl ProgressEngine {
     /// Takes connections whose handshake is over, by rank; `None` at this rank's own place.
     pub(crate) fn new(
         this_rank: MeshRank,
-        sockets: Vec<Option<OwnedFd>>,
+        sockets: Vec<Option<PeerSocket>>,
         waker: Waker,
         inbox: Arc<MeshInbox>,
         dead_after: Duration,
@@ -297,7 +298,7 @@ impl ProgressEngine {
             let RankState::Connected(peer) = &mut self.ranks[rank] else { continue };
             if peer.outbound.is_due() {
                 let before = peer.outbound.written;
-                peer.outbound.flush(&peer.socket, &self.in_flight, TURN_BYTES as u64, &mut self.done);
+                peer.outbound.flush(&mut peer.socket, &self.in_flight, TURN_BYTES as u64, &mut self.done);
                 if peer.outbound.written > before {
                     peer.liveness.sent(self.own_pauses.last_turn());
                 }

@@ -4,11 +4,13 @@ use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::os::fd::AsFd;
 
+use paramhub_transport::encryption::Encryption;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
 use super::operations_in_flight::{OperationsInFlight, StepId};
 use crate::schedule::BufferRange;
+use crate::socket::PeerSocket;
 use crate::wire::{HEADER_BYTES, Header, Kind, PIECE_BYTES};
 
 /// The maximum of pieces in one write.
@@ -74,6 +76,8 @@ pub(crate) struct Outbound {
     pub(crate) is_blocked: bool,
     /// `true` if nothing can be sent any more; the frames received before will give the reason.
     is_broken: bool,
+    /// Whether encrypted bytes wait until the socket takes more.
+    has_unsent: bool,
     /// Bytes written so far.
     pub(crate) written: u64,
 }
@@ -101,14 +105,15 @@ impl Outbound {
     }
 
     pub(crate) fn has_something(&self) -> bool {
-        !self.is_broken && (self.begun.is_some() || !self.control.is_empty() || !self.active.is_empty())
+        let has_frames = self.begun.is_some() || !self.control.is_empty() || !self.active.is_empty();
+        !self.is_broken && (has_frames || self.has_unsent)
     }
 
     /// Writes until nothing is left, the socket takes no more, or about `budget` bytes have left. Adds the
     /// steps whose last byte has left to `done`.
     pub(crate) fn flush(
         &mut self,
-        socket: impl AsFd,
+        socket: &mut PeerSocket,
         in_flight: &OperationsInFlight,
         budget: u64,
         done: &mut Vec<StepId>,
@@ -128,9 +133,14 @@ impl Outbound {
                     break;
                 }
             }
-            let wrote = self.write(&socket, in_flight, &pieces[..planned], has_begun);
+            let wrote = match &mut socket.encryption {
+                None => self.write(&socket.socket, in_flight, &pieces[..planned], has_begun),
+                Some(encryption) => {
+                    self.write_encrypted(&socket.socket, encryption, in_flight, &pieces[..planned])
+                }
+            };
             self.account(wrote, &pieces[..planned], has_begun, done);
-            self.is_blocked |= wrote < bytes;
+            self.is_blocked |= wrote < bytes || self.has_unsent;
         }
     }
 
@@ -176,6 +186,30 @@ impl Outbound {
                 }
             }
         }
+    }
+
+    /// The same, encrypted: of each frame the whole or nothing. What the socket has not taken stays with the encryption.
+    fn write_encrypted(
+        &mut self,
+        socket: impl AsFd,
+        encryption: &mut Encryption,
+        in_flight: &OperationsInFlight,
+        pieces: &[Option<TransferPiece>],
+    ) -> usize {
+        let control = self.control[self.control_gone..].chunks(PIECE_BYTES);
+        let transfers = pieces.iter().flatten();
+        let frames = control
+            .map(|control| (control, &[][..]))
+            .chain(transfers.map(|piece| (&piece.head[..], piece.payload(in_flight))));
+        let mut wrote = 0;
+        let counted = frames.clone().map(|(head, payload)| head.len() + payload.len());
+        match encryption.send(socket, frames) {
+            Ok(taken) => wrote = counted.take(taken).sum(),
+            Err(_) => self.is_broken = true,
+        }
+        self.has_unsent = encryption.has_unsent();
+        self.written += wrote as u64;
+        wrote
     }
 
     fn account(

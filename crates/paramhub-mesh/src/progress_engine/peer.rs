@@ -1,6 +1,5 @@
 //! One peer of the mesh.
 
-use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use paramhub_core::liveness::PeerLiveness;
@@ -8,12 +7,13 @@ use paramhub_core::liveness::PeerLiveness;
 use super::inbound::Inbound;
 use super::matching::Matching;
 use super::outbound::Outbound;
+use crate::socket::PeerSocket;
 
 /// A peer that is connected.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) rank: u32,
-    pub(crate) socket: OwnedFd,
+    pub(crate) socket: PeerSocket,
     pub(crate) inbound: Inbound,
     pub(crate) outbound: Outbound,
     pub(crate) matching: Matching,
@@ -23,7 +23,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    pub(crate) fn new(rank: u32, socket: OwnedFd, now: Instant) -> Self {
+    pub(crate) fn new(rank: u32, socket: PeerSocket, now: Instant) -> Self {
         Peer {
             rank,
             socket,

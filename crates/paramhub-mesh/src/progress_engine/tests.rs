@@ -16,6 +16,7 @@ use crate::descriptor::{Collective, DESCRIPTOR_BYTES, Descriptor};
 use crate::element::{ElementType, ReduceOp};
 use crate::error::MeshError;
 use crate::mesh::Mesh;
+use crate::socket::PeerSocket;
 use crate::wire::{Channel, HEADER_BYTES, Header, Kind, PIECE_BYTES};
 
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -30,7 +31,7 @@ fn mesh_with(rank: u32, sockets: Vec<Option<UnixStream>>, dead_after: Duration) 
     let sockets = sockets.into_iter().map(|socket| {
         socket.map(|socket| {
             socket.set_nonblocking(true).unwrap();
-            OwnedFd::from(socket)
+            PeerSocket::from(OwnedFd::from(socket))
         })
     });
     Mesh::start(

@@ -4,7 +4,7 @@ use paramhub_transport::lend;
 
 use crate::common::{Random, Way, at_all, done, meshes, run, seed};
 
-over_both_ways!(
+in_every_way!(
     every_collective_agrees_with_a_sequential_reference,
     sums_have_the_same_bits_on_all_ranks_and_every_time,
     many_collectives_may_be_outstanding,

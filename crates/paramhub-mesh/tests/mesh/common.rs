@@ -15,6 +15,8 @@ pub(crate) enum Way {
     Memory,
     /// As ranks of several hosts.
     Tcp,
+    /// The same, encrypted.
+    Encrypted,
 }
 
 pub(crate) fn secret() -> Nonce {
@@ -36,7 +38,8 @@ pub(crate) fn config(rank: u32, addresses: &[SocketAddr]) -> MeshConfig {
 /// All ranks' meshes.
 pub(crate) fn meshes(way: Way, size: u32) -> Vec<Mesh> {
     let shares_memory = way == Way::Memory;
-    let meshes = meshes_with(size, |config| MeshConfig { shares_memory, ..config });
+    let encrypts = way == Way::Encrypted;
+    let meshes = meshes_with(size, |config| MeshConfig { shares_memory, encrypts, ..config });
     for mesh in &meshes {
         assert_eq!(mesh.shares_memory().is_ok(), shares_memory && size > 1, "{mesh:?}");
     }

@@ -2,7 +2,7 @@
 //! they share.
 
 /// Makes two tests of each function: one for ranks that share memory, one for ranks that do not.
-macro_rules! over_both_ways {
+macro_rules! in_every_way {
     ($($test:ident),+ $(,)?) => {
         mod memory {
             $(#[test]
@@ -16,11 +16,18 @@ macro_rules! over_both_ways {
                 super::$test(crate::common::Way::Tcp);
             })+
         }
+        mod encrypted {
+            $(#[test]
+            fn $test() {
+                super::$test(crate::common::Way::Encrypted);
+            })+
+        }
     };
 }
 
 mod collectives;
 mod common;
+mod encrypted;
 mod joining;
 mod memory;
 mod point_to_point;

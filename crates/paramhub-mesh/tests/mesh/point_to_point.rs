@@ -6,7 +6,7 @@ use paramhub_transport::lend;
 
 use crate::common::{Random, WAIT_TIMEOUT, Way, at_all, done, meshes, run, seed};
 
-over_both_ways!(
+in_every_way!(
     a_message_goes_from_rank_to_rank_around,
     a_receive_names_its_source,
     many_receives_from_any_rank_take_every_message_once,

@@ -2,6 +2,7 @@
 //! promises beyond.
 
 mod conformance;
+mod encrypted;
 mod interface;
 mod memory;
 mod poll;

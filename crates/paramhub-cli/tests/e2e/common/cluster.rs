@@ -95,12 +95,18 @@ impl Cluster {
 
     /// Starts the hub of a role; it may not be ready yet.
     pub fn start_hub(&self, role: usize) -> Process {
+        self.start_hub_with(role, &[])
+    }
+
+    /// The same with more arguments.
+    pub fn start_hub_with(&self, role: usize, arguments: &[&str]) -> Process {
         let (HostRole { rack, hub, .. }, host) = &self.roles[role];
         let (url, listen) = (self.url(), self.address(role));
         let flags = ["hub", "--manager", &url, "--listen", &listen, "--cores", "1", "--pin", "no"];
         let host_only = (*hub == Some(Serves::Host)).then_some("--host-only");
         let of_rack = if rack.is_empty() { &[][..] } else { &["--rack", rack] };
-        let program = host.paramhub(flags.into_iter().chain(host_only).chain(of_rack.iter().copied()));
+        let given = host_only.into_iter().chain(of_rack.iter().copied()).chain(arguments.iter().copied());
+        let program = host.paramhub(flags.into_iter().chain(given));
         program.env("PARAMHUB_ADMIN_TOKEN", TOKEN).start()
     }
 

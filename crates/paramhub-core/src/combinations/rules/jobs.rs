@@ -5,13 +5,14 @@ use crate::combinations::Caller::{
 };
 use crate::combinations::Feature::{
     Asynchronous, AutoScheme, BoundedStaleness, CheckpointEvery, CheckpointEverySeconds,
-    CheckpointEverySteps, CheckpointFolder, CheckpointsKept, ContinuesOverInterfaces, FactorCodec, Factors,
-    FactorsInPyTorch, FactorsToHub, FlatReduction, HalfPrecisionKey, HierarchicalReduction, HubCores,
-    LateLeftOut, LayerWithoutFactors, NoCheckpointFolder, NoFullyConnectedLayer, NoHubs, NoMatrix,
-    NoOptimizer, NoPeerAddress, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage,
-    Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Reproducible,
-    Resume, RunningHub, SeveralHubs, SeveralSites, SharedMemory, SharedParameters, SocketBuffers, Tcp,
-    TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight, WholeChunkOptimizer,
+    CheckpointEverySteps, CheckpointFolder, CheckpointsKept, ContinuesOverInterfaces, EncryptedStreams,
+    FactorCodec, Factors, FactorsInPyTorch, FactorsToHub, FlatReduction, HalfPrecisionKey,
+    HierarchicalReduction, HubCores, LateLeftOut, LayerWithoutFactors, NoCheckpointFolder,
+    NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer, NoPeerAddress, OnlySharedMemory, OptimizerAtOwner,
+    ProgressTimeout, PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer,
+    RejectNonFinite, Reproducible, Resume, RunningHub, SeveralHubs, SeveralSites, SharedMemory,
+    SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
+    WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -291,6 +292,15 @@ pub(super) const INTERFACES: &[Rule] = &[
         callers: &[CommandLine],
     },
 ];
+
+pub(super) const ENCRYPTION: &[Rule] = &[Rule {
+    these: &[EncryptedStreams],
+    those: &[OnlySharedMemory],
+    verdict: NoEffect,
+    why: "no stream leaves the host",
+    remedy: "use the transport tcp or auto, or leave `encrypt` out",
+    callers: &[CommandLine],
+}];
 
 pub(super) const STRAGGLERS: &[Rule] = &[
     Rule {

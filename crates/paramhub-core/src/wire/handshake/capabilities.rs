@@ -21,6 +21,12 @@ impl Capabilities {
         (Capabilities::REPLICA, "replica"),
     ];
 
+    /// All that either has.
+    #[must_use]
+    pub fn or(self, other: Capabilities) -> Capabilities {
+        Capabilities(self.0 | other.0)
+    }
+
     /// The capabilities that both have.
     #[must_use]
     pub fn and(self, other: Capabilities) -> Capabilities {

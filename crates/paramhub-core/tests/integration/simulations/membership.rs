@@ -325,8 +325,14 @@ impl Simulation {
         let interface = InterfaceShape { address: format!("10.0.0.{address}:1"), cores: vec![0], weight: 1 };
         let shape = HubShape { interfaces: vec![interface], local: None };
         let place = Place { rack: ["", "a", "b"][rack].into(), host: String::new() };
-        let offer =
-            RegisterHub { protocol: VERSION, shape, place, machine: String::new(), keeps_checkpoints: None };
+        let offer = RegisterHub {
+            protocol: VERSION,
+            shape,
+            place,
+            machine: String::new(),
+            keeps_checkpoints: None,
+            encrypt: false,
+        };
         let token = format!("token {}", self.hubs.len());
         let number = self.membership.register_hub(offer, token.clone(), moment(self.now)).unwrap();
         let hub = SimulatedHub {

@@ -219,6 +219,7 @@ impl Hub {
                 place: Default::default(),
                 machine: String::new(),
                 keeps_checkpoints: None,
+                encrypt: false,
             })
             .unwrap();
         let quit = Arc::new(AtomicBool::new(false));
