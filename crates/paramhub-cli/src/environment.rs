@@ -7,7 +7,7 @@ use crate::config::distance;
 const PREFIX: &str = "PARAMHUB_";
 
 /// Variables that workers, the Python package or its bindings read and that no flag stands for.
-const OF_WORKERS: [&str; 8] = [
+const OF_WORKERS: [&str; 9] = [
     paramhub_kernels::ISA_VARIABLE,
     "PARAMHUB_JOB",
     "PARAMHUB_SECRET",
@@ -15,6 +15,7 @@ const OF_WORKERS: [&str; 8] = [
     "PARAMHUB_INTERFACES",
     "PARAMHUB_HOST",
     "PARAMHUB_HUBS",
+    "PARAMHUB_ENCRYPT",
     "PARAMHUB_TRACE",
 ];
 
