@@ -100,6 +100,9 @@ impl Encryption {
 
     /// Seals frames, each as header and payload, and writes them. Returns how many it took, which is all or as many as
     /// one write has room for; none if the socket has no room. What the socket has not taken of them stays here.
+    ///
+    /// # Panics
+    /// If a frame is larger than the largest of the stream.
     pub fn send<'a>(
         &mut self,
         socket: impl AsFd,
@@ -143,6 +146,7 @@ impl Encryption {
                 record = end..end + RECORD_HEAD_BYTES;
             }
             if record.end + bytes + TAG_BYTES > sealed.len() {
+                assert!(taken > 0, "a frame of {bytes} bytes is larger than the stream's largest");
                 break;
             }
             let (head_place, rest) = sealed[record.end..].split_at_mut(header.len());
