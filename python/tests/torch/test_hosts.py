@@ -138,7 +138,9 @@ def train(
     starts = [[*torchrun, f"--node-rank={number}"] for number in range(2)]
     codes, output = run(hosts, folder, text, starts, variables)
     assert codes == [0, 0], output
-    assert "failed" not in output, output
+    # torchrun's own agents may say that one of them left the store first.
+    said = [line for line in output.splitlines() if line.startswith("paramhub")]
+    assert not any("failed" in line for line in said), output
     return output
 
 
