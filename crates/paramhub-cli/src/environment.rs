@@ -1,6 +1,6 @@
 //! Variables of the environment that begin with `PARAMHUB_` but that no part reads.
 
-use clap::{Command, CommandFactory};
+use clap::Command;
 
 use crate::config::distance;
 
@@ -22,7 +22,7 @@ const OF_WORKERS: [&str; 9] = [
 /// One line for each variable of the environment that begins with `PARAMHUB_` and that neither the command line nor a worker reads.
 pub fn unread_variables() -> Vec<String> {
     let mut known: Vec<String> = OF_WORKERS.map(str::to_owned).into();
-    collect(&super::Cli::command(), &mut known);
+    collect(&super::command(), &mut known);
     let mut names: Vec<String> = std::env::vars_os()
         .filter(|(_, value)| !value.is_empty())
         .filter_map(|(name, _)| name.into_string().ok())
@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn every_variable_that_is_read_is_known() {
         let mut known: Vec<String> = OF_WORKERS.map(str::to_owned).into();
-        collect(&super::super::Cli::command(), &mut known);
+        collect(&super::super::command(), &mut known);
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let mut folders = vec![root.join("crates"), root.join("python/paramhub")];
         let mut read = Vec::new();

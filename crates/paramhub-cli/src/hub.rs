@@ -54,14 +54,7 @@ pub(super) struct HubFlags {
     rack: Option<String>,
     /// Serve this host's workers alone, over shared memory: their sums go on to the hubs of the rack, or to those that serve
     /// all workers [default: false]
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL",
-        env = "PARAMHUB_HUB_HOST_ONLY"
-    )]
+    #[arg(long, env = "PARAMHUB_HUB_HOST_ONLY")]
     host_only: Option<bool>,
     /// Threads that sum and optimise [default: every processor; a quarter of them on loopback]
     #[arg(long, value_name = "N", env = "PARAMHUB_HUB_CORES")]
@@ -70,24 +63,10 @@ pub(super) struct HubFlags {
     #[arg(long, value_name = "S", env = "PARAMHUB_HUB_STREAMS")]
     streams: Option<usize>,
     /// Offer workers of this host TCP only [default: false]
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL",
-        env = "PARAMHUB_HUB_NO_SHARED_MEMORY"
-    )]
+    #[arg(long, env = "PARAMHUB_HUB_NO_SHARED_MEMORY")]
     no_shared_memory: Option<bool>,
     /// Encrypt the streams of every job between hosts: those in clear are refused [default: false]
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL",
-        env = "PARAMHUB_HUB_ENCRYPT"
-    )]
+    #[arg(long, env = "PARAMHUB_HUB_ENCRYPT")]
     encrypt: Option<bool>,
     /// Microseconds a core looks for work before it sleeps [default: 0]
     #[arg(long, value_name = "US", env = "PARAMHUB_HUB_SPIN_US")]

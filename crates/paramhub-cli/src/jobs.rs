@@ -146,13 +146,7 @@ struct CreateFlags {
     #[arg(long, value_name = "WHERE")]
     optimize_at: Option<OptimizeAt>,
     /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL"
-    )]
+    #[arg(long)]
     encrypt: Option<bool>,
     /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT")]

@@ -35,12 +35,13 @@ mod without_demonstrations;
 #[cfg(not(feature = "demonstrations"))]
 use without_demonstrations as train;
 
+use std::any::TypeId;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::{Args, Parser, Subcommand};
+use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use paramhub::embedded::EmbeddedError;
 use paramhub::service::ErrorCode;
 use paramhub::{ControlError, HubError, ManagerClient, ManagerConfig, ManagerError};
@@ -176,7 +177,9 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Ve
     if let Some(command) = started_as {
         paramhub_harness::launch::set_this_program_command(command);
     }
-    let cli = match Cli::try_parse_from(arguments) {
+    let parsed =
+        command().try_get_matches_from(arguments).and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(refused) if refused.use_stderr() => {
             let text = in_plain_words(&refused.to_string());
@@ -203,6 +206,25 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Ve
         }
         _ => code,
     }
+}
+
+/// The whole command line.
+fn command() -> clap::Command {
+    with_switches(Cli::command())
+}
+
+/// Lets each flag of a truth value stand alone, as `--flag` for `--flag=true`. `--flag=false` takes back what the
+/// environment or the configuration file say.
+fn with_switches(command: clap::Command) -> clap::Command {
+    let is_truth_value = |arg: &clap::Arg| {
+        matches!(arg.get_action(), ArgAction::Set) && arg.get_value_parser().type_id() == TypeId::of::<bool>()
+    };
+    command
+        .mut_args(|arg| match is_truth_value(&arg) {
+            true => arg.num_args(0..=1).require_equals(true).default_missing_value("true").value_name("BOOL"),
+            false => arg,
+        })
+        .mut_subcommands(with_switches)
 }
 
 /// Returns whether flags, environment or file must change before the same command can succeed. The wrong

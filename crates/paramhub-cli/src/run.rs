@@ -71,14 +71,7 @@ pub(super) struct RunFlags {
     #[arg(long, value_name = "WHERE", env = "PARAMHUB_RUN_OPTIMIZE_AT")]
     optimize_at: Option<OptimizeAt>,
     /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL",
-        env = "PARAMHUB_RUN_ENCRYPT"
-    )]
+    #[arg(long, env = "PARAMHUB_RUN_ENCRYPT")]
     encrypt: Option<bool>,
     /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]

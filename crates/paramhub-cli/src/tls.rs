@@ -10,14 +10,7 @@ use super::Usage;
 #[derive(Args)]
 pub(super) struct TlsFlags {
     /// Let other machines call the connection manager over HTTP in clear, where nobody can listen [default: false, TLS]
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL",
-        env = "PARAMHUB_PLAIN_HTTP"
-    )]
+    #[arg(long, env = "PARAMHUB_PLAIN_HTTP")]
     pub(super) plain_http: Option<bool>,
     /// Further names or addresses under which curl and browsers call the connection manager, for its certificate [default:
     /// those of this machine]

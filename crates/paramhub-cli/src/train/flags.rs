@@ -65,14 +65,7 @@ pub(crate) struct TrainFlags {
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_COMPUTE_THREADS")]
     compute_threads: Option<NonZeroUsize>,
     /// Compare what workers call before each collective, and name the first call in which they differ; it takes time
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL",
-        env = "PARAMHUB_TRAIN_CHECK_COLLECTIVES"
-    )]
+    #[arg(long, env = "PARAMHUB_TRAIN_CHECK_COLLECTIVES")]
     check_collectives: Option<bool>,
     /// Write what rank 0 ran when, with collectives, for chrome://tracing and Perfetto: the newest 131,072 operations
     #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_TRACE")]
@@ -82,14 +75,7 @@ pub(crate) struct TrainFlags {
     #[arg(long, env = "PARAMHUB_TRAIN_TRANSPORT")]
     transport: Option<Transport>,
     /// Sum in rank order, so that two runs, and hub and local, end at the same bits
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL",
-        env = "PARAMHUB_TRAIN_REPRODUCIBLE"
-    )]
+    #[arg(long, env = "PARAMHUB_TRAIN_REPRODUCIBLE")]
     reproducible: Option<bool>,
     /// When workers see each other's gradients: sync, async or staleness:N [default: sync]
     #[arg(long, env = "PARAMHUB_TRAIN_CONSISTENCY")]
@@ -99,14 +85,7 @@ pub(crate) struct TrainFlags {
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_REDUCTION")]
     reduction: Option<Reduction>,
     /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
-    #[arg(
-        long,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "true",
-        value_name = "BOOL",
-        env = "PARAMHUB_TRAIN_ENCRYPT"
-    )]
+    #[arg(long, env = "PARAMHUB_TRAIN_ENCRYPT")]
     encrypt: Option<bool>,
     /// What becomes of the run when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_TRAIN_ON_INTERFACE_DOWN")]
