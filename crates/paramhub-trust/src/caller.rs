@@ -1,11 +1,11 @@
-//! The callers' side: how the manager is recognised.
+//! The callers' side of TLS: how the peer is recognised.
 
 use std::sync::Arc;
 
 use paramhub_core::auth::Fingerprint;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{verify_server_cert_signed_by_trust_anchor, verify_server_name};
-use rustls::crypto::{WebPkiSupportedAlgorithms, ring, verify_tls13_signature};
+use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::ParsedCertificate;
 use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
@@ -16,44 +16,45 @@ use crate::token_exchange::TOKEN_PROTOCOL;
 
 /// How a caller that knows the authority's fingerprint calls the manager.
 pub fn caller_by_fingerprint(authority: Fingerprint) -> Arc<ClientConfig> {
-    Arc::new(config(Recognise::ByFingerprint(authority)))
+    Arc::new(caller(Arc::new(ring::default_provider()), Recognise::ByFingerprint(authority)))
 }
 
 /// How the bearer of a token calls a manager of which it knows nothing else. The handshake proves nothing: both
 /// ends have to [exchange proofs](crate::TokenExchange) after it, before anything else.
 pub fn caller_by_token() -> Arc<ClientConfig> {
-    let mut config = config(Recognise::ByToken);
+    let mut config = caller(Arc::new(ring::default_provider()), Recognise::ByProofs);
     config.alpn_protocols = vec![TOKEN_PROTOCOL.to_vec()];
     Arc::new(config)
 }
 
-fn config(recognise: Recognise) -> ClientConfig {
-    let provider = Arc::new(ring::default_provider());
+/// How a peer is called that is recognised so.
+pub(crate) fn caller(provider: Arc<CryptoProvider>, recognise: Recognise) -> ClientConfig {
     let algorithms = provider.signature_verification_algorithms;
     ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .expect("the provider has the suites of TLS 1.3")
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(ManagerVerifier { recognise, algorithms }))
+        .with_custom_certificate_verifier(Arc::new(PeerVerifier { recognise, algorithms }))
         .with_no_client_auth()
 }
 
-/// Checks the manager's certificate.
+/// Checks a peer's certificate.
 #[derive(Debug)]
-struct ManagerVerifier {
+struct PeerVerifier {
     recognise: Recognise,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
+/// How a peer is recognised.
 #[derive(Debug)]
-enum Recognise {
-    /// The certificate must be signed by this authority, have the manager's name, and be valid now.
+pub(crate) enum Recognise {
+    /// It is the manager: its certificate is signed by this authority, has the manager's name, and is valid now.
     ByFingerprint(Fingerprint),
-    /// Any certificate will do, since proofs follow.
-    ByToken,
+    /// It has any certificate: proofs over the connection follow.
+    ByProofs,
 }
 
-impl ServerCertVerifier for ManagerVerifier {
+impl ServerCertVerifier for PeerVerifier {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,

@@ -11,15 +11,12 @@ use std::sync::{Arc, LazyLock};
 
 use paramhub_core::auth::ChannelBinding;
 use rcgen::{CertificateParams, KeyPair};
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::ring::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_CHACHA20_POLY1305_SHA256};
-use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls13_signature};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
-use rustls::{
-    CipherSuite, ClientConfig, ClientConnection, Connection, DigitallySignedStruct, Error, ServerConfig,
-    ServerConnection, SignatureScheme,
-};
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::{CipherSuite, ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
+use crate::caller::{Recognise, caller};
 use crate::error::TrustError;
 
 /// The first byte of a TLS handshake, which no Hello has.
@@ -279,58 +276,11 @@ fn has_aes() -> bool {
 
 /// How streams are called.
 static CALLER: LazyLock<Arc<ClientConfig>> = LazyLock::new(|| {
-    let provider = provider();
-    let algorithms = provider.signature_verification_algorithms;
-    let mut tls = ClientConfig::builder_with_provider(provider)
-        .with_protocol_versions(&[&rustls::version::TLS13])
-        .expect("the provider has the suites of TLS 1.3")
-        .dangerous()
-        .with_custom_certificate_verifier(Arc::new(AnyCertificate { algorithms }))
-        .with_no_client_auth();
+    // The proofs that follow recognise the peer.
+    let mut tls = caller(provider(), Recognise::ByProofs);
     tls.resumption = rustls::client::Resumption::disabled();
     Arc::new(tls)
 });
-
-/// Takes any certificate: the proofs that follow recognise the peer.
-#[derive(Debug)]
-struct AnyCertificate {
-    algorithms: WebPkiSupportedAlgorithms,
-}
-
-impl ServerCertVerifier for AnyCertificate {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Err(Error::General("only TLS 1.3 is spoken".into()))
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, certificate, signature, &self.algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.algorithms.supported_schemes()
-    }
-}
 
 #[cfg(test)]
 mod tests;
