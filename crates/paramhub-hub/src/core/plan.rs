@@ -43,6 +43,8 @@ pub(crate) struct ShardPlan {
     pub(crate) optimizer: Arc<dyn Optimizer>,
     /// The hyperparameters of each group at step 0.
     pub(crate) groups: Arc<[Hyperparameters]>,
+    /// `true` if streams over TCP are encrypted.
+    pub(crate) encrypts: bool,
     /// `true` if snapshots will be requested.
     pub(crate) checkpoints: bool,
 }

@@ -9,8 +9,9 @@ use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::stragglers::Stragglers;
-use paramhub_core::wire::{Header, Norm, Release, State};
+use paramhub_core::wire::{HEADER_BYTES, Header, Norm, Release, State};
 use paramhub_kernels::Registry;
+use paramhub_transport::encryption::Encryption;
 
 use super::*;
 use crate::core::outbox::{Begun, Source};
@@ -310,6 +311,13 @@ fn groups_have_their_own_numbers_and_one_layout() {
     let announced = memory_bytes(shard.plan());
     let ungrouped = ShardPlan { groups: vec![momentum].into(), ..shard.plan().clone() };
     assert_eq!(announced - memory_bytes(&ungrouped), Schedule::MEMORY_BYTES, "a group takes a schedule");
+    let encrypted = ShardPlan { encrypts: true, ..shard.plan().clone() };
+    let stream_bytes = Encryption::memory_bytes(HEADER_BYTES + encrypted.frame_bytes_max());
+    assert_eq!(
+        memory_bytes(&encrypted) - announced,
+        stream_bytes as u64,
+        "an encrypted stream keeps records"
+    );
     for (chunk, elements) in [(0, 256), (1, 44), (2, 2)] {
         let payload = wire(&vec![1.0; elements]);
         take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &payload), &payload).unwrap();

@@ -217,6 +217,7 @@ impl PlacedChunks {
                 stragglers: job_plan.options.stragglers,
                 progress_timeout: timeouts.progress_timeout,
                 weight: weight(job_plan),
+                encrypts: job_plan.options.encrypt,
                 settings: self.settings.clone(),
                 map: self.map.clone(),
                 factor_blocks: self.factor_blocks.clone(),

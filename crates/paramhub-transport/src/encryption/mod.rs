@@ -60,15 +60,21 @@ pub struct ReadRecords {
 }
 
 impl Encryption {
+    /// Bytes of memory that an encryption takes of a stream whose frames have at most so many bytes, headers included.
+    pub const fn memory_bytes(frame_bytes_max: usize) -> usize {
+        let record_bytes_max = record_bytes_max(frame_bytes_max);
+        unsent_bytes(record_bytes_max) + record_bytes_max
+    }
+
     /// The encryption of a stream whose frames have at most so many bytes, headers included. Room for what is under
     /// way is allocated here and nothing later.
     pub fn new(keys: &StreamKeys, frame_bytes_max: usize) -> Encryption {
-        let record_bytes_max = frame_bytes_max.max(SHARED_RECORD_BYTES) + RECORD_OVERHEAD;
+        let record_bytes_max = record_bytes_max(frame_bytes_max);
         Encryption {
             sealer: Sealer::new(keys),
             opener: Opener::new(keys),
             frame_bytes_max: frame_bytes_max.max(SHARED_RECORD_BYTES),
-            unsent: vec![0; SEALED_BYTES.max(record_bytes_max)].into_boxed_slice(),
+            unsent: vec![0; unsent_bytes(record_bytes_max)].into_boxed_slice(),
             unsent_range: 0..0,
             begun: vec![0; record_bytes_max].into_boxed_slice(),
             begun_bytes: 0,
@@ -264,6 +270,17 @@ impl Encryption {
         let is_possible = length > TAG_BYTES && length <= self.frame_bytes_max + TAG_BYTES;
         if is_possible { Ok(length) } else { Err(EncryptionError::Forged) }
     }
+}
+
+/// Bytes of the longest record of a stream whose frames have at most so many bytes.
+const fn record_bytes_max(frame_bytes_max: usize) -> usize {
+    let frames = if frame_bytes_max > SHARED_RECORD_BYTES { frame_bytes_max } else { SHARED_RECORD_BYTES };
+    frames + RECORD_OVERHEAD
+}
+
+/// Bytes of the buffer of records that the socket has not taken.
+const fn unsent_bytes(record_bytes_max: usize) -> usize {
+    if record_bytes_max > SEALED_BYTES { record_bytes_max } else { SEALED_BYTES }
 }
 
 /// Writes once, as much as the socket takes.

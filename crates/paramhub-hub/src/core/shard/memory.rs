@@ -3,6 +3,8 @@
 use paramhub_core::exchange::Exchange;
 use paramhub_core::hyperparameters::Schedule;
 use paramhub_core::lateness::LatenessMonitor;
+use paramhub_core::wire::HEADER_BYTES;
+use paramhub_transport::encryption::Encryption;
 
 use super::timing::UpdateTiming;
 use super::{Arenas, Shard};
@@ -24,7 +26,10 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
     let slots = layout.slots.len() as u64 * (size_of::<ChunkPlace>() + squares) as u64;
     // Each stream has the frame that it may spill, and the one that a read has cut off.
-    let streams = u64::from(plan.ports.len()) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
+    let frame_bytes_max = plan.frame_bytes_max();
+    let encryption = if plan.encrypts { Encryption::memory_bytes(frame_bytes_max + HEADER_BYTES) } else { 0 };
+    let streams =
+        u64::from(plan.ports.len()) * (layout.payload_bytes_max + frame_bytes_max + encryption) as u64;
     let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
     let deadlines =
         if plan.stragglers.leaves_out() { Deadlines::memory_bytes(layout.slots.len()) } else { 0 };
