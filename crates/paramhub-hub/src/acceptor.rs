@@ -1,6 +1,8 @@
 //! Accepts connections on every interface, proves that each knows its secret of a job, and passes it to the core
 //! of its route. The time and the number of connections that have proved nothing are bounded.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod exercise;
 mod pending;
 
 use std::io;

@@ -52,4 +52,10 @@ pub mod fuzzing {
         let mut bytes = data.iter().copied();
         crate::core::exercise::exercise(|| bytes.next())
     }
+
+    /// Plays a stream's handshake as `data` selects.
+    pub fn handshake(data: &[u8]) {
+        let mut bytes = data.iter().copied();
+        crate::acceptor::exercise::exercise(|| bytes.next());
+    }
 }

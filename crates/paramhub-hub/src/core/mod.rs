@@ -30,7 +30,7 @@ mod shard;
 mod snapshot;
 mod snapshots;
 #[cfg(any(test, feature = "fuzzing"))]
-mod stepped_hub;
+pub(crate) mod stepped_hub;
 mod streams;
 mod table;
 mod tick;

@@ -23,7 +23,7 @@ use super::{Core, CoreCommand, CoreEvent, CoreHandle, EVENTS, ShardPlan, mailbox
 pub(super) const TURNS_MAX: u32 = 100_000;
 
 /// The plan of a job of one hub with one core.
-pub(super) fn plan_with(
+pub(crate) fn plan_with(
     workers: u32,
     keys: Vec<Key>,
     stragglers: Stragglers,
@@ -52,6 +52,7 @@ pub(super) fn plan_with(
         stragglers,
         progress_timeout: None,
         weight: 1,
+        encrypts: false,
         aggregator: registry.aggregator(&settings.aggregator).expect("a built-in aggregator"),
         settings: Arc::new(settings),
         map: Arc::new(map),
