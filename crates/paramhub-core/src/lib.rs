@@ -36,6 +36,7 @@ pub mod membership;
 pub mod norms;
 pub mod pairs;
 pub mod placement;
+pub mod ports;
 pub mod ready_set;
 pub mod requests;
 pub mod resuming;

@@ -2,10 +2,13 @@
 //! the stream is the newest of the job's epoch. A stream that was delayed on its way must not displace one that
 //! was opened after it.
 
+mod job_streams;
+
 use thiserror::Error;
 
 use crate::auth::{Epoch, Nonce, StreamSecret};
 use crate::wire::{Attempt, Caller, Hello};
+pub use job_streams::{JobStreams, StreamOrigin, StreamPlace, StreamTerms};
 
 /// The secrets of a job's streams, as a hub knows them.
 #[derive(Clone, Debug)]

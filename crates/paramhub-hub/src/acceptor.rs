@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use paramhub_core::stream_admission::StreamPlace;
 use paramhub_transport::handshakes::{ACCEPTS_PER_TURN, PendingHandshakes};
 use paramhub_transport::{Events, Interest, Poller, Waker};
 use paramhub_trust::StreamListener;
@@ -193,11 +194,11 @@ impl Acceptor {
             Ok(HandshakeStep::Admit(hello, admitted)) => {
                 if let Some(connection) = self.remove(token) {
                     let core = &self.cores[usize::from(hello.core)];
-                    let (namespace, route, port) = (hello.namespace, admitted.route, admitted.port);
+                    let StreamPlace { route, port, attempt, resumed_by, .. } = admitted.place;
                     let keys = connection.keys();
                     let carrier = admitted.memory.map_or(Carrier::Tcp(keys), Carrier::Memory);
                     let stream = AcceptedStream { socket: connection.socket, carrier };
-                    let (attempt, resumed_by) = (admitted.attempt, admitted.resumed_by);
+                    let namespace = hello.namespace;
                     core.send(CoreCommand::Adopt { namespace, route, port, stream, attempt, resumed_by });
                 }
             }

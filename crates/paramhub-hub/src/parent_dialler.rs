@@ -8,12 +8,13 @@ use std::time::Instant;
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::placement::RouteId;
+use paramhub_core::ports::{Ports, Side};
 use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
 use paramhub_transport::dialling::{dial, dial_first};
 use paramhub_transport::greeting::greet;
 
-use crate::core::{AcceptedStream, Carrier, CoreCommand, CoreHandle, Ports, Side};
+use crate::core::{AcceptedStream, Carrier, CoreCommand, CoreHandle};
 
 /// One stream to open.
 #[derive(Clone, Debug)]

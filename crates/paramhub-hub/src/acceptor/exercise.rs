@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce, Proof, StreamSecret};
 use paramhub_core::key::Key;
 use paramhub_core::stragglers::Stragglers;
-use paramhub_core::stream_admission::StreamSecrets;
+use paramhub_core::stream_admission::{JobStreams, StreamSecrets, StreamTerms};
 use paramhub_core::wire::{
     Attempt, CHALLENGE_MESSAGE_BYTES, Caller, CallerHandshake, Capabilities, Hello, VERDICT_BYTES, VERSION,
     Welcome,
@@ -59,8 +59,7 @@ pub(crate) fn exercise(mut random: impl FnMut() -> Option<u8>) -> Ended {
     let mut connection = PendingConnection::new(socket.into(), origin, deadline);
     let mut warnings = RateLimitedWarnings::default();
     let mut admitted = false;
-    loop {
-        let Some(action) = random() else { break };
+    while let Some(action) = random() {
         caller.meddle(action, &mut random);
         let _ = peer.write(&std::mem::take(&mut caller.to_hub));
         match connection.advance(&directory, &LISTENER, &mut warnings) {
@@ -74,7 +73,7 @@ pub(crate) fn exercise(mut random: impl FnMut() -> Option<u8>) -> Ended {
                     caller_encrypts || !job_encrypts,
                     "a stream in clear was admitted to an encrypted job"
                 );
-                assert_eq!(stream.epoch, EPOCH);
+                assert_eq!(stream.place.epoch, EPOCH);
                 let keys = connection.keys().map(|keys| keys.mirrored());
                 let known = caller.tls.as_ref().map(StreamTls::keys);
                 assert_eq!(keys.is_some(), caller_encrypts);
@@ -121,7 +120,7 @@ pub(crate) fn exercise(mut random: impl FnMut() -> Option<u8>) -> Ended {
 fn job(encrypts: bool) -> (Directory, Hello) {
     let plan = plan_with(1, vec![Key::new("k", [3])], Stragglers::Wait, |_| {});
     let directory = Directory::default();
-    let entry = JobEntry {
+    let terms = StreamTerms {
         name: plan.name.clone(),
         secrets: StreamSecrets {
             nonce: Nonce([0; 32]),
@@ -131,14 +130,12 @@ fn job(encrypts: bool) -> (Directory, Hello) {
         composed: plan.composed.clone(),
         site: 0,
         ports: [(0, plan.ports.clone())].into(),
-        state_slots: 0,
         routes: [((0, 0), 0)].into(),
-        incarnations: Default::default(),
-        taken: Default::default(),
         continues: true,
         encrypts,
-        memory: JobMemory::new(&plan.settings, plan.settings.features()),
     };
+    let memory = JobMemory::new(&plan.settings, plan.settings.features());
+    let entry = JobEntry { streams: JobStreams::new(terms), state_slots: 0, memory };
     directory.insert(NAMESPACE, entry);
     let hello = Hello {
         caller: Caller::Worker { rank: 0, shares_parameters: false },

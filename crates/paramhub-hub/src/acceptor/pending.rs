@@ -18,7 +18,7 @@ use paramhub_trust::{StreamKeys, StreamListener, TLS_HANDSHAKE};
 use rustix::net::Shutdown;
 
 use super::RateLimitedWarnings;
-use crate::directory::{AdmittedStream, Directory, StreamOrigin};
+use crate::directory::{AdmittedStream, Directory, Origin};
 
 /// Descriptors that a connection may send; further ones are closed.
 const DESCRIPTORS_MAX: usize = 4;
@@ -279,13 +279,13 @@ impl PendingConnection {
             let message = format!("the caller requires what this hub cannot do: {missing}");
             return self.refuse(warnings, &handshake, Refusal::Capability, &message);
         }
-        let stream_origin = match &mut self.origin {
-            ConnectionOrigin::Interfaces(_, interfaces) => StreamOrigin::Interfaces(interfaces.clone()),
-            ConnectionOrigin::Local(brought) => StreamOrigin::Local(std::mem::take(brought)),
+        let origin = match &mut self.origin {
+            ConnectionOrigin::Interfaces(_, interfaces) => Origin::Interfaces(interfaces.clone()),
+            ConnectionOrigin::Local(brought) => Origin::Local(std::mem::take(brought)),
         };
-        match directory.admit(&hello, stream_origin, self.messages.are_encrypted()) {
+        match directory.admit(&hello, origin, self.messages.are_encrypted()) {
             Ok(admitted) => {
-                let AdmittedStream { epoch, state_slots, .. } = admitted;
+                let (epoch, state_slots) = (admitted.place.epoch, admitted.state_slots);
                 let welcome = Welcome { granted: hello.offered.and(capabilities), epoch, state_slots };
                 self.messages.queue(&handshake.welcome(&secret, &welcome));
                 self.state = HandshakeState::Welcome(hello, Some(admitted));

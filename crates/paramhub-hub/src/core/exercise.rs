@@ -17,7 +17,7 @@ use paramhub_core::codec::Codec;
 use paramhub_core::key::Key;
 use paramhub_core::settings::OptimizerChoice;
 use paramhub_core::stragglers::Stragglers;
-use paramhub_core::stream_admission::StreamSecrets;
+use paramhub_core::stream_admission::{JobStreams, StreamSecrets, StreamTerms};
 use paramhub_core::wire::{
     Attempt, CHALLENGE_BYTES, Caller, Capabilities, Direction, Failure, Header, Hello, Operation,
 };
@@ -27,7 +27,7 @@ use paramhub_trust::{Cipher, StreamKeys};
 
 use super::stepped_hub::{SteppedHub, TURNS_MAX, floats, plan_with};
 use super::{AcceptedStream, Carrier, CoreCommand, CoreEvent, ShardPlan};
-use crate::directory::{Directory, JobEntry, StreamOrigin};
+use crate::directory::{Directory, JobEntry, Origin};
 use crate::local::JobMemory;
 
 /// A chunk that does not fit into the buffers of a socket from which nothing is read.
@@ -136,7 +136,7 @@ impl FuzzJob {
         };
         hub.open(plan.clone());
         let directory = Directory::default();
-        let entry = JobEntry {
+        let terms = StreamTerms {
             name: plan.name.clone(),
             secrets: StreamSecrets {
                 nonce: Nonce([0; 32]),
@@ -146,14 +146,12 @@ impl FuzzJob {
             composed: plan.composed.clone(),
             site: 0,
             ports: [(0, plan.ports.clone())].into(),
-            state_slots: 0,
             routes: [((0, 0), 0)].into(),
-            incarnations: Default::default(),
-            taken: Default::default(),
             continues: true,
             encrypts: false,
-            memory: JobMemory::new(&plan.settings, plan.settings.features()),
         };
+        let memory = JobMemory::new(&plan.settings, plan.settings.features());
+        let entry = JobEntry { streams: JobStreams::new(terms), state_slots: 0, memory };
         directory.insert(plan.namespace, entry);
         let chunks = plan.placement().chunks(0).len();
         let mut job = FuzzJob {
@@ -210,7 +208,7 @@ impl FuzzJob {
     /// the command with which the acceptor passes the other end to the core.
     fn connect(&self, rank: u32, attempt: u32) -> Option<(Connection, CoreCommand)> {
         let admitted =
-            self.directory.admit(&self.hello(rank, attempt), StreamOrigin::Interfaces(0..1), false).ok()?;
+            self.directory.admit(&self.hello(rank, attempt), Origin::Interfaces(0..1), false).ok()?;
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let worker =
             std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a stream");
@@ -225,11 +223,11 @@ impl FuzzJob {
         });
         let adopt = CoreCommand::Adopt {
             namespace: self.plan.namespace,
-            route: admitted.route,
-            port: admitted.port,
+            route: admitted.place.route,
+            port: admitted.place.port,
             stream: AcceptedStream { socket, carrier: Carrier::Tcp(keys.clone()) },
-            attempt: admitted.attempt,
-            resumed_by: admitted.resumed_by,
+            attempt: admitted.place.attempt,
+            resumed_by: admitted.place.resumed_by,
         };
         let max = self.plan.frame_bytes_max();
         let stream = TcpStream::new(worker, Direction::ToWorker, max).expect("a stream");
@@ -243,21 +241,21 @@ impl FuzzJob {
         let rings = create_rings(RING_BYTES_DEFAULT).expect("memory");
         let brought =
             [&arena, &rings].map(|memory| memory.as_fd().try_clone_to_owned().expect("a descriptor"));
-        let origin = StreamOrigin::Local(brought.into());
+        let origin = Origin::Local(brought.into());
         let Ok(admitted) = self.directory.admit(&self.hello(rank, 0), origin, false) else {
             panic!("a place is free")
         };
         let (worker, socket) = UnixStream::pair().expect("sockets");
         hub.handle.send(CoreCommand::Adopt {
             namespace: self.plan.namespace,
-            route: admitted.route,
-            port: admitted.port,
+            route: admitted.place.route,
+            port: admitted.place.port,
             stream: AcceptedStream {
                 socket: socket.into(),
                 carrier: admitted.memory.map_or(Carrier::Tcp(None), Carrier::Memory),
             },
-            attempt: admitted.attempt,
-            resumed_by: admitted.resumed_by,
+            attempt: admitted.place.attempt,
+            resumed_by: admitted.place.resumed_by,
         });
         let max = self.plan.frame_bytes_max();
         let stream = ShmStream::new(worker, Arc::new(rings), RING_BYTES_DEFAULT, Direction::ToWorker, max);

@@ -6,11 +6,10 @@ use paramhub_core::codec::Codec;
 use paramhub_core::composition::Neighbour;
 use paramhub_core::exchange::{Awaited, ProtocolViolation};
 use paramhub_core::job_control::FaultCause;
+use paramhub_core::ports::Side;
 use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Failure, Operation};
 use thiserror::Error;
-
-use super::ports::Side;
 
 /// The reason why a core gives up on the neighbour at the other end of a stream, or on the job.
 #[derive(Clone, Debug, PartialEq, Error)]

@@ -19,7 +19,6 @@ mod mailbox;
 mod making;
 mod outbox;
 mod plan;
-mod ports;
 mod quantised;
 mod restart;
 mod restored;
@@ -53,7 +52,6 @@ use table::Table;
 
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
 pub(crate) use plan::ShardPlan;
-pub(crate) use ports::{Ports, Side};
 pub(crate) use restart::panic_text;
 pub(crate) use restored::Restored;
 use shard::Shard;

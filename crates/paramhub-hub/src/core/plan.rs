@@ -10,12 +10,11 @@ use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
+use paramhub_core::ports::Ports;
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::STATE_HEAD_BYTES;
 use paramhub_kernels::{Aggregator, Optimizer};
-
-use super::ports::Ports;
 
 /// The description of one route of a job for the core that serves it.
 #[derive(Clone)]

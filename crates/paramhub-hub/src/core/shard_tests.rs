@@ -7,6 +7,7 @@ use paramhub_core::consistency::Consistency;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::ports::Ports;
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::{HEADER_BYTES, Header, Norm, Release, State};
@@ -15,7 +16,6 @@ use paramhub_transport::encryption::Encryption;
 
 use super::*;
 use crate::core::outbox::{Begun, Source};
-use crate::core::ports::Ports;
 use crate::core::shard::memory_bytes;
 use crate::core::stepped_hub::plan_with;
 

@@ -10,13 +10,13 @@ use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::ports::Ports;
 use paramhub_core::scheme::{Cluster, Plan};
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
 use paramhub_transport::Events;
 
-use super::ports::Ports;
 use super::{Core, CoreCommand, CoreEvent, CoreHandle, EVENTS, ShardPlan, mailbox};
 
 /// Turns within which a core must have done its work; a hang takes more.

@@ -12,6 +12,7 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::job_control::{JobTerms, RouteTerms};
 use paramhub_core::limits::{STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Route, RouteId};
+use paramhub_core::ports::Ports;
 use paramhub_core::scheme::Plan;
 use paramhub_core::service::JobPlan;
 use paramhub_core::settings::Settings;
@@ -20,7 +21,7 @@ use paramhub_kernels::{Aggregator, Optimizer, Registry};
 
 use super::checkpoints::CheckpointPlan;
 use crate::checkpoint::CheckpointWriter;
-use crate::core::{Ports, Restored, ShardPlan, Snapshot, memory_bytes};
+use crate::core::{Restored, ShardPlan, Snapshot, memory_bytes};
 
 /// What the hub keeps of one job, besides its phase.
 pub(crate) struct HubJob {

@@ -1,10 +1,10 @@
 //! What the job controller does when the rules want something.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::{Event, Output, Recipient};
+use paramhub_core::stream_admission::{JobStreams, StreamTerms};
 use tracing::{info, warn};
 
 use super::JobController;
@@ -74,20 +74,19 @@ impl JobController {
 
     fn admit_streams(&self, namespace: Namespace) {
         let Some(job) = self.jobs.get(&namespace) else { return };
-        let entry = JobEntry {
+        let terms = StreamTerms {
             name: job.name.clone(),
             secrets: job.secrets.clone(),
             composed: job.composed.clone(),
             site: job.site,
             ports: job.ports.clone(),
-            state_slots: job.state_slots,
             routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
-            incarnations: HashMap::new(),
-            taken: HashMap::new(),
             continues: job.continues,
             encrypts: job.encrypts,
-            memory: JobMemory::new(&job.settings, job.features),
         };
+        let streams = JobStreams::new(terms);
+        let (state_slots, memory) = (job.state_slots, JobMemory::new(&job.settings, job.features));
+        let entry = JobEntry { streams, state_slots, memory };
         self.directory.insert(namespace, entry);
     }
 

@@ -3,6 +3,7 @@
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Answer, SumAction};
+use paramhub_core::ports::Side;
 use paramhub_core::wire::{Header, Operation, Retune};
 use paramhub_kernels::convert;
 
@@ -10,7 +11,6 @@ use super::checks::CheckedHeader;
 use super::{BLOCK_ELEMENTS, Shard};
 use crate::core::fault::Fault;
 use crate::core::layout::ChunkPlace;
-use crate::core::ports::Side;
 
 impl Shard {
     /// Sends the sum, which is complete here, to the site above.

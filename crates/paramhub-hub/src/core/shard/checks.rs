@@ -2,6 +2,7 @@
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::ProtocolViolation;
+use paramhub_core::ports::Side;
 use paramhub_core::wire::{Header, Operation, State};
 use paramhub_kernels::{finite, quantise};
 
@@ -9,7 +10,6 @@ use super::Shard;
 use super::payload::{Payload, read_blocks};
 use crate::core::fault::Fault;
 use crate::core::layout::ChunkPlace;
-use crate::core::ports::Side;
 
 /// A header that [`Shard::check`] has accepted, with its sender and the place of its chunk.
 #[derive(Clone, Copy, Debug)]

@@ -2,12 +2,12 @@
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::Answer;
+use paramhub_core::ports::Side;
 use paramhub_core::wire::{Header, Operation, State};
 
 use super::Shard;
 use crate::core::layout::ChunkPlace;
 use crate::core::outbox::Source;
-use crate::core::ports::Side;
 
 impl Shard {
     /// The frame that is due at a port for a slot, with its payload: an answer, or a sum for the site above.

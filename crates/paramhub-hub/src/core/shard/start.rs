@@ -3,6 +3,7 @@
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::Answer;
+use paramhub_core::ports::Side;
 use paramhub_core::wire::{Header, Operation, State};
 use paramhub_kernels::convert;
 
@@ -10,7 +11,6 @@ use super::Shard;
 use super::checks::CheckedHeader;
 use super::payload::{Payload, read_blocks};
 use crate::core::fault::Fault;
-use crate::core::ports::Side;
 
 impl Shard {
     pub(super) fn initialise(

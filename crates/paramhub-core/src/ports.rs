@@ -1,22 +1,22 @@
-//! The neighbours at the other ends of a shard's streams.
+//! The neighbours at the other ends of the streams of a hub's route.
 //!
-//! A port is a shard's number for one of its streams: there is one for each worker of the site, and one for each
+//! A port is the route's number for one of its streams: there is one for each worker of the site, and one for each
 //! route of another site that has chunks in common with this route. Every hub computes the ports of any route from
 //! the same placements, so the hub that dials knows the number of its stream here.
 
 use std::collections::BTreeMap;
 
-use paramhub_core::composition::{Composed, Neighbour, SiteId};
-use paramhub_core::exchange::ChunkReach;
-use paramhub_core::placement::RouteId;
-use paramhub_core::wire::Direction;
+use crate::composition::{Composed, Neighbour, SiteId};
+use crate::exchange::ChunkReach;
+use crate::placement::RouteId;
+use crate::wire::Direction;
 
 /// No port.
 const NONE: u32 = u32::MAX;
 
 /// The role of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Side {
+pub enum Side {
     /// Contributions arrive from the worker that is this member. Its number is not its rank.
     Worker(u32),
     /// Contributions arrive from a part of the site that is this member: a site below or beside this one.
@@ -27,7 +27,7 @@ pub(crate) enum Side {
 
 impl Side {
     /// The direction of the frames that arrive there.
-    pub(crate) fn incoming(self) -> Direction {
+    pub fn incoming(self) -> Direction {
         match self {
             Side::Worker(_) => Direction::ToHub,
             Side::Below(_) | Side::Above => Direction::Both,
@@ -37,17 +37,19 @@ impl Side {
 
 /// A port for a site.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SitePort {
-    pub(crate) side: Side,
-    pub(crate) site: SiteId,
+pub struct SitePort {
+    /// Its role.
+    pub side: Side,
+    /// The site.
+    pub site: SiteId,
     /// The route at the other end.
-    pub(crate) route: RouteId,
+    pub route: RouteId,
 }
 
-/// A shard's ports: first those of its workers by rank, then those of member sites, then those of sites
+/// The ports of a route: first those of its workers by rank, then those of member sites, then those of sites
 /// above.
 #[derive(Clone, Debug)]
-pub(crate) struct Ports {
+pub struct Ports {
     /// The ranks of the workers.
     ranks: Vec<u32>,
     sites: Vec<SitePort>,
@@ -62,7 +64,7 @@ pub(crate) struct Ports {
 
 impl Ports {
     /// The ports of a route of a site.
-    pub(crate) fn new(composed: &Composed, site: SiteId, route: RouteId) -> Ports {
+    pub fn new(composed: &Composed, site: SiteId, route: RouteId) -> Ports {
         let composition = &composed.composition;
         let member_sites = composition.member_sites(site);
         let is_child = |member: &&SiteId| composition.sites[usize::from(**member)].parent == Some(site);
@@ -111,36 +113,38 @@ impl Ports {
     }
 
     /// Number of ports.
-    pub(crate) fn len(&self) -> u32 {
+    #[expect(clippy::len_without_is_empty, reason = "a route with chunks has ports")]
+    pub fn len(&self) -> u32 {
         (self.ranks.len() + self.sites.len()) as u32
     }
 
     /// Number of workers that exchange here. Theirs are the first ports.
-    pub(crate) fn workers(&self) -> u32 {
+    pub fn workers(&self) -> u32 {
         self.ranks.len() as u32
     }
 
     /// The ranks of the workers that exchange here, ascending.
-    pub(crate) fn ranks(&self) -> &[u32] {
+    pub fn ranks(&self) -> &[u32] {
         &self.ranks
     }
 
     /// Number of members that contribute: workers and sites.
-    pub(crate) fn members(&self) -> u32 {
+    pub fn members(&self) -> u32 {
         (self.ranks.len() + self.member_sites.len()) as u32
     }
 
     /// Returns whether sites contribute here and receive answers.
-    pub(crate) fn has_member_sites(&self) -> bool {
+    pub fn has_member_sites(&self) -> bool {
         !self.member_sites.is_empty()
     }
 
     /// The member that is rank 0, if rank 0 exchanges here.
-    pub(crate) fn rank_0(&self) -> Option<u32> {
+    pub fn rank_0(&self) -> Option<u32> {
         (self.ranks.first() == Some(&0)).then_some(0)
     }
 
-    pub(crate) fn side(&self, port: u32) -> Side {
+    /// The role of a port.
+    pub fn side(&self, port: u32) -> Side {
         match self.site_port(port) {
             Some(site) => site.side,
             None => Side::Worker(port),
@@ -148,7 +152,7 @@ impl Ports {
     }
 
     /// The neighbour at the other end of a port.
-    pub(crate) fn neighbour(&self, port: u32) -> Neighbour {
+    pub fn neighbour(&self, port: u32) -> Neighbour {
         match self.site_port(port) {
             Some(site) => Neighbour::Site(site.site),
             None => Neighbour::Worker(self.ranks[port as usize]),
@@ -156,7 +160,7 @@ impl Ports {
     }
 
     /// The neighbour that is the member of this number.
-    pub(crate) fn member(&self, member: u32) -> Neighbour {
+    pub fn member(&self, member: u32) -> Neighbour {
         match self.ranks.get(member as usize) {
             Some(&rank) => Neighbour::Worker(rank),
             None => Neighbour::Site(self.member_sites[member as usize - self.ranks.len()]),
@@ -165,12 +169,12 @@ impl Ports {
 
     /// Returns whether a member is a worker or a site below this one: then nothing more arrives from it, or from
     /// what is below it, after it has left.
-    pub(crate) fn is_worker_or_child(&self, member: u32) -> bool {
+    pub fn is_worker_or_child(&self, member: u32) -> bool {
         (member as usize) < self.ranks.len() + self.children
     }
 
     /// The port by which a member contributes to a slot.
-    pub(crate) fn of_member(&self, slot: u32, member: u32) -> u32 {
+    pub fn of_member(&self, slot: u32, member: u32) -> u32 {
         let Some(index) = (member as usize).checked_sub(self.ranks.len()) else { return member };
         let port = self.below[slot as usize * self.member_sites.len() + index];
         debug_assert_ne!(port, NONE, "only members that contribute are answered");
@@ -178,12 +182,12 @@ impl Ports {
     }
 
     /// The port by which a slot's sum goes up, if it does.
-    pub(crate) fn above(&self, slot: u32) -> Option<u32> {
+    pub fn above(&self, slot: u32) -> Option<u32> {
         Some(self.above[slot as usize]).filter(|&port| port != NONE)
     }
 
     /// Returns whether frames about a slot may arrive by a port, at whose other end is `side`.
-    pub(crate) fn carries(&self, port: u32, side: Side, slot: u32) -> bool {
+    pub fn carries(&self, port: u32, side: Side, slot: u32) -> bool {
         match side {
             Side::Worker(_) => true,
             Side::Below(member) => {
@@ -195,7 +199,7 @@ impl Ports {
     }
 
     /// The reach of each slot, in order: how many members contribute to it, and whether its sum goes up.
-    pub(crate) fn reach(&self) -> impl Iterator<Item = ChunkReach> + '_ {
+    pub fn reach(&self) -> impl Iterator<Item = ChunkReach> + '_ {
         (0..self.above.len()).map(|slot| {
             let at = slot * self.member_sites.len();
             let sites =
@@ -205,17 +209,17 @@ impl Ports {
     }
 
     /// The ports for sites, with their numbers.
-    pub(crate) fn to_sites(&self) -> impl Iterator<Item = (u32, SitePort)> + '_ {
+    pub fn to_sites(&self) -> impl Iterator<Item = (u32, SitePort)> + '_ {
         (self.ranks.len() as u32..).zip(self.sites.iter().copied())
     }
 
     /// The port of a rank.
-    pub(crate) fn of_rank(&self, rank: u32) -> Option<u32> {
+    pub fn of_rank(&self, rank: u32) -> Option<u32> {
         self.ranks.binary_search(&rank).ok().map(|port| port as u32)
     }
 
     /// The port at which the sums of a site's route arrive.
-    pub(crate) fn of_site(&self, site: SiteId, route: RouteId) -> Option<u32> {
+    pub fn of_site(&self, site: SiteId, route: RouteId) -> Option<u32> {
         let wanted = |port: &SitePort| port.site == site && port.route == route && port.side != Side::Above;
         self.to_sites().find(|(_, port)| wanted(port)).map(|(number, _)| number)
     }

@@ -1,0 +1,243 @@
+//! The streams of one job at a hub: which are admitted, and to which place.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{StreamSecrets, check_attempt};
+use crate::auth::Incarnation;
+use crate::composition::{Composed, Neighbour, SiteId};
+use crate::placement::RouteId;
+use crate::ports::{Ports, Side};
+use crate::wire::{Caller, Hello, Refusal};
+
+/// What a hub knows of a job before its streams come.
+#[derive(Clone, Debug)]
+pub struct StreamTerms {
+    /// The job's name.
+    pub name: String,
+    /// With what its streams are proved.
+    pub secrets: StreamSecrets,
+    /// The job's sites; the hub's place among them is in `site`, `ports` and the placements.
+    pub composed: Arc<Composed>,
+    /// The hub's site.
+    pub site: SiteId,
+    /// The ports of each of the hub's routes.
+    pub ports: HashMap<RouteId, Arc<Ports>>,
+    /// Routes with chunks, by interface and core number.
+    pub routes: HashMap<(u16, u16), RouteId>,
+    /// Whether a stream that breaks is replaced over another interface.
+    pub continues: bool,
+    /// Whether streams over TCP must be encrypted.
+    pub encrypts: bool,
+}
+
+/// The streams of a job that a hub has admitted.
+#[derive(Clone, Debug)]
+pub struct JobStreams {
+    terms: StreamTerms,
+    /// The process that holds each rank.
+    incarnations: HashMap<u32, Incarnation>,
+    /// The ports that have their stream.
+    taken: HashMap<(RouteId, u32), TakenPort>,
+}
+
+/// A port's stream.
+#[derive(Clone, Copy, Debug)]
+struct TakenPort {
+    /// The interface; `None` for a stream over shared memory. A port keeps one of the two kinds for the life
+    /// of the job: the shard keeps a port's tensors in an arena or sends them, never both.
+    by: Option<u16>,
+    /// The stream's number among those of its caller.
+    attempt: u32,
+}
+
+/// The origin of a stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StreamOrigin {
+    /// A listener that stands for these interfaces, and whether the stream is encrypted.
+    Interfaces {
+        /// The interfaces.
+        interfaces: Range<u16>,
+        /// Whether the stream is encrypted.
+        is_encrypted: bool,
+    },
+    /// A process of this host, which shares memory.
+    Local,
+}
+
+/// The place of an admitted stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamPlace {
+    /// The route.
+    pub route: RouteId,
+    /// The port.
+    pub port: u32,
+    /// The stream's number among those of its caller. An older stream must not displace a newer one.
+    pub attempt: u32,
+    /// The job's epoch.
+    pub epoch: u64,
+    /// The interface over which the stream resumes the port's; `None` for a new stream.
+    pub resumed_by: Option<u16>,
+}
+
+impl JobStreams {
+    /// A job without streams.
+    pub fn new(terms: StreamTerms) -> JobStreams {
+        JobStreams { terms, incarnations: HashMap::new(), taken: HashMap::new() }
+    }
+
+    /// With what its streams are proved.
+    pub fn secrets(&self) -> &StreamSecrets {
+        &self.terms.secrets
+    }
+
+    /// The name of a caller for people.
+    pub fn name_of(&self, caller: Caller) -> String {
+        match caller {
+            Caller::Worker { rank, .. } => format!("rank {rank}"),
+            Caller::Hub { site, .. } => self.terms.composed.composition.name(site),
+            Caller::Prober => "a probe".to_string(),
+        }
+    }
+
+    /// The job's name.
+    pub fn job_name(&self) -> &str {
+        &self.terms.name
+    }
+
+    /// Returns the workers by rank, then the sites, that lack a stream on some route. It leaves out the sites above,
+    /// because this hub dials them.
+    pub fn missing(&self) -> Vec<Neighbour> {
+        let mut missing = BTreeSet::new();
+        for (&route, ports) in &self.terms.ports {
+            let open = (0..ports.len()).filter(|&port| !self.taken.contains_key(&(route, port)));
+            missing.extend(
+                open.filter(|&port| ports.side(port) != Side::Above).map(|port| ports.neighbour(port)),
+            );
+        }
+        missing.into_iter().collect()
+    }
+
+    /// Returns the streams that use an interface, each as its route, its port and the neighbour at the other end.
+    pub fn through(&self, interface: u16) -> Vec<(RouteId, u32, Neighbour)> {
+        let through = self.taken.iter().filter(|(_, taken)| taken.by == Some(interface));
+        through.map(|(&(route, port), _)| (route, port, self.terms.ports[&route].neighbour(port))).collect()
+    }
+
+    /// Finds the place of a worker, or of a hub of another site, that has proved its stream. The place is the stream's
+    /// once it is [taken](Self::take).
+    ///
+    /// # Errors
+    /// The reason for which the stream is refused.
+    pub fn place(&mut self, hello: &Hello, origin: &StreamOrigin) -> Result<StreamPlace, (Refusal, String)> {
+        let terms = &self.terms;
+        let refused = |refusal, message: String| Err((refusal, message));
+        if hello.caller == Caller::Prober {
+            return refused(Refusal::Route, "a probe takes part in no job".to_string());
+        }
+        let (name, who) = (&terms.name, self.name_of(hello.caller));
+        let expected = match hello.caller {
+            Caller::Worker { .. } => terms.composed.placements[usize::from(terms.site)].hash(),
+            Caller::Hub { .. } | Caller::Prober => terms.composed.hash(),
+        };
+        if let Caller::Worker { rank, .. } = hello.caller
+            && rank >= terms.composed.composition.workers()
+        {
+            let last = terms.composed.composition.workers() - 1;
+            let why = format!("{who} is not in job `{name}`, whose last rank is {last}");
+            return refused(Refusal::Rank, why);
+        }
+        if hello.placement != *expected.as_bytes() {
+            let why =
+                "the two ends computed different placements: use the same release of paramhub on both ends";
+            return refused(Refusal::Placement, format!("{who} of job `{name}`: {why}"));
+        }
+        if terms.encrypts && matches!(origin, StreamOrigin::Interfaces { is_encrypted: false, .. }) {
+            let why = format!(
+                "{who} of job `{name}` does not encrypt its stream, and the job's streams are encrypted: use a release of \
+                 paramhub that can, on this end"
+            );
+            return refused(Refusal::Capability, why);
+        }
+        let resumes = resumes(hello);
+        if resumes && !terms.continues {
+            let why = format!(
+                "{who} of job `{name}` resumes a stream, but the job fails when an interface goes down: create it with \
+                 --on-interface-down continue"
+            );
+            return refused(Refusal::Route, why);
+        }
+        let route = terms.routes.get(&(hello.interface, hello.core)).filter(|_| match origin {
+            // The interface differs, the route is the same.
+            StreamOrigin::Interfaces { .. } if resumes => true,
+            StreamOrigin::Interfaces { interfaces, .. } => interfaces.contains(&hello.interface),
+            StreamOrigin::Local if resumes => false,
+            // A process of this host needs no interface: it names one to identify the route.
+            StreamOrigin::Local => true,
+        });
+        let Some(&route) = route else {
+            let (at, core) = (hello.interface, hello.core);
+            let why = format!("job `{name}` has no chunks at core {core} of interface {at} here");
+            return refused(Refusal::Route, why);
+        };
+        let port = match hello.caller {
+            Caller::Worker { rank, .. } => terms.ports[&route].of_rank(rank),
+            Caller::Hub { site, route: theirs } => terms.ports[&route].of_site(site, theirs),
+            Caller::Prober => None,
+        };
+        let Some(port) = port else {
+            let why = format!("{who} of job `{name}` exchanges elsewhere, not at this hub");
+            return refused(Refusal::Rank, why);
+        };
+        let is_other = match hello.caller {
+            Caller::Worker { rank, .. } => {
+                *self.incarnations.entry(rank).or_insert(hello.incarnation) != hello.incarnation
+            }
+            Caller::Hub { .. } | Caller::Prober => false,
+        };
+        let taken = self.taken.get(&(route, port));
+        if is_other || (taken.is_some() && !resumes) {
+            let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
+            return refused(Refusal::RankTaken, why);
+        }
+        let epoch = terms.secrets.epoch.number;
+        let attempt = match check_attempt(epoch, taken.map(|taken| taken.attempt), hello.attempt) {
+            Ok(attempt) => attempt,
+            Err(stale) => return refused(Refusal::Stale, format!("{who} of job `{name}`: {stale}")),
+        };
+        // The tensors of such a stream are in shared memory, and it cannot be cut.
+        if resumes && taken.is_some_and(|taken| taken.by.is_none()) {
+            let why = format!(
+                "{who} of job `{name}` resumes a stream over shared memory, which goes by no interface: only a stream over TCP \
+                 can be resumed, by another one"
+            );
+            return refused(Refusal::Route, why);
+        }
+        if *origin == StreamOrigin::Local && !matches!(hello.caller, Caller::Worker { .. }) {
+            return refused(Refusal::Route, "hubs reach one another over interfaces".to_string());
+        }
+        let by = by(hello, origin);
+        Ok(StreamPlace { route, port, attempt, epoch, resumed_by: by.filter(|_| taken.is_some()) })
+    }
+
+    /// The stream has its place from now on.
+    pub fn take(&mut self, place: &StreamPlace, hello: &Hello, origin: &StreamOrigin) {
+        let taken = TakenPort { by: by(hello, origin), attempt: place.attempt };
+        self.taken.insert((place.route, place.port), taken);
+    }
+}
+
+/// Whether a worker replaces a stream by another. Hubs do not.
+fn resumes(hello: &Hello) -> bool {
+    matches!(hello.caller, Caller::Worker { .. }) && hello.attempt.resumes()
+}
+
+/// The interface over which a stream comes; `None` over shared memory.
+fn by(hello: &Hello, origin: &StreamOrigin) -> Option<u16> {
+    match origin {
+        StreamOrigin::Interfaces { interfaces, .. } if resumes(hello) => Some(interfaces.start),
+        StreamOrigin::Interfaces { .. } => Some(hello.interface),
+        StreamOrigin::Local => None,
+    }
+}
