@@ -1,0 +1,73 @@
+//! What must hold whatever fails: the record of every update that any hub has made, and of every answer.
+
+use std::collections::BTreeMap;
+
+use paramhub_core::chunk::ChunkId;
+
+use crate::message::Contribution;
+use crate::random::mixed;
+
+/// All updates of a run.
+#[derive(Debug, Default)]
+pub(crate) struct Ledger {
+    /// The digests of each chunk's parameters, by version.
+    versions: BTreeMap<ChunkId, Vec<u64>>,
+    workers: u32,
+    /// The first thing that must not be.
+    violation: Option<String>,
+}
+
+impl Ledger {
+    /// The ledger of a job with so many workers.
+    pub(crate) fn new(workers: u32) -> Ledger {
+        Ledger { workers, ..Ledger::default() }
+    }
+
+    /// The first thing that must not be, if there was one.
+    pub(crate) fn violation(&self) -> Option<&str> {
+        self.violation.as_deref()
+    }
+
+    /// Notes something that must not be.
+    pub(crate) fn violate(&mut self, what: impl FnOnce() -> String) {
+        if self.violation.is_none() {
+            self.violation = Some(what());
+        }
+    }
+
+    /// A hub has taken the initial parameters of a chunk. Returns their digest.
+    pub(crate) fn initialised(&mut self, chunk: ChunkId) -> u64 {
+        let digest = mixed(u64::from(chunk) + 1);
+        if self.versions.insert(chunk, vec![digest]).is_some() {
+            self.violate(|| format!("chunk {chunk} was initialised twice"));
+        }
+        digest
+    }
+
+    /// A hub has updated a chunk with the sum of these contributions. Returns the digest of the new parameters.
+    pub(crate) fn updated(&mut self, chunk: ChunkId, step: u32, sum: &mut [Contribution]) -> u64 {
+        sum.sort_unstable();
+        let expected: Vec<Contribution> = (0..self.workers).map(|rank| Contribution { step, rank }).collect();
+        if *sum != expected[..] {
+            self.violate(|| format!("the update of chunk {chunk} at step {step} has the sum of {sum:?}"));
+        }
+        let versions = self.versions.entry(chunk).or_default();
+        let (version, before) = (versions.len(), versions.last().copied().unwrap_or_default());
+        let digest = mixed(before ^ u64::from(step) << 32 ^ u64::from(chunk));
+        versions.push(digest);
+        if version != step as usize + 1 {
+            self.violate(|| format!("the update of chunk {chunk} at step {step} makes version {version}"));
+        }
+        digest
+    }
+
+    /// A worker has received parameters.
+    pub(crate) fn received(&mut self, rank: u32, chunk: ChunkId, version: u32, digest: u64) {
+        let known = self.versions.get(&chunk).and_then(|versions| versions.get(version as usize));
+        if known != Some(&digest) {
+            self.violate(|| {
+                format!("rank {rank} has received parameters of chunk {chunk} that are not those of version {version}")
+            });
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! What processes send one another. A tensor's numbers are replaced by what the simulator knows of them.
+
+use paramhub_core::wire::{Failure, Header, Hello, Refusal};
+
+/// A message on a stream.
+#[derive(Clone, Debug)]
+pub(crate) enum Message {
+    /// A worker opens a stream; the proofs are left out.
+    Hello(Box<Hello>),
+    /// The hub has admitted the stream.
+    Welcome,
+    /// The hub does not admit the stream.
+    Refused(Refusal, String),
+    /// A frame.
+    Frame(Frame),
+}
+
+/// A frame.
+#[derive(Clone, Debug)]
+pub(crate) struct Frame {
+    /// Its header, as it travels.
+    pub header: Header,
+    /// What its payload stands for.
+    pub content: Content,
+}
+
+/// What a payload stands for.
+#[derive(Clone, Debug)]
+pub(crate) enum Content {
+    /// There is no payload.
+    Nothing,
+    /// The gradient of a rank at a step.
+    Gradient(Contribution),
+    /// Parameters, with a digest of all that ever went into them.
+    Parameters(u64),
+    /// Why a job is over.
+    Failure(Failure),
+}
+
+/// One rank's part of one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Contribution {
+    /// The step.
+    pub step: u32,
+    /// The rank.
+    pub rank: u32,
+}

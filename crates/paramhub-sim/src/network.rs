@@ -1,0 +1,212 @@
+//! A network of streams: each brings messages in order, late, or not at all.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
+use std::time::Duration;
+
+use crate::agenda::Agenda;
+use crate::message::Message;
+use crate::random::Random;
+use crate::world::Event;
+
+/// A process, and the host on which it runs alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Process {
+    /// The worker of this rank.
+    Worker(u32),
+    /// A second process that takes itself for the worker of this rank.
+    Twin(u32),
+    /// The hub of this number.
+    Hub(u16),
+}
+
+/// A stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct StreamId(usize);
+
+/// What an end of a stream learns.
+#[derive(Clone, Debug)]
+pub(crate) enum Arrival {
+    /// A message has come.
+    Message(Message),
+    /// The other end has closed the stream, in order.
+    Closed,
+    /// The path is broken, as when an interface goes down.
+    Broken,
+}
+
+/// All streams that there ever were.
+#[derive(Debug)]
+pub(crate) struct Network {
+    streams: Vec<StreamState>,
+    /// The directions in which nothing goes now.
+    blocked: BTreeSet<(Process, Process)>,
+    /// How long a message takes.
+    delay: Range<Duration>,
+    /// How many streams that replace others may yet have a first message that takes up to [`LATE`] longer.
+    late_hellos: u32,
+    random: Random,
+}
+
+/// How long the first message of a stream may take.
+const LATE: Duration = Duration::from_secs(8);
+
+#[derive(Debug)]
+struct StreamState {
+    ends: [EndState; 2],
+    /// Nothing arrives any more, and neither end learns it.
+    is_silent: bool,
+}
+
+#[derive(Debug)]
+struct EndState {
+    process: Process,
+    is_open: bool,
+    /// When the newest message for this end arrives; the next does not arrive before it.
+    newest: Duration,
+    /// What would have arrived while the direction was blocked.
+    waiting: VecDeque<Arrival>,
+}
+
+impl Network {
+    /// A network without streams.
+    pub(crate) fn new(delay: Range<Duration>, late_hellos: u32, random: Random) -> Network {
+        Network { streams: Vec::new(), blocked: BTreeSet::new(), delay, late_hellos, random }
+    }
+
+    /// Opens a stream. The hub learns of it with the first message.
+    pub(crate) fn open(&mut self, from: Process, to: Process) -> StreamId {
+        let end =
+            |process| EndState { process, is_open: true, newest: Duration::ZERO, waiting: VecDeque::new() };
+        self.streams.push(StreamState { ends: [end(from), end(to)], is_silent: false });
+        StreamId(self.streams.len() - 1)
+    }
+
+    /// Sends a message from a process over its end of a stream.
+    pub(crate) fn send(
+        &mut self,
+        stream: StreamId,
+        from: Process,
+        message: Message,
+        agenda: &mut Agenda<Event>,
+    ) {
+        self.pass(stream, from, Arrival::Message(message), agenda);
+    }
+
+    /// Closes a process's end of a stream. The other end learns it after everything that was sent.
+    pub(crate) fn close(&mut self, stream: StreamId, by: Process, agenda: &mut Agenda<Event>) {
+        self.end_sending(stream, by, agenda);
+        let side = self.side(stream, by);
+        self.streams[stream.0].ends[side].is_open = false;
+    }
+
+    /// Ends what a process sends over a stream; what the other end sends still arrives.
+    pub(crate) fn end_sending(&mut self, stream: StreamId, by: Process, agenda: &mut Agenda<Event>) {
+        let side = self.side(stream, by);
+        if self.streams[stream.0].ends[side].is_open {
+            self.pass(stream, by, Arrival::Closed, agenda);
+        }
+    }
+
+    /// Ends all streams of a process as the system does when it dies.
+    pub(crate) fn kill(&mut self, process: Process, agenda: &mut Agenda<Event>) {
+        for stream in (0..self.streams.len()).map(StreamId) {
+            if self.streams[stream.0].ends.iter().any(|end| end.process == process && end.is_open) {
+                self.close(stream, process, agenda);
+            }
+        }
+    }
+
+    /// Breaks all open streams between two processes. If the break is silent, neither end learns it; otherwise both
+    /// do. What was under way is lost.
+    pub(crate) fn break_streams(
+        &mut self,
+        between: [Process; 2],
+        is_silent: bool,
+        agenda: &mut Agenda<Event>,
+    ) -> usize {
+        let mut broken = 0;
+        for number in 0..self.streams.len() {
+            let state = &mut self.streams[number];
+            let [a, b] = [0, 1].map(|side| state.ends[side].process);
+            if state.is_silent || !(between == [a, b] || between == [b, a]) {
+                continue;
+            }
+            broken += 1;
+            state.is_silent = true;
+            if !is_silent {
+                for side in 0..2 {
+                    let at = agenda.now() + self.random.time(&self.delay);
+                    agenda.add(at, Event::Learn { stream: StreamId(number), side, arrival: Arrival::Broken });
+                }
+            }
+        }
+        broken
+    }
+
+    /// Stops or resumes everything that one process sends to another.
+    pub(crate) fn block(&mut self, from: Process, to: Process, is_blocked: bool, agenda: &mut Agenda<Event>) {
+        if is_blocked {
+            self.blocked.insert((from, to));
+            return;
+        }
+        self.blocked.remove(&(from, to));
+        for (number, state) in self.streams.iter_mut().enumerate() {
+            for side in 0..2 {
+                if state.ends[side].process == to && state.ends[1 - side].process == from {
+                    let waiting = std::mem::take(&mut state.ends[side].waiting);
+                    for arrival in waiting {
+                        // The sender repeats what was lost after a while.
+                        let at = agenda.now() + self.random.time(&self.delay);
+                        let at = at.max(state.ends[side].newest);
+                        state.ends[side].newest = at;
+                        agenda.add(at, Event::Arrive { stream: StreamId(number), side, arrival });
+                    }
+                }
+            }
+        }
+    }
+
+    /// What has come to an end of a stream, and for whom, if it arrives.
+    pub(crate) fn arrive(
+        &mut self,
+        stream: StreamId,
+        side: usize,
+        arrival: Arrival,
+    ) -> Option<(Process, Arrival)> {
+        let state = &mut self.streams[stream.0];
+        let (from, to) = (state.ends[1 - side].process, state.ends[side].process);
+        if state.is_silent || !state.ends[side].is_open {
+            return None;
+        }
+        if self.blocked.contains(&(from, to)) || !state.ends[side].waiting.is_empty() {
+            state.ends[side].waiting.push_back(arrival);
+            return None;
+        }
+        Some((to, arrival))
+    }
+
+    /// Who learns of a broken path, unless its end is closed.
+    pub(crate) fn listener(&self, stream: StreamId, side: usize) -> Option<Process> {
+        let end = &self.streams[stream.0].ends[side];
+        end.is_open.then_some(end.process)
+    }
+
+    fn pass(&mut self, stream: StreamId, from: Process, arrival: Arrival, agenda: &mut Agenda<Event>) {
+        let side = 1 - self.side(stream, from);
+        let mut at = agenda.now() + self.random.time(&self.delay);
+        let is_hello =
+            matches!(arrival, Arrival::Message(Message::Hello(ref hello)) if hello.attempt.resumes());
+        if is_hello && self.late_hellos > 0 && self.random.happens(30) {
+            self.late_hellos -= 1;
+            at += self.random.time(&(Duration::ZERO..LATE));
+        }
+        let end = &mut self.streams[stream.0].ends[side];
+        end.newest = end.newest.max(at);
+        agenda.add(end.newest, Event::Arrive { stream, side, arrival });
+    }
+
+    fn side(&self, stream: StreamId, process: Process) -> usize {
+        usize::from(self.streams[stream.0].ends[1].process == process)
+    }
+}

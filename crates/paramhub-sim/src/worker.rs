@@ -1,0 +1,587 @@
+//! A worker: the production state machines of its requests, of its streams and of how it ends, and a program that trains.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paramhub_core::chunk::ChunkId;
+use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, OwnPauses, PeerLiveness};
+use paramhub_core::placement::RouteId;
+use paramhub_core::requests::{Request, Requests};
+use paramhub_core::resuming::{AfterRound, Attempts};
+use paramhub_core::wire::{Failure, Header, Operation, Refusal};
+use paramhub_core::worker_job::{
+    Announcement, Consequence, FailureCause, Output, Progress, Reopening, WorkerJob,
+};
+
+use crate::job::JobPlan;
+use crate::message::{Content, Contribution, Frame, Message};
+use crate::network::{Arrival, Process, StreamId};
+use crate::world::{Context, Wake};
+
+/// How long connection and handshake may take before a stream is dialled once more.
+const PATIENCE: Duration = Duration::from_secs(4);
+/// How long the handshake of a first stream may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// The pause before a hub that is not ready is dialled again.
+const BUSY_PAUSE: Duration = Duration::from_millis(50);
+/// How long the last requests may take when the program leaves.
+const LEAVING: Duration = Duration::from_secs(60);
+
+/// A worker and its program.
+pub(crate) struct Worker {
+    process: Process,
+    rank: u32,
+    incarnation: u8,
+    plan: Arc<JobPlan>,
+    job: WorkerJob<String>,
+    requests: Requests,
+    lanes: Vec<Lane>,
+    program: Program,
+    step: u32,
+    own_pauses: OwnPauses,
+    outcome: Option<Result<(), String>>,
+}
+
+/// What the program does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Program {
+    /// It waits until all streams are open.
+    Connecting,
+    /// Rank 0 sends the initial parameters, and the others wait for them.
+    Initialising,
+    /// It computes gradients.
+    Computing,
+    /// It waits for a step's parameters.
+    Waiting,
+    /// All steps are done.
+    Leaving,
+}
+
+/// The stream to a route.
+struct Lane {
+    hub: Process,
+    route: RouteId,
+    state: LaneState,
+    /// The stream from which frames come.
+    stream: Option<StreamId>,
+    /// The number of the newest stream.
+    attempts: u32,
+    /// A stream that was replaced. It stays open until a frame comes on the new one.
+    retired: Option<StreamId>,
+    /// Streams that were dialled in vain; they stay open as long.
+    unheard: Vec<StreamId>,
+    /// The slots whose requests are to be sent.
+    ready: BTreeSet<u32>,
+    control: VecDeque<(Header, Content)>,
+    liveness: PeerLiveness,
+    has_ended_sending: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum LaneState {
+    /// The first stream is being opened.
+    Opening(StreamId),
+    Open,
+    /// Another stream is being opened in place of one that broke; there is none while a pause lasts.
+    Resuming(Attempts, Option<StreamId>),
+    Closed,
+}
+
+/// Opens streams to all hubs as a second process of a rank, which its hubs must refuse.
+pub(crate) fn dial_as_twin(rank: u32, plan: &JobPlan, context: &mut Context<'_>) {
+    let placement = &plan.composed.placements[0];
+    let routes = (0..).zip(placement.routes());
+    for (route, place) in routes.filter(|&(id, _)| !placement.chunks(id).is_empty()) {
+        let stream = context.network.open(Process::Twin(rank), Process::Hub(place.hub));
+        let hello = plan.hello(rank, 1, route, 0);
+        context.send(stream, Process::Twin(rank), Message::Hello(Box::new(hello)));
+    }
+}
+
+struct LanesAndRequests<'a>(&'a [Lane], &'a Requests);
+
+impl Progress<String> for LanesAndRequests<'_> {
+    fn has_requests(&self) -> bool {
+        self.1.underway().next().is_some()
+    }
+
+    fn are_streams_closed(&self) -> bool {
+        self.0.iter().all(|lane| matches!(lane.state, LaneState::Closed))
+    }
+
+    fn left_early(&self) -> String {
+        "it left before its requests were answered".into()
+    }
+}
+
+impl Worker {
+    /// A worker that opens its streams now.
+    pub(crate) fn new(rank: u32, incarnation: u8, plan: &Arc<JobPlan>, context: &mut Context<'_>) -> Worker {
+        let process = Process::Worker(rank);
+        let placement = &plan.composed.placements[0];
+        let now = context.instant();
+        let lanes = (0..).zip(placement.routes()).filter(|&(id, _)| !placement.chunks(id).is_empty());
+        let lanes = lanes.map(|(route, place)| Lane {
+            hub: Process::Hub(place.hub),
+            route,
+            state: LaneState::Closed,
+            stream: None,
+            attempts: 0,
+            retired: None,
+            unheard: Vec::new(),
+            ready: BTreeSet::new(),
+            control: VecDeque::new(),
+            liveness: PeerLiveness::new(now),
+            has_ended_sending: false,
+        });
+        let keys = plan.keys as usize;
+        let mut worker = Worker {
+            process,
+            rank,
+            incarnation,
+            plan: plan.clone(),
+            job: WorkerJob::new(plan.continues),
+            requests: Requests::new(plan.map.clone(), vec![Dtype::F32; keys], vec![Codec::F32; keys]),
+            lanes: lanes.collect(),
+            program: Program::Connecting,
+            step: 0,
+            own_pauses: OwnPauses::new(now, HEARTBEAT),
+            outcome: None,
+        };
+        for index in 0..worker.lanes.len() {
+            worker.open(index, context);
+        }
+        worker.next_tick(context);
+        worker
+    }
+
+    /// How the job has ended here, if it has.
+    pub(crate) fn outcome(&self) -> Option<&Result<(), String>> {
+        self.outcome.as_ref()
+    }
+
+    /// Whether all first streams are open.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.program != Program::Connecting
+    }
+
+    /// The steps that are done.
+    pub(crate) fn step(&self) -> u32 {
+        self.step
+    }
+
+    fn next_tick(&self, context: &mut Context<'_>) {
+        context.wake_in(self.process, self.rules().check_every(), Wake::Tick);
+    }
+
+    fn rules(&self) -> LivenessRules {
+        LivenessRules::of_stream(HEARTBEAT, self.plan.dead_after)
+    }
+
+    /// Opens the first stream of a lane.
+    fn open(&mut self, index: usize, context: &mut Context<'_>) {
+        let stream = self.dial(index, 0, context);
+        self.lanes[index].state = LaneState::Opening(stream);
+        context.wake_in(self.process, HANDSHAKE, Wake::DialTimeout { lane: index, stream });
+    }
+
+    fn dial(&mut self, index: usize, attempt: u32, context: &mut Context<'_>) -> StreamId {
+        let lane = &self.lanes[index];
+        let stream = context.network.open(self.process, lane.hub);
+        context.trace(|| {
+            format!("{:?} dials {stream:?} to {:?} as attempt {attempt}", self.process, lane.route)
+        });
+        let hello = self.plan.hello(self.rank, self.incarnation, lane.route, attempt);
+        context.send(stream, self.process, Message::Hello(Box::new(hello)));
+        stream
+    }
+
+    /// An end of a stream learns something.
+    pub(crate) fn arrived(&mut self, stream: StreamId, arrival: Arrival, context: &mut Context<'_>) {
+        if self.outcome.is_some() {
+            return;
+        }
+        self.discount_own_pause(context.instant());
+        let opening = |lane: &Lane| match lane.state {
+            LaneState::Opening(opening) | LaneState::Resuming(_, Some(opening)) => Some(opening),
+            _ => None,
+        };
+        if let Some(index) = self.lanes.iter().position(|lane| opening(lane) == Some(stream)) {
+            self.greeted(index, stream, arrival, context);
+        } else if let Some(index) = self.lanes.iter().position(|lane| lane.stream == Some(stream))
+            && matches!(self.lanes[index].state, LaneState::Open)
+        {
+            match arrival {
+                Arrival::Message(Message::Frame(frame)) => self.take_frame(index, frame, context),
+                Arrival::Message(_) => {}
+                Arrival::Closed => self.end_lane(index, "it closed the connection", context),
+                Arrival::Broken if self.job.may_resume() => self.resume(index, context),
+                Arrival::Broken => self.end_lane(index, "the path is broken", context),
+            }
+        }
+        self.go_on(context);
+    }
+
+    /// A time has come.
+    pub(crate) fn wake(&mut self, wake: Wake, context: &mut Context<'_>) {
+        if self.outcome.is_some() {
+            return;
+        }
+        let now = context.instant();
+        self.discount_own_pause(now);
+        match wake {
+            Wake::Tick => {
+                self.tick(context);
+                self.next_tick(context);
+            }
+            Wake::Program if self.program == Program::Computing => self.push(context),
+            Wake::Program => {}
+            Wake::Redial(index) => match self.lanes[index].state {
+                LaneState::Resuming(attempts, None) => self.redial(index, attempts, context),
+                LaneState::Opening(_) => self.open(index, context),
+                _ => {}
+            },
+            Wake::DialTimeout { lane, stream } => match self.lanes[lane].state {
+                LaneState::Resuming(attempts, Some(opening)) if opening == stream => {
+                    self.lanes[lane].unheard.push(stream);
+                    self.dialled_in_vain(lane, attempts, context);
+                }
+                LaneState::Opening(opening) if opening == stream => {
+                    let cause = self.cause("a hub did not answer in time".into(), None);
+                    self.give_up(cause, context);
+                }
+                _ => {}
+            },
+            Wake::Opened(_) | Wake::Adopt { .. } => unreachable!("these are of hubs"),
+        }
+        self.go_on(context);
+    }
+
+    fn discount_own_pause(&mut self, now: Instant) {
+        let pause = self.own_pauses.turn(now);
+        if !pause.is_zero() {
+            self.lanes.iter_mut().for_each(|lane| lane.liveness.forgive(pause, now));
+        }
+    }
+
+    /// A hub answers the Hello of a stream.
+    fn greeted(&mut self, index: usize, stream: StreamId, arrival: Arrival, context: &mut Context<'_>) {
+        let lane = &mut self.lanes[index];
+        match (lane.state, arrival) {
+            (LaneState::Opening(_), Arrival::Message(Message::Welcome)) => {
+                (lane.stream, lane.state) = (Some(stream), LaneState::Open);
+                lane.liveness = PeerLiveness::new(context.instant());
+            }
+            (LaneState::Opening(_), Arrival::Message(Message::Refused(Refusal::Busy, _))) => {
+                context.wake_in(self.process, BUSY_PAUSE, Wake::Redial(index));
+            }
+            (LaneState::Opening(_), Arrival::Message(Message::Refused(_, why))) => {
+                let cause = self.cause(format!("it was refused: {why}"), None);
+                self.give_up(cause, context);
+            }
+            (LaneState::Opening(_), Arrival::Closed | Arrival::Broken) => {
+                let cause = self.cause("a stream broke before it was open".into(), None);
+                self.give_up(cause, context);
+            }
+            (LaneState::Resuming(..), Arrival::Message(Message::Welcome)) => {
+                self.reopened(index, Reopening::Opened(stream), context);
+            }
+            (LaneState::Resuming(attempts, _), Arrival::Message(Message::Refused(refusal, why))) => {
+                if refusal == Refusal::Busy {
+                    return self.dialled_in_vain(index, attempts, context);
+                }
+                let hub = (refusal == Refusal::JobEnded).then_some(());
+                let cause = self.cause(format!("it was refused: {why}"), hub.map(|()| why));
+                self.reopened(index, Reopening::Failed(cause), context);
+            }
+            (LaneState::Resuming(attempts, _), Arrival::Closed | Arrival::Broken) => {
+                self.dialled_in_vain(index, attempts, context);
+            }
+            _ => {}
+        }
+    }
+
+    /// Opens a lane's stream again. The old one stays open until a frame comes on the new one.
+    fn resume(&mut self, index: usize, context: &mut Context<'_>) {
+        if matches!(self.lanes[index].state, LaneState::Open) {
+            self.redial(index, Attempts::new(context.instant()), context);
+        }
+    }
+
+    fn redial(&mut self, index: usize, attempts: Attempts, context: &mut Context<'_>) {
+        let now = context.instant();
+        if attempts.are_over(now) {
+            return self.dialled_in_vain(index, attempts, context);
+        }
+        self.lanes[index].attempts += 1;
+        let stream = self.dial(index, self.lanes[index].attempts, context);
+        self.lanes[index].state = LaneState::Resuming(attempts, Some(stream));
+        let patience = attempts.by(now, PATIENCE).saturating_duration_since(now);
+        context.wake_in(self.process, patience, Wake::DialTimeout { lane: index, stream });
+    }
+
+    fn dialled_in_vain(&mut self, index: usize, attempts: Attempts, context: &mut Context<'_>) {
+        match attempts.after_round(context.instant(), self.outcome.is_some()) {
+            AfterRound::Again(pause) => {
+                self.lanes[index].state = LaneState::Resuming(attempts, None);
+                context.wake_in(self.process, pause, Wake::Redial(index));
+            }
+            AfterRound::GiveUp => {
+                let cause = self.cause(format!("it is cut off from {:?}", self.lanes[index].hub), None);
+                self.reopened(index, Reopening::Failed(cause), context);
+            }
+        }
+    }
+
+    fn reopened(&mut self, index: usize, reopening: Reopening<StreamId, String>, context: &mut Context<'_>) {
+        let is_closed = matches!(self.lanes[index].state, LaneState::Closed);
+        match self.job.reopened(reopening, is_closed, context.instant()) {
+            Consequence::Ignore => {}
+            Consequence::Close => self.close_lane(index, context),
+            Consequence::Announce(announcement) => self.announce(announcement, context),
+            Consequence::Replace { stream, leaves } => {
+                let lane = &mut self.lanes[index];
+                lane.retired = lane.stream.replace(stream);
+                lane.state = LaneState::Open;
+                lane.liveness = PeerLiveness::new(context.instant());
+                lane.has_ended_sending = false;
+                let again = self.requests.resend_route(&self.plan.composed.placements[0], lane.route);
+                lane.ready.extend(again);
+                if leaves {
+                    lane.control.push_back((Header::bare(Operation::Leave), Content::Nothing));
+                }
+            }
+        }
+    }
+
+    fn take_frame(&mut self, index: usize, frame: Frame, context: &mut Context<'_>) {
+        let lane = &mut self.lanes[index];
+        lane.liveness.heard(context.instant());
+        for stream in lane.retired.take().into_iter().chain(lane.unheard.drain(..)) {
+            context.close(stream, self.process);
+        }
+        let header = frame.header;
+        match frame.content {
+            _ if header.operation == Operation::Heartbeat => {}
+            Content::Failure(failure) => {
+                let cause =
+                    FailureCause { error: failure.message.clone(), announced: failure, lost_hub: None };
+                match self.job.failed(cause, context.instant()) {
+                    Some(announcement) => self.announce(announcement, context),
+                    None => self.end_lane(index, "the job was left", context),
+                }
+            }
+            content => {
+                let expected = match self.requests.expect(&header) {
+                    Ok(expected) => expected,
+                    Err(error) => return context.ledger.violate(|| format!("rank {}: {error}", self.rank)),
+                };
+                if let Content::Parameters(digest) = content {
+                    context.ledger.received(self.rank, header.chunk, header.step, digest);
+                }
+                if self.requests.answered(expected).finished.is_some()
+                    && self.requests.underway().next().is_none()
+                {
+                    self.answered(context);
+                }
+            }
+        }
+    }
+
+    /// All requests of the program have been answered.
+    fn answered(&mut self, context: &mut Context<'_>) {
+        match self.program {
+            Program::Initialising => self.compute(context),
+            Program::Waiting => {
+                self.step += 1;
+                match self.step == self.plan.steps {
+                    true => {
+                        self.program = Program::Leaving;
+                        self.job.leave(context.instant() + LEAVING);
+                    }
+                    false => self.compute(context),
+                }
+            }
+            Program::Connecting | Program::Computing | Program::Leaving => {}
+        }
+    }
+
+    fn compute(&mut self, context: &mut Context<'_>) {
+        self.program = Program::Computing;
+        let time = context.random.time(&context.compute);
+        context.wake_in(self.process, time, Wake::Program);
+    }
+
+    fn push(&mut self, _: &mut Context<'_>) {
+        self.program = Program::Waiting;
+        self.begin(Request::PushPull, self.step);
+    }
+
+    fn begin(&mut self, request: Request, step: u32) {
+        for key in 0..self.plan.keys {
+            let chunks = self.requests.begin(key, request, step).expect("no request is under way");
+            chunks.for_each(|chunk| self.mark_ready(chunk));
+        }
+    }
+
+    fn mark_ready(&mut self, chunk: ChunkId) {
+        let (route, slot) = self.plan.composed.placements[0].locate(chunk).expect("a chunk of the job");
+        let lane = self.lanes.iter_mut().find(|lane| lane.route == route).expect("a lane for each route");
+        lane.ready.insert(slot);
+    }
+
+    /// Carries on with whatever is due: the program, what is to be sent, and the end.
+    fn go_on(&mut self, context: &mut Context<'_>) {
+        if self.program == Program::Connecting
+            && self.lanes.iter().all(|lane| matches!(lane.state, LaneState::Open))
+        {
+            self.program = Program::Initialising;
+            self.begin(if self.rank == 0 { Request::Initialise } else { Request::Pull }, 0);
+        }
+        loop {
+            self.send_ready(context);
+            let progress = LanesAndRequests(&self.lanes, &self.requests);
+            match self.job.check_time(context.instant(), &progress) {
+                None => break,
+                Some(Output::SendLeave) => {
+                    self.queue_last(&Header::bare(Operation::Leave), &Content::Nothing)
+                }
+                Some(Output::Announce(announcement)) => self.announce(announcement, context),
+                Some(Output::Over(outcome)) => {
+                    self.outcome = Some(outcome);
+                    for index in 0..self.lanes.len() {
+                        self.close_lane(index, context);
+                    }
+                    break;
+                }
+            }
+        }
+        if let Some(deadline) = self.job.deadline() {
+            let wait = deadline.saturating_duration_since(context.instant());
+            context.wake_in(self.process, wait, Wake::Program);
+        }
+    }
+
+    fn send_ready(&mut self, context: &mut Context<'_>) {
+        if !self.job.is_sending() {
+            return;
+        }
+        for index in 0..self.lanes.len() {
+            let lane = &mut self.lanes[index];
+            let (LaneState::Open, Some(stream)) = (lane.state, lane.stream) else { continue };
+            if lane.has_ended_sending {
+                continue;
+            }
+            let mut frames: Vec<(Header, Content)> = lane.control.drain(..).collect();
+            for slot in std::mem::take(&mut lane.ready) {
+                let chunk = self.plan.composed.placements[0].chunks(lane.route)[slot as usize];
+                let (header, _) = self.requests.header(chunk);
+                self.requests.sent(chunk);
+                let content = match header.operation {
+                    Operation::PushPull => {
+                        Content::Gradient(Contribution { step: header.step, rank: self.rank })
+                    }
+                    _ => Content::Nothing,
+                };
+                frames.push((header, content));
+            }
+            if !frames.is_empty() {
+                lane.liveness.sent(context.instant());
+            }
+            for (header, content) in frames {
+                context.send(stream, self.process, Message::Frame(Frame { header, content }));
+            }
+            if self.job.is_closing() {
+                lane.has_ended_sending = true;
+                context.network.end_sending(stream, self.process, context.agenda);
+            }
+        }
+    }
+
+    fn tick(&mut self, context: &mut Context<'_>) {
+        let now = context.instant();
+        for index in 0..self.lanes.len() {
+            let silence = self.lanes[index].liveness.silence(now);
+            if self.job.resumes_after(silence) {
+                self.resume(index, context);
+            }
+        }
+        if !self.job.watches_hubs() {
+            return;
+        }
+        let rules = self.rules();
+        for index in 0..self.lanes.len() {
+            let lane = &mut self.lanes[index];
+            if !matches!(lane.state, LaneState::Open) {
+                continue;
+            }
+            if let Some(LivenessChange::Dead(silence)) = lane.liveness.check(now, &rules) {
+                let hub = lane.hub;
+                let what = format!("it has not heard {hub:?} for {} s", silence.as_secs_f64());
+                let cause = self.cause(what, Some(format!("{hub:?}")));
+                return self.give_up(cause, context);
+            }
+            if lane.liveness.is_heartbeat_due(now, &rules) {
+                lane.control.push_back((Header::bare(Operation::Heartbeat), Content::Nothing));
+            }
+        }
+    }
+
+    fn cause(&self, error: String, lost_hub: Option<String>) -> FailureCause<String> {
+        let announced =
+            Failure { rank: Some(self.rank), message: format!("rank {} gave up: {error}", self.rank) };
+        FailureCause {
+            error: format!("rank {}: {error}", self.rank),
+            announced,
+            lost_hub: lost_hub.map(Into::into),
+        }
+    }
+
+    fn give_up(&mut self, cause: FailureCause<String>, context: &mut Context<'_>) {
+        if let Some(announcement) = self.job.give_up(cause, context.instant()) {
+            self.announce(announcement, context);
+        }
+    }
+
+    /// Sends the reason why this worker cannot go on, and closes the streams of the hub that is lost.
+    fn announce(&mut self, announcement: Announcement, context: &mut Context<'_>) {
+        for index in 0..self.lanes.len() {
+            let is_lost =
+                announcement.lost_hub.as_deref() == Some(format!("{:?}", self.lanes[index].hub).as_str());
+            // A stream that is not open cannot carry the reason.
+            if is_lost || !matches!(self.lanes[index].state, LaneState::Open) {
+                self.close_lane(index, context);
+            }
+        }
+        self.queue_last(&Header::bare(Operation::Failure), &Content::Failure(announcement.announced));
+    }
+
+    /// Sends a last message on every stream instead of the chunks that wait.
+    fn queue_last(&mut self, header: &Header, content: &Content) {
+        for lane in &mut self.lanes {
+            lane.ready.clear();
+            lane.control.push_back((*header, content.clone()));
+        }
+    }
+
+    fn end_lane(&mut self, index: usize, reason: &str, context: &mut Context<'_>) {
+        self.close_lane(index, context);
+        let hub = self.lanes[index].hub;
+        let cause = self.cause(format!("it lost {hub:?}: {reason}"), Some(format!("{hub:?}")));
+        self.job.stream_lost(cause, context.instant());
+    }
+
+    fn close_lane(&mut self, index: usize, context: &mut Context<'_>) {
+        let lane = &mut self.lanes[index];
+        let dialled = match std::mem::replace(&mut lane.state, LaneState::Closed) {
+            LaneState::Opening(stream) | LaneState::Resuming(_, Some(stream)) => Some(stream),
+            _ => None,
+        };
+        let streams = [lane.stream.take(), lane.retired.take(), dialled].into_iter().flatten();
+        for stream in streams.chain(lane.unheard.drain(..)) {
+            context.close(stream, self.process);
+        }
+    }
+}
