@@ -1,15 +1,13 @@
 //! A hub: the production state machines of its jobs and chunks, and what the acceptor and the cores do around them.
 
+mod route;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce};
-use paramhub_core::chunk::ChunkId;
-use paramhub_core::codec::Codec;
 use paramhub_core::composition::Neighbour;
-use paramhub_core::consistency::Consistency;
-use paramhub_core::exchange::{Answer, Exchange, Fold, ProtocolViolation, Rules, SumAction};
 use paramhub_core::job_control::{
     AdmittedStreams, CoreEvent, Event, FaultCause, HubTerms, JobControl, JobLimits, JobTerms, Output,
     RouteTerms,
@@ -23,9 +21,10 @@ use paramhub_core::stream_admission::{JobStreams, StreamOrigin, StreamPlace, Str
 use paramhub_core::wire::{Attempt, Failure, Header, Hello, Operation, Refusal};
 
 use crate::job::{EPOCH, JobPlan, NAMESPACE};
-use crate::message::{Content, Contribution, Frame, Message};
+use crate::message::{Content, Frame, Message};
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Plant, Wake};
+use route::{Port, Route};
 
 /// How long a core takes to allocate a route, and the acceptor to pass on a stream.
 const PASSING: std::ops::Range<Duration> = Duration::from_micros(10)..Duration::from_millis(20);
@@ -65,37 +64,6 @@ impl AdmittedStreams for Directory {
     fn through(&self, _: Namespace, interface: u16) -> Vec<(RouteId, u32, Neighbour)> {
         self.streams.through(interface)
     }
-}
-
-/// A route: the chunks of one core, and the streams that lead to it.
-struct Route {
-    is_open: bool,
-    exchange: Exchange,
-    chunks: Vec<Chunk>,
-    ports: Vec<Port>,
-}
-
-struct Chunk {
-    id: ChunkId,
-    sum: Vec<Contribution>,
-    /// The digest of the parameters.
-    parameters: u64,
-    length: u32,
-}
-
-/// The place of one rank's stream.
-#[derive(Default)]
-struct Port {
-    stream: Option<StreamId>,
-    /// The newest stream that was passed on.
-    newest: Option<u32>,
-    /// The stream is broken, and another may replace it.
-    is_cut: bool,
-    /// What still comes is dropped: the job is over, or its rank was at fault.
-    is_muted: bool,
-    has_left: bool,
-    owed: BTreeMap<u32, Answer>,
-    liveness: Option<PeerLiveness>,
 }
 
 impl Hub {
@@ -329,7 +297,10 @@ impl Hub {
                 let message = format!("rank {rank} gave up: {}", failure.message);
                 return self.fault(route, rank, rank, message, FaultCause::Kind(CauseKind::GaveUp), context);
             }
-            _ => self.take_request(route, rank, &header, &frame.content, context),
+            _ => {
+                let route = self.routes.get_mut(&route).expect("an own route");
+                route.take_request(&self.plan, rank, &header, &frame.content, context)
+            }
         };
         if let Err(violation) = taken {
             context.ledger.violate(|| format!("rank {rank} broke the rules at {header:?}: {violation}"));
@@ -337,72 +308,9 @@ impl Hub {
         self.answer(route, context);
     }
 
-    /// Takes a request for a chunk, as a shard does.
-    fn take_request(
-        &mut self,
-        id: RouteId,
-        rank: u32,
-        header: &Header,
-        content: &Content,
-        context: &mut Context<'_>,
-    ) -> Result<(), ProtocolViolation> {
-        let route = self.routes.get_mut(&id).expect("an own route");
-        let slot = self.plan.composed.placements[0].locate(header.chunk).expect("a chunk of the job").1;
-        let chunk = &mut route.chunks[slot as usize];
-        match header.operation {
-            Operation::Initialise => {
-                if route.exchange.initialise(slot, Some(rank), header.step)? {
-                    chunk.parameters = context.ledger.initialised(chunk.id);
-                }
-            }
-            Operation::Pull => route.exchange.pull(slot, rank, header.step)?,
-            Operation::PushPull => {
-                let Content::Gradient(contribution) = *content else { unreachable!("a push has a gradient") };
-                let arrival = route.exchange.push(slot, rank, header.step, Answer::Parameters)?;
-                match arrival.fold {
-                    Fold::Drop if context.plant == Some(Plant::RepeatCounted) => chunk.sum.push(contribution),
-                    Fold::Drop => {}
-                    Fold::Sum { .. } | Fold::Park => chunk.sum.push(contribution),
-                }
-                if let SumAction::Update(update) = arrival.then {
-                    let mut sum = std::mem::take(&mut chunk.sum);
-                    chunk.parameters = context.ledger.updated(chunk.id, update.step, &mut sum);
-                }
-            }
-            other => unreachable!("no worker here sends {other:?}"),
-        }
-        let ports = &mut route.ports;
-        route.exchange.mark_due_answers(slot, |member, answer| {
-            ports[member as usize].owed.insert(slot, answer);
-        });
-        Ok(())
-    }
-
     /// Sends every answer that is owed by a stream that works.
     fn answer(&mut self, id: RouteId, context: &mut Context<'_>) {
-        let route = self.routes.get_mut(&id).expect("an own route");
-        let mut answers = Vec::new();
-        for (rank, port) in (0..).zip(&mut route.ports) {
-            if port.stream.is_none() || port.is_cut || port.is_muted {
-                continue;
-            }
-            for (slot, answer) in std::mem::take(&mut port.owed) {
-                let chunk = &route.chunks[slot as usize];
-                let step = route.exchange.answer_version(slot, rank);
-                route.exchange.answer_begun(slot, rank);
-                answers.push(match answer {
-                    Answer::Parameters => {
-                        let (operation, length) = (Operation::Parameters, chunk.length);
-                        let header = Header { operation, codec: Codec::F32, chunk: chunk.id, step, length };
-                        (rank, header, Content::Parameters(chunk.parameters))
-                    }
-                    Answer::Applied | Answer::State(_) => {
-                        let header = Header { chunk: chunk.id, step, ..Header::bare(Operation::Applied) };
-                        (rank, header, Content::Nothing)
-                    }
-                });
-            }
-        }
+        let answers = self.routes.get_mut(&id).expect("an own route").take_due_answers();
         for (rank, header, content) in answers {
             self.send(id, rank, header, content, context);
         }
@@ -569,32 +477,6 @@ impl Hub {
                 let event = CoreEvent::Closed { counters: JobCounters::default(), left_out: Vec::new() };
                 self.control.handle(Event::Core { namespace: NAMESPACE, event }, context.agenda.now());
             }
-        }
-    }
-}
-
-impl Route {
-    fn new(plan: &JobPlan, chunks: &[ChunkId]) -> Route {
-        let rules = Rules {
-            workers: plan.workers,
-            members: plan.workers,
-            first_site: plan.workers,
-            rank_0: Some(0),
-            consistency: Consistency::Synchronous,
-            reproducible: plan.reproducible,
-            has_parameters: true,
-            two_phase: false,
-            quorum: None,
-        };
-        let chunk = |&id: &ChunkId| {
-            let length = plan.map.extent(id).expect("a chunk of the job").bytes(Codec::F32);
-            Chunk { id, sum: Vec::new(), parameters: 0, length }
-        };
-        Route {
-            is_open: false,
-            exchange: Exchange::new(rules, chunks.len() as u32),
-            chunks: chunks.iter().map(chunk).collect(),
-            ports: (0..plan.workers).map(|_| Port::default()).collect(),
         }
     }
 }

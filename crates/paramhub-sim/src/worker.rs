@@ -1,5 +1,7 @@
 //! A worker: the production state machines of its requests, of its streams and of how it ends, and a program that trains.
 
+mod streams;
+
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,25 +9,18 @@ use std::time::{Duration, Instant};
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, OwnPauses, PeerLiveness};
-use paramhub_core::placement::RouteId;
 use paramhub_core::requests::{Request, Requests};
-use paramhub_core::resuming::{AfterRound, Attempts};
-use paramhub_core::wire::{Failure, Header, Operation, Refusal};
-use paramhub_core::worker_job::{
-    Announcement, Consequence, FailureCause, Output, Progress, Reopening, WorkerJob,
-};
+use paramhub_core::wire::{Failure, Header, Operation};
+use paramhub_core::worker_job::{Announcement, FailureCause, Output, Progress, WorkerJob};
 
 use crate::job::JobPlan;
 use crate::message::{Content, Contribution, Frame, Message};
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Wake};
 
-/// How long connection and handshake may take before a stream is dialled once more.
-const PATIENCE: Duration = Duration::from_secs(4);
-/// How long the handshake of a first stream may take.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// The pause before a hub that is not ready is dialled again.
-const BUSY_PAUSE: Duration = Duration::from_millis(50);
+pub(crate) use streams::dial_as_twin;
+use streams::{Lane, LaneState};
+
 /// How long the last requests may take when the program leaves.
 const LEAVING: Duration = Duration::from_secs(60);
 
@@ -57,47 +52,6 @@ enum Program {
     Waiting,
     /// All steps are done.
     Leaving,
-}
-
-/// The stream to a route.
-struct Lane {
-    hub: Process,
-    route: RouteId,
-    state: LaneState,
-    /// The stream from which frames come.
-    stream: Option<StreamId>,
-    /// The number of the newest stream.
-    attempts: u32,
-    /// A stream that was replaced. It stays open until a frame comes on the new one.
-    retired: Option<StreamId>,
-    /// Streams that were dialled in vain; they stay open as long.
-    unheard: Vec<StreamId>,
-    /// The slots whose requests are to be sent.
-    ready: BTreeSet<u32>,
-    control: VecDeque<(Header, Content)>,
-    liveness: PeerLiveness,
-    has_ended_sending: bool,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum LaneState {
-    /// The first stream is being opened.
-    Opening(StreamId),
-    Open,
-    /// Another stream is being opened in place of one that broke; there is none while a pause lasts.
-    Resuming(Attempts, Option<StreamId>),
-    Closed,
-}
-
-/// Opens streams to all hubs as a second process of a rank, which its hubs must refuse.
-pub(crate) fn dial_as_twin(rank: u32, plan: &JobPlan, context: &mut Context<'_>) {
-    let placement = &plan.composed.placements[0];
-    let routes = (0..).zip(placement.routes());
-    for (route, place) in routes.filter(|&(id, _)| !placement.chunks(id).is_empty()) {
-        let stream = context.network.open(Process::Twin(rank), Process::Hub(place.hub));
-        let hello = plan.hello(rank, 1, route, 0);
-        context.send(stream, Process::Twin(rank), Message::Hello(Box::new(hello)));
-    }
 }
 
 struct LanesAndRequests<'a>(&'a [Lane], &'a Requests);
@@ -180,24 +134,6 @@ impl Worker {
         LivenessRules::of_stream(HEARTBEAT, self.plan.dead_after)
     }
 
-    /// Opens the first stream of a lane.
-    fn open(&mut self, index: usize, context: &mut Context<'_>) {
-        let stream = self.dial(index, 0, context);
-        self.lanes[index].state = LaneState::Opening(stream);
-        context.wake_in(self.process, HANDSHAKE, Wake::DialTimeout { lane: index, stream });
-    }
-
-    fn dial(&mut self, index: usize, attempt: u32, context: &mut Context<'_>) -> StreamId {
-        let lane = &self.lanes[index];
-        let stream = context.network.open(self.process, lane.hub);
-        context.trace(|| {
-            format!("{:?} dials {stream:?} to {:?} as attempt {attempt}", self.process, lane.route)
-        });
-        let hello = self.plan.hello(self.rank, self.incarnation, lane.route, attempt);
-        context.send(stream, self.process, Message::Hello(Box::new(hello)));
-        stream
-    }
-
     /// An end of a stream learns something.
     pub(crate) fn arrived(&mut self, stream: StreamId, arrival: Arrival, context: &mut Context<'_>) {
         if self.outcome.is_some() {
@@ -263,96 +199,6 @@ impl Worker {
         let pause = self.own_pauses.turn(now);
         if !pause.is_zero() {
             self.lanes.iter_mut().for_each(|lane| lane.liveness.forgive(pause, now));
-        }
-    }
-
-    /// A hub answers the Hello of a stream.
-    fn greeted(&mut self, index: usize, stream: StreamId, arrival: Arrival, context: &mut Context<'_>) {
-        let lane = &mut self.lanes[index];
-        match (lane.state, arrival) {
-            (LaneState::Opening(_), Arrival::Message(Message::Welcome)) => {
-                (lane.stream, lane.state) = (Some(stream), LaneState::Open);
-                lane.liveness = PeerLiveness::new(context.instant());
-            }
-            (LaneState::Opening(_), Arrival::Message(Message::Refused(Refusal::Busy, _))) => {
-                context.wake_in(self.process, BUSY_PAUSE, Wake::Redial(index));
-            }
-            (LaneState::Opening(_), Arrival::Message(Message::Refused(_, why))) => {
-                let cause = self.cause(format!("it was refused: {why}"), None);
-                self.give_up(cause, context);
-            }
-            (LaneState::Opening(_), Arrival::Closed | Arrival::Broken) => {
-                let cause = self.cause("a stream broke before it was open".into(), None);
-                self.give_up(cause, context);
-            }
-            (LaneState::Resuming(..), Arrival::Message(Message::Welcome)) => {
-                self.reopened(index, Reopening::Opened(stream), context);
-            }
-            (LaneState::Resuming(attempts, _), Arrival::Message(Message::Refused(refusal, why))) => {
-                if refusal == Refusal::Busy {
-                    return self.dialled_in_vain(index, attempts, context);
-                }
-                let hub = (refusal == Refusal::JobEnded).then_some(());
-                let cause = self.cause(format!("it was refused: {why}"), hub.map(|()| why));
-                self.reopened(index, Reopening::Failed(cause), context);
-            }
-            (LaneState::Resuming(attempts, _), Arrival::Closed | Arrival::Broken) => {
-                self.dialled_in_vain(index, attempts, context);
-            }
-            _ => {}
-        }
-    }
-
-    /// Opens a lane's stream again. The old one stays open until a frame comes on the new one.
-    fn resume(&mut self, index: usize, context: &mut Context<'_>) {
-        if matches!(self.lanes[index].state, LaneState::Open) {
-            self.redial(index, Attempts::new(context.instant()), context);
-        }
-    }
-
-    fn redial(&mut self, index: usize, attempts: Attempts, context: &mut Context<'_>) {
-        let now = context.instant();
-        if attempts.are_over(now) {
-            return self.dialled_in_vain(index, attempts, context);
-        }
-        self.lanes[index].attempts += 1;
-        let stream = self.dial(index, self.lanes[index].attempts, context);
-        self.lanes[index].state = LaneState::Resuming(attempts, Some(stream));
-        let patience = attempts.by(now, PATIENCE).saturating_duration_since(now);
-        context.wake_in(self.process, patience, Wake::DialTimeout { lane: index, stream });
-    }
-
-    fn dialled_in_vain(&mut self, index: usize, attempts: Attempts, context: &mut Context<'_>) {
-        match attempts.after_round(context.instant(), self.outcome.is_some()) {
-            AfterRound::Again(pause) => {
-                self.lanes[index].state = LaneState::Resuming(attempts, None);
-                context.wake_in(self.process, pause, Wake::Redial(index));
-            }
-            AfterRound::GiveUp => {
-                let cause = self.cause(format!("it is cut off from {:?}", self.lanes[index].hub), None);
-                self.reopened(index, Reopening::Failed(cause), context);
-            }
-        }
-    }
-
-    fn reopened(&mut self, index: usize, reopening: Reopening<StreamId, String>, context: &mut Context<'_>) {
-        let is_closed = matches!(self.lanes[index].state, LaneState::Closed);
-        match self.job.reopened(reopening, is_closed, context.instant()) {
-            Consequence::Ignore => {}
-            Consequence::Close => self.close_lane(index, context),
-            Consequence::Announce(announcement) => self.announce(announcement, context),
-            Consequence::Replace { stream, leaves } => {
-                let lane = &mut self.lanes[index];
-                lane.retired = lane.stream.replace(stream);
-                lane.state = LaneState::Open;
-                lane.liveness = PeerLiveness::new(context.instant());
-                lane.has_ended_sending = false;
-                let again = self.requests.resend_route(&self.plan.composed.placements[0], lane.route);
-                lane.ready.extend(again);
-                if leaves {
-                    lane.control.push_back((Header::bare(Operation::Leave), Content::Nothing));
-                }
-            }
         }
     }
 
@@ -563,25 +409,6 @@ impl Worker {
         for lane in &mut self.lanes {
             lane.ready.clear();
             lane.control.push_back((*header, content.clone()));
-        }
-    }
-
-    fn end_lane(&mut self, index: usize, reason: &str, context: &mut Context<'_>) {
-        self.close_lane(index, context);
-        let hub = self.lanes[index].hub;
-        let cause = self.cause(format!("it lost {hub:?}: {reason}"), Some(format!("{hub:?}")));
-        self.job.stream_lost(cause, context.instant());
-    }
-
-    fn close_lane(&mut self, index: usize, context: &mut Context<'_>) {
-        let lane = &mut self.lanes[index];
-        let dialled = match std::mem::replace(&mut lane.state, LaneState::Closed) {
-            LaneState::Opening(stream) | LaneState::Resuming(_, Some(stream)) => Some(stream),
-            _ => None,
-        };
-        let streams = [lane.stream.take(), lane.retired.take(), dialled].into_iter().flatten();
-        for stream in streams.chain(lane.unheard.drain(..)) {
-            context.close(stream, self.process);
         }
     }
 }

@@ -1,0 +1,139 @@
+//! A route of a hub: the exchange of its chunks, and the streams that lead to it.
+
+use std::collections::BTreeMap;
+
+use paramhub_core::chunk::ChunkId;
+use paramhub_core::codec::Codec;
+use paramhub_core::consistency::Consistency;
+use paramhub_core::exchange::{Answer, Exchange, Fold, ProtocolViolation, Rules, SumAction};
+use paramhub_core::liveness::PeerLiveness;
+use paramhub_core::wire::{Header, Operation};
+
+use crate::job::JobPlan;
+use crate::message::{Content, Contribution};
+use crate::network::StreamId;
+use crate::world::{Context, Plant};
+
+/// A route: the chunks of one core, and the streams that lead to it.
+pub(super) struct Route {
+    pub(super) is_open: bool,
+    pub(super) exchange: Exchange,
+    chunks: Vec<Chunk>,
+    pub(super) ports: Vec<Port>,
+}
+
+struct Chunk {
+    id: ChunkId,
+    sum: Vec<Contribution>,
+    /// The digest of the parameters.
+    parameters: u64,
+    length: u32,
+}
+
+/// The place of one rank's stream.
+#[derive(Default)]
+pub(super) struct Port {
+    pub(super) stream: Option<StreamId>,
+    /// The newest stream that was passed on.
+    pub(super) newest: Option<u32>,
+    /// The stream is broken, and another may replace it.
+    pub(super) is_cut: bool,
+    /// What still comes is dropped: the job is over, or its rank was at fault.
+    pub(super) is_muted: bool,
+    pub(super) has_left: bool,
+    pub(super) owed: BTreeMap<u32, Answer>,
+    pub(super) liveness: Option<PeerLiveness>,
+}
+
+impl Route {
+    pub(super) fn new(plan: &JobPlan, chunks: &[ChunkId]) -> Route {
+        let rules = Rules {
+            workers: plan.workers,
+            members: plan.workers,
+            first_site: plan.workers,
+            rank_0: Some(0),
+            consistency: Consistency::Synchronous,
+            reproducible: plan.reproducible,
+            has_parameters: true,
+            two_phase: false,
+            quorum: None,
+        };
+        let chunk = |&id: &ChunkId| {
+            let length = plan.map.extent(id).expect("a chunk of the job").bytes(Codec::F32);
+            Chunk { id, sum: Vec::new(), parameters: 0, length }
+        };
+        Route {
+            is_open: false,
+            exchange: Exchange::new(rules, chunks.len() as u32),
+            chunks: chunks.iter().map(chunk).collect(),
+            ports: (0..plan.workers).map(|_| Port::default()).collect(),
+        }
+    }
+
+    /// Takes a request for a chunk, as a shard does.
+    pub(super) fn take_request(
+        &mut self,
+        plan: &JobPlan,
+        rank: u32,
+        header: &Header,
+        content: &Content,
+        context: &mut Context<'_>,
+    ) -> Result<(), ProtocolViolation> {
+        let slot = plan.composed.placements[0].locate(header.chunk).expect("a chunk of the job").1;
+        let chunk = &mut self.chunks[slot as usize];
+        match header.operation {
+            Operation::Initialise => {
+                if self.exchange.initialise(slot, Some(rank), header.step)? {
+                    chunk.parameters = context.ledger.initialised(chunk.id);
+                }
+            }
+            Operation::Pull => self.exchange.pull(slot, rank, header.step)?,
+            Operation::PushPull => {
+                let Content::Gradient(contribution) = *content else { unreachable!("a push has a gradient") };
+                let arrival = self.exchange.push(slot, rank, header.step, Answer::Parameters)?;
+                match arrival.fold {
+                    Fold::Drop if context.plant == Some(Plant::RepeatCounted) => chunk.sum.push(contribution),
+                    Fold::Drop => {}
+                    Fold::Sum { .. } | Fold::Park => chunk.sum.push(contribution),
+                }
+                if let SumAction::Update(update) = arrival.then {
+                    let mut sum = std::mem::take(&mut chunk.sum);
+                    chunk.parameters = context.ledger.updated(chunk.id, update.step, &mut sum);
+                }
+            }
+            other => unreachable!("no worker here sends {other:?}"),
+        }
+        let ports = &mut self.ports;
+        self.exchange.mark_due_answers(slot, |member, answer| {
+            ports[member as usize].owed.insert(slot, answer);
+        });
+        Ok(())
+    }
+
+    /// Takes every answer that is owed by a stream that works, with the rank that gets it.
+    pub(super) fn take_due_answers(&mut self) -> Vec<(u32, Header, Content)> {
+        let mut answers = Vec::new();
+        for (rank, port) in (0..).zip(&mut self.ports) {
+            if port.stream.is_none() || port.is_cut || port.is_muted {
+                continue;
+            }
+            for (slot, answer) in std::mem::take(&mut port.owed) {
+                let chunk = &self.chunks[slot as usize];
+                let step = self.exchange.answer_version(slot, rank);
+                self.exchange.answer_begun(slot, rank);
+                answers.push(match answer {
+                    Answer::Parameters => {
+                        let (operation, length) = (Operation::Parameters, chunk.length);
+                        let header = Header { operation, codec: Codec::F32, chunk: chunk.id, step, length };
+                        (rank, header, Content::Parameters(chunk.parameters))
+                    }
+                    Answer::Applied | Answer::State(_) => {
+                        let header = Header { chunk: chunk.id, step, ..Header::bare(Operation::Applied) };
+                        (rank, header, Content::Nothing)
+                    }
+                });
+            }
+        }
+        answers
+    }
+}
