@@ -37,8 +37,8 @@ pub(crate) struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Makes the call. `retry_timeout` is how long a refused connection is dialled again: nothing has been
-    /// sent then.
+    /// Makes the call. `retry_timeout` is how long a refused connection is dialled again, from the beginning of the call
+    /// and from each break of a connection: the manager may be about to start, or may be restarting.
     pub(crate) fn make(
         &self,
         agent: &Agent,
@@ -51,7 +51,7 @@ impl Call<'_> {
             let cause = format!("it has {size} bytes, more than the {REQUEST_BYTES_MAX} a manager takes");
             return Err(ControlError::Request { url: url.to_string(), cause });
         }
-        let begun = Instant::now();
+        let mut away_since = Instant::now();
         let mut attempts = Attempts { left: RETRIES, pause: RETRY_PAUSE };
         let (mut first_sent, mut first_break, mut has_doubted) = (None, None, false);
         loop {
@@ -66,12 +66,15 @@ impl Call<'_> {
                     continue;
                 }
                 Ok(answer) => read_answer(answer, url),
-                Err(failure) if is_refused(&failure) && begun.elapsed() < retry_timeout => {
-                    first_sent = None;
+                Err(failure) if is_refused(&failure) && away_since.elapsed() < retry_timeout => {
+                    if first_break.is_none() {
+                        first_sent = None;
+                    }
                     std::thread::sleep(RETRY_PAUSE);
                     continue;
                 }
                 Err(failure) if is_broken(&failure) && has_time && attempts.again() => {
+                    away_since = Instant::now();
                     first_break.get_or_insert(failure);
                     continue;
                 }
