@@ -14,7 +14,8 @@
 //! reason for the case that it does not finish.
 //!
 //! `admission` has what a job may take, `opening`, `streams` and `ending` the way of a job, `shutdown` that of
-//! the hub, and `notices` and `awaited` what ranks and the manager hear of a job that goes on.
+//! the hub, `notices` and `awaited` what ranks and the manager hear of a job that goes on, and `reports` what a
+//! manager hears that has restarted.
 
 mod admission;
 mod awaited;
@@ -24,13 +25,14 @@ mod job;
 mod notices;
 mod opening;
 mod output;
+mod reports;
 mod shutdown;
 mod streams;
 mod terms;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use crate::auth::Namespace;
@@ -40,6 +42,7 @@ pub use event::{CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNei
 use job::Job;
 pub use opening::READING_SHARE;
 pub use output::{Output, Recipient};
+pub use reports::{ENDS_KEPT, EndReport};
 use shutdown::Shutdown;
 pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
 use streams::Down;
@@ -58,6 +61,8 @@ pub struct JobControl {
     /// Since when the manager has been out of reach.
     manager_lost: Option<Duration>,
     shutdown: Shutdown,
+    /// How the last jobs have ended, oldest first.
+    ends: VecDeque<EndReport>,
     outputs: Vec<Output>,
 }
 
@@ -70,6 +75,7 @@ impl JobControl {
             interfaces_down: BTreeMap::new(),
             manager_lost: None,
             shutdown: Shutdown::Serving,
+            ends: VecDeque::new(),
             outputs: Vec::new(),
         }
     }
@@ -120,6 +126,8 @@ impl JobControl {
     fn handle_serving(&mut self, event: Event, now: Duration) {
         match event {
             Event::Planned(terms) => self.admit(*terms, now),
+            Event::AllocateAgain { namespace } => self.allocated_before(namespace),
+            Event::ReportJobs => self.report_jobs(),
             Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
             Event::Link { namespace } => self.link(namespace, now),
             Event::CannotLink { namespace, reason } => self.fail_as_known(namespace, reason, now),

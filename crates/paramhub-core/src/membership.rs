@@ -40,9 +40,11 @@ use crate::service::{
 use crate::teams::TeamRecord;
 pub use callers::Submission;
 pub use commands::CommandQueue;
+pub use hubs::HubRecord;
 use hubs::Hubs;
 use job::Transition;
-pub use job::{Job, JobRecord, SettingsSummary, SitePlacement};
+use job::cause::Cause;
+pub use job::{Job, JobRecord, MembersRecord, SettingsSummary, SitePlacement};
 pub use output::{Answer, CallId, Connected, LogEvent, Output, WaitingCall};
 use probes::Probes;
 pub use time::{Now, REPORTED_BACK_MAX};
@@ -91,9 +93,15 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Restores the state that an earlier manager left in its records. The secrets of probes are derived from
-    /// `probe_secret`.
-    pub fn new(mut records: Vec<JobRecord>, limits: MembershipLimits, probe_secret: Nonce, now: Now) -> Self {
+    /// Restores the state that an earlier manager left in its records of jobs and hubs. The secrets of probes are
+    /// derived from `probe_secret`.
+    pub fn new(
+        mut records: Vec<JobRecord>,
+        hubs: Vec<HubRecord>,
+        limits: MembershipLimits,
+        probe_secret: Nonce,
+        now: Now,
+    ) -> Self {
         let mut state = Membership {
             jobs: BTreeMap::new(),
             living: BTreeMap::new(),
@@ -111,19 +119,46 @@ impl Membership {
             outputs: Vec::new(),
             checked: now,
         };
+        for record in hubs {
+            let hub = record.hub;
+            state.hubs.add(record, now);
+            state.outputs.push(Output::HubRestored { hub });
+            state.command(hub, HubCommand::ReportJobs);
+        }
         records.sort_by_key(|record| record.order);
         for record in records {
-            let (job, transition) = Job::restore(record, now);
-            let namespace = job.namespace;
-            state.next_order = job.order + 1;
-            state.jobs.insert(namespace, job);
-            match transition {
-                Transition::None => state.ended.push_back(namespace),
-                transition => state.follow(namespace, transition),
-            }
+            state.restore_job(record, now);
         }
         state.prune();
         state
+    }
+
+    fn restore_job(&mut self, record: JobRecord, now: Now) {
+        let had_ended = record.status.state.has_ended();
+        let (job, transition) = Job::restore(record, now);
+        let (namespace, name, hubs) = (job.namespace, job.name.clone(), job.hubs().collect::<Vec<u32>>());
+        let must_link = job.state() == JobState::Running && job.has_several_sites();
+        self.next_order = job.order + 1;
+        self.jobs.insert(namespace, job);
+        if had_ended {
+            return self.ended.push_back(namespace);
+        }
+        self.living.insert(name, namespace);
+        self.follow(namespace, transition);
+        for hub in hubs {
+            if !self.hubs.has(hub) {
+                let message = format!("hub {hub} was lost before the connection manager restarted");
+                self.lose_parts(hub, &Cause::known(message, now), now);
+            } else if must_link {
+                // The earlier manager may not have sent it. A hub that has linked the job ignores it.
+                self.command(hub, HubCommand::Link { namespace });
+            }
+        }
+    }
+
+    /// The record that the store keeps of a hub that has joined.
+    pub fn hub_record(&self, hub: u32) -> Option<HubRecord> {
+        self.hubs.record(hub)
     }
 
     /// Refuses a job with checkpoints if no hub that could serve it keeps any. Its hubs would refuse the job
@@ -302,6 +337,10 @@ impl Membership {
     pub fn leave(&mut self, namespace: Namespace, call: &LeaveService, now: Now) -> Result<(), ServiceError> {
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
         let transition = job.leave(call, bounded(&call.reason), now)?;
+        if call.finished && job.is_rendezvous_only() {
+            // A manager that restarts must still know which ranks have finished.
+            self.outputs.push(Output::Save(namespace));
+        }
         self.follow(namespace, transition);
         Ok(())
     }
@@ -430,7 +469,7 @@ impl Membership {
             let Some(job) = self.jobs.remove(&oldest) else { continue };
             for (call, answer) in job.refuse_calls(&forgotten()) {
                 self.calls.remove(&call);
-                self.outputs.push(Output::Answer { call, answer });
+                self.outputs.push(Output::Answer { call, namespace: None, answer });
             }
             self.outputs.push(Output::Remove(oldest));
         }

@@ -302,11 +302,12 @@ impl Tokens {
     }
 }
 
-fn hash(text: &str) -> String {
+/// The hash under which a token is kept.
+pub(crate) fn hash(text: &str) -> String {
     blake3::hash(text.as_bytes()).to_hex().to_string()
 }
 
-fn is_same(one: &str, other: &str) -> bool {
+pub(crate) fn is_same(one: &str, other: &str) -> bool {
     one.as_bytes().ct_eq(other.as_bytes()).into()
 }
 

@@ -114,7 +114,7 @@ impl JobController {
             HubCommand::Allocate(plan) => {
                 let namespace = plan.namespace;
                 if !self.control.wants(namespace) {
-                    return None;
+                    return Some(Event::AllocateAgain { namespace });
                 }
                 match self.plan(&plan) {
                     Ok((job, terms)) => {
@@ -124,6 +124,7 @@ impl JobController {
                     Err(reason) => Event::CannotPlan { namespace, reason },
                 }
             }
+            HubCommand::ReportJobs => Event::ReportJobs,
             HubCommand::Link { namespace } => Event::Link { namespace },
             HubCommand::Tell { namespace, rank, message } => Event::Tell { namespace, rank, message },
             HubCommand::Probe(order) => Event::Probe(order),

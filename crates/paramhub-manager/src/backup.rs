@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use paramhub_core::membership::JobRecord;
+use paramhub_core::membership::{HubRecord, JobRecord};
 use paramhub_core::teams::TeamRecord;
 use paramhub_core::tokens::TokenRecord;
 use paramhub_trust::AuthorityRecord;
@@ -21,6 +21,9 @@ pub(crate) struct Backup {
     /// The version of this form.
     paramhub_state: u32,
     pub(crate) jobs: Vec<JobRecord>,
+    /// A backup of an earlier release has none.
+    #[serde(default)]
+    pub(crate) hubs: Vec<HubRecord>,
     pub(crate) tokens: Vec<TokenRecord>,
     pub(crate) teams: Vec<TeamRecord>,
     /// The newest first.
@@ -32,7 +35,8 @@ impl Backup {
     pub(crate) fn of(store: &Store) -> Result<Backup, ManagerError> {
         Ok(Backup {
             paramhub_state: VERSION,
-            jobs: store.load()?,
+            jobs: store.load_jobs()?,
+            hubs: store.load_hubs()?,
             tokens: store.load_tokens()?,
             teams: store.load_teams()?,
             authorities: store.load_authorities()?,
@@ -41,7 +45,8 @@ impl Backup {
 }
 
 /// Restores what a manager has saved into a state directory that has none yet. A manager that starts with it has
-/// the jobs, tokens, teams and authorities of the other. Jobs that ran have failed for it.
+/// the jobs, hubs, tokens, teams and authorities of the other: jobs that ran when the backup was made, and that their
+/// hubs still have, go on.
 ///
 /// # Errors
 /// If the backup is none or of a later release, or the directory has a state or cannot be written.

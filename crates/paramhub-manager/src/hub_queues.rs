@@ -31,8 +31,16 @@ pub(crate) struct WaitingCommands {
 impl HubQueues {
     /// Begins to keep commands for a hub.
     pub(crate) fn add(&mut self, hub: u32) {
-        let queue = HubQueue { commands: CommandQueue::default(), changed: watch::channel(()).0 };
-        self.queues.insert(hub, queue);
+        self.insert(hub, CommandQueue::default());
+    }
+
+    /// Begins to keep commands for a hub that has had commands of an earlier manager.
+    pub(crate) fn restore(&mut self, hub: u32) {
+        self.insert(hub, CommandQueue::restored());
+    }
+
+    fn insert(&mut self, hub: u32, commands: CommandQueue<Bytes>) {
+        self.queues.insert(hub, HubQueue { commands, changed: watch::channel(()).0 });
     }
 
     /// Forgets a hub's commands, and wakes its polls at once.

@@ -7,9 +7,9 @@ use std::time::{Duration, SystemTime};
 use paramhub_core::auth::{Epoch, EpochSecret, Fingerprint, Namespace, Nonce, Proof, Purpose, StreamSecret};
 use paramhub_core::membership::{Answer, Job, Membership, MembershipLimits};
 use paramhub_core::service::{
-    AuthorityStatus, CreateService, CreateToken, ErrorCode, JobState, JobStatus, LinkStatus,
-    ReplaceAuthority, ServiceCreated, ServiceError, StopService, TeamQuotas, TeamStatus, TokenCreated,
-    TokenStatus,
+    AuthorityStatus, CreateService, CreateToken, ErrorCode, HubRegistered, JobState, JobStatus, LinkStatus,
+    RegisterHub, ReplaceAuthority, ServiceCreated, ServiceError, StopService, TeamQuotas, TeamStatus,
+    TokenCreated, TokenStatus,
 };
 use paramhub_core::teams::{TeamRecord, name_of_new};
 use paramhub_core::tokens::{TokenBearer, TokenRecord, Tokens};
@@ -25,7 +25,7 @@ use crate::config::ManagerConfig;
 use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::error::{ManagerError, Refusal, refusal};
 use crate::key_table_budgets::KeyTableBudgets;
-use crate::state::{CallingRank, ManagerState, check_reason, check_request};
+use crate::state::{CallingRank, Changes, ManagerState, check_reason, check_request};
 use crate::store::Store;
 use crate::tls::machine_names;
 
@@ -56,6 +56,8 @@ pub(crate) struct Registry {
     /// Allows one placement at a time: a large one takes gigabytes.
     pub(crate) placing: Semaphore,
     changed: Notify,
+    /// Held while records are saved.
+    saving: tokio::sync::Mutex<()>,
     stopping: watch::Sender<bool>,
 }
 
@@ -63,7 +65,7 @@ impl Registry {
     /// Opens the store and restores the jobs in it.
     pub(crate) fn open(config: &ManagerConfig) -> Result<Arc<Self>, ManagerError> {
         let store = Store::open(config.state.as_deref())?;
-        let records = store.load()?;
+        let (jobs, hubs) = (store.load_jobs()?, store.load_hubs()?);
         let tokens = Tokens::new(config.admin_token.as_deref(), store.load_tokens()?);
         let identity = identity(config, &store)?;
         let secret = random().map_err(|refused| ManagerError::System(std::io::Error::other(refused)))?;
@@ -73,7 +75,7 @@ impl Registry {
             ended_jobs_max: config.ended_jobs_max,
             core_rate: config.core_rate,
         };
-        let mut state = ManagerState::new(Membership::new(records, limits, Nonce(secret), now()));
+        let mut state = ManagerState::new(Membership::new(jobs, hubs, limits, Nonce(secret), now()));
         store.load_teams()?.into_iter().for_each(|team| state.membership.set_team(team));
         state.carry_out();
         Ok(Arc::new(Registry {
@@ -90,6 +92,7 @@ impl Registry {
             tables: KeyTableBudgets::default(),
             placing: Semaphore::new(1),
             changed: Notify::new(),
+            saving: tokio::sync::Mutex::new(()),
             stopping: watch::channel(false).0,
         }))
     }
@@ -130,8 +133,9 @@ impl Registry {
         let writing = tokio::spawn(async move {
             let name = request.name.clone();
             let job = Job::new(order, request, namespace, nonce, epoch, now());
-            let (store, record) = (registry.store.clone(), job.record(now()));
-            let written = blocking(move || store.save(&[record], &[])).await.and_then(|written| {
+            let changes = Changes { jobs: vec![job.record(now())], ..Changes::default() };
+            let store = registry.store.clone();
+            let written = blocking(move || store.save(&changes)).await.and_then(|written| {
                 written.map_err(|cause| {
                     let message = format!(
                         "job `{name}` was not created, because the connection manager could not save it to {cause}. \
@@ -148,6 +152,19 @@ impl Registry {
         });
         writing.await.unwrap_or_else(|_| Err(broken()))?;
         Ok((name, ServiceCreated { namespace, nonce, authority: self.authority_of_jobs() }))
+    }
+
+    /// Lets a hub join. When this returns, its record is saved, unless the disk fails: then the hub would have to join
+    /// again a manager that restarts.
+    pub(crate) async fn register_hub(
+        self: &Arc<Self>,
+        offer: RegisterHub,
+    ) -> Result<HubRegistered, ServiceError> {
+        let token: String = Nonce(random()?).into();
+        let hub = self.with(|state| state.membership.register_hub(offer, &token, now()))?;
+        // A failure is logged, and saving tried again, by the task that saves all changes.
+        let _ = self.save_once().await;
+        Ok(HubRegistered { hub, token })
     }
 
     /// Replaces a job's nonce. The former one is refused from now on.
@@ -199,7 +216,7 @@ impl Registry {
     }
 
     /// Everything that a manager keeps, as JSON, for [`restore`](crate::restore).
-    pub(crate) async fn backup(&self) -> Result<Vec<u8>, ServiceError> {
+    pub(crate) async fn backup(self: &Arc<Self>) -> Result<Vec<u8>, ServiceError> {
         let failed =
             |cause: String| refusal(ErrorCode::Internal, format!("the state cannot be read: {cause}"));
         self.save_once().await.map_err(failed)?;
@@ -451,21 +468,24 @@ impl Registry {
         }
     }
 
-    async fn save_once(&self) -> Result<(), String> {
-        let (changed, removed) = self.lock().take_unsaved();
-        if changed.is_empty() && removed.is_empty() {
-            return Ok(());
-        }
-        let store = self.store.clone();
-        let saving = blocking(move || {
-            let saved = store.save(&changed, &removed);
-            (saved, changed, removed)
+    /// Saves what has changed. When this returns, all that had changed before it was called is saved.
+    async fn save_once(self: &Arc<Self>) -> Result<(), String> {
+        let registry = self.clone();
+        // This runs as a task of its own: callers wait for what it saves, also if the one that asked for it hangs up.
+        let saving = tokio::spawn(async move {
+            let _alone = registry.saving.lock().await;
+            let Some(changes) = registry.lock().take_unsaved() else { return Ok(()) };
+            let store = registry.store.clone();
+            let saved =
+                blocking(move || store.save(&changes)).await.unwrap_or_else(|refused| Err(refused.message));
+            let mut state = registry.lock();
+            match &saved {
+                Ok(()) => state.saved(),
+                Err(_) => state.not_saved(),
+            }
+            saved
         });
-        let (saved, changed, removed) = saving.await.map_err(|refused| refused.message)?;
-        if saved.is_err() {
-            self.lock().keep_unsaved(&changed, removed);
-        }
-        saved
+        saving.await.unwrap_or_else(|_| Err(broken().message))
     }
 
     /// A panic in one request must not fail the jobs of others, so a poisoned lock is taken all the same.

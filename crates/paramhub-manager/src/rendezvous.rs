@@ -43,20 +43,16 @@ pub(crate) async fn init(
     let submitted = registry.with(|state| {
         let submission = state.membership.submit(namespace, rank, incarnation, &settings, arrived, now())?;
         Ok::<_, ServiceError>(match submission {
-            Submission::Done(answer) => Err(answer),
             Submission::Wait(waiting) => {
-                Ok((Caller::wait(registry, state, waiting.call), waiting.deadline, None))
+                (Caller::wait(registry, state, waiting.call), waiting.deadline, None)
             }
             Submission::Compare { waiting, first, settings } => {
                 let first = Some((first, settings));
-                Ok((Caller::wait(registry, state, waiting.call), waiting.deadline, first))
+                (Caller::wait(registry, state, waiting.call), waiting.deadline, first)
             }
         })
     })?;
-    let (mut call, deadline, first) = match submitted {
-        Ok(waits) => waits,
-        Err(answer) => return Ok(answer),
-    };
+    let (mut call, deadline, first) = submitted;
     let agrees = match first {
         Some((first, theirs)) => compare(&call, rank, settings, first, theirs).await?,
         None => {

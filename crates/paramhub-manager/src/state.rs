@@ -4,11 +4,11 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::combinations;
-use paramhub_core::membership::{Answer, CallId, JobRecord, Membership, Output};
+use paramhub_core::membership::{Answer, CallId, HubRecord, JobRecord, Membership, Output};
 use paramhub_core::service::{CreateService, ErrorCode, STOP_REASON_CHARS_MAX, ServiceError};
 use tokio::sync::oneshot;
 
@@ -24,10 +24,30 @@ pub(crate) struct ManagerState {
     pub(crate) queues: HubQueues,
     /// The callers that wait for an answer.
     callers: HashMap<CallId, oneshot::Sender<Answer>>,
-    /// Jobs whose record has changed since it was saved.
-    unsaved: HashSet<Namespace>,
-    /// Jobs whose record is to be removed.
-    removed: Vec<Namespace>,
+    /// What has changed since the records were last taken to be saved.
+    unsaved: Unsaved,
+    /// What is being saved.
+    saving: Unsaved,
+}
+
+/// Records that have changed, and the answers that wait until they are saved.
+#[derive(Default)]
+struct Unsaved {
+    jobs: HashSet<Namespace>,
+    removed_jobs: Vec<Namespace>,
+    /// Hubs that have joined or are forgotten.
+    hubs: BTreeSet<u32>,
+    /// A caller that was told of a job must find it as it was told, even if the manager is killed.
+    answers: Vec<(CallId, Answer)>,
+}
+
+/// Records to write, and the keys of those to remove.
+#[derive(Debug, Default)]
+pub(crate) struct Changes {
+    pub(crate) jobs: Vec<JobRecord>,
+    pub(crate) removed_jobs: Vec<Namespace>,
+    pub(crate) hubs: Vec<HubRecord>,
+    pub(crate) removed_hubs: Vec<u32>,
 }
 
 impl ManagerState {
@@ -36,8 +56,8 @@ impl ManagerState {
             membership,
             queues: HubQueues::default(),
             callers: HashMap::new(),
-            unsaved: HashSet::new(),
-            removed: Vec::new(),
+            unsaved: Unsaved::default(),
+            saving: Unsaved::default(),
         }
     }
 
@@ -58,49 +78,88 @@ impl ManagerState {
     pub(crate) fn carry_out(&mut self) {
         for output in self.membership.take_outputs(now()) {
             match output {
-                Output::Answer { call, answer } => {
-                    if let Some(caller) = self.callers.remove(&call) {
-                        // This fails if the caller has just hung up.
-                        let _ = caller.send(answer);
-                    }
-                }
+                Output::Answer { call, namespace, answer } => self.answer_when_saved(call, namespace, answer),
                 Output::HubJoined { hub } => {
                     tracing::info!(hub, "hub joined");
                     self.queues.add(hub);
+                    self.unsaved.hubs.insert(hub);
                 }
-                Output::HubForgotten { hub } => self.queues.remove(hub),
+                Output::HubRestored { hub } => self.queues.restore(hub),
+                Output::HubForgotten { hub } => {
+                    self.queues.remove(hub);
+                    self.unsaved.hubs.insert(hub);
+                }
                 Output::Command { hub, command, unless_queued } => {
                     self.queues.push(hub, &command, unless_queued);
                 }
-                Output::Save(namespace) => drop(self.unsaved.insert(namespace)),
+                Output::Save(namespace) => drop(self.unsaved.jobs.insert(namespace)),
                 Output::Remove(namespace) => {
-                    self.unsaved.remove(&namespace);
-                    self.removed.push(namespace);
+                    self.unsaved.jobs.remove(&namespace);
+                    self.unsaved.removed_jobs.push(namespace);
                 }
                 Output::Log(event) => log::log(&event),
             }
         }
     }
 
-    /// Returns the records to write, and the jobs whose record is to be removed, since the last call.
-    pub(crate) fn take_unsaved(&mut self) -> (Vec<JobRecord>, Vec<Namespace>) {
-        let unsaved = std::mem::take(&mut self.unsaved);
-        let jobs = unsaved.iter().filter_map(|&namespace| self.membership.job(namespace).ok());
-        let changed = jobs.map(|job| job.record(now())).collect();
-        (changed, std::mem::take(&mut self.removed))
+    fn answer_when_saved(&mut self, call: CallId, namespace: Option<Namespace>, answer: Answer) {
+        let waits_for = [&mut self.unsaved, &mut self.saving]
+            .into_iter()
+            .find(|records| namespace.is_some_and(|namespace| records.jobs.contains(&namespace)));
+        match waits_for {
+            Some(records) => records.answers.push((call, answer)),
+            None => self.answer(call, answer),
+        }
+    }
+
+    fn answer(&mut self, call: CallId, answer: Answer) {
+        if let Some(caller) = self.callers.remove(&call) {
+            // This fails if the caller has just hung up.
+            let _ = caller.send(answer);
+        }
+    }
+
+    /// Returns what is to be saved since the last call; none if there is nothing. [`saved`](Self::saved) or
+    /// [`not_saved`](Self::not_saved) must follow before the next call.
+    pub(crate) fn take_unsaved(&mut self) -> Option<Changes> {
+        if !self.has_unsaved() {
+            return None;
+        }
+        self.saving = std::mem::take(&mut self.unsaved);
+        let jobs = self.saving.jobs.iter().filter_map(|&namespace| self.membership.job(namespace).ok());
+        let hub = |hub: u32| self.membership.hub_record(hub).ok_or(hub);
+        let (hubs, removed_hubs): (Vec<_>, Vec<_>) =
+            self.saving.hubs.iter().map(|&number| hub(number)).partition(Result::is_ok);
+        Some(Changes {
+            jobs: jobs.map(|job| job.record(now())).collect(),
+            removed_jobs: self.saving.removed_jobs.clone(),
+            hubs: hubs.into_iter().flatten().collect(),
+            removed_hubs: removed_hubs.into_iter().filter_map(Result::err).collect(),
+        })
     }
 
     pub(crate) fn has_unsaved(&self) -> bool {
-        !self.unsaved.is_empty() || !self.removed.is_empty()
+        let Unsaved { jobs, removed_jobs, hubs, .. } = &self.unsaved;
+        !jobs.is_empty() || !removed_jobs.is_empty() || !hubs.is_empty()
     }
 
-    /// Marks the records that could not be saved or removed, so that a later call of
-    /// [`take_unsaved`](Self::take_unsaved) returns them again.
-    pub(crate) fn keep_unsaved(&mut self, changed: &[JobRecord], removed: Vec<Namespace>) {
-        let namespaces = changed.iter().map(|record| record.status.namespace);
+    /// What was taken last is saved: answers the callers that have waited for it.
+    pub(crate) fn saved(&mut self) {
+        let Unsaved { answers, .. } = std::mem::take(&mut self.saving);
+        answers.into_iter().for_each(|(call, answer)| self.answer(call, answer));
+    }
+
+    /// What was taken last could not be saved: it is taken again by the next call of
+    /// [`take_unsaved`](Self::take_unsaved). Jobs go on without their records, since a disk that fails must not hold them
+    /// up: their callers are answered.
+    pub(crate) fn not_saved(&mut self) {
+        let Unsaved { jobs, removed_jobs, hubs, answers } = std::mem::take(&mut self.saving);
         let membership = &self.membership;
-        self.unsaved.extend(namespaces.filter(|&namespace| membership.job(namespace).is_ok()));
-        self.removed.extend(removed);
+        self.unsaved.jobs.extend(jobs.into_iter().filter(|&namespace| membership.job(namespace).is_ok()));
+        self.unsaved.removed_jobs.extend(removed_jobs);
+        self.unsaved.hubs.extend(hubs);
+        let answers = answers.into_iter().chain(std::mem::take(&mut self.unsaved.answers));
+        answers.collect::<Vec<_>>().into_iter().for_each(|(call, answer)| self.answer(call, answer));
     }
 }
 

@@ -1,16 +1,15 @@
-//! The records of jobs, tokens, teams and authorities on disk, or in memory where no state directory is given.
+//! The records of jobs, hubs, tokens, teams and authorities on disk, or in memory where no state directory is given.
 //!
-//! Four redb tables: a job's namespace to JSON, a token's id to JSON, a team's name to JSON, and authorities, the
-//! newest first. Records of jobs hold the jobs' nonces, those of authorities their keys: the file is its owner's
-//! alone.
+//! Five redb tables: a job's namespace to JSON, a hub's number to JSON, a token's id to JSON, a team's name to JSON, and
+//! authorities, the newest first. Records of jobs hold the jobs' secrets, those of authorities their keys: the file is
+//! its owner's alone.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use paramhub_core::auth::Namespace;
-use paramhub_core::membership::JobRecord;
+use paramhub_core::membership::{HubRecord, JobRecord};
 use paramhub_core::teams::TeamRecord;
 use paramhub_core::tokens::TokenRecord;
 use paramhub_trust::AuthorityRecord;
@@ -20,10 +19,12 @@ use serde::de::DeserializeOwned;
 
 use crate::backup::Backup;
 use crate::error::ManagerError;
+use crate::state::Changes;
 
 /// Name of the file in the state directory.
 const FILE: &str = "jobs.redb";
 const JOBS: TableDefinition<[u8; 16], &[u8]> = TableDefinition::new("jobs");
+const HUBS: TableDefinition<u32, &[u8]> = TableDefinition::new("hubs");
 const TOKENS: TableDefinition<&str, &[u8]> = TableDefinition::new("tokens");
 const AUTHORITIES: TableDefinition<u64, &[u8]> = TableDefinition::new("authorities");
 const TEAMS: TableDefinition<&str, &[u8]> = TableDefinition::new("teams");
@@ -55,7 +56,7 @@ impl Store {
         let Some(directory) = directory else {
             let backend = redb::backends::InMemoryBackend::new();
             let database = builder().create_with_backend(backend).expect("memory takes a new database");
-            write(&database, &[], &[]).expect("memory takes a new table");
+            write(&database, &Changes::default()).expect("memory takes a new table");
             return Ok(Store { path: None, database: Mutex::new(Some(database)) });
         };
         let refuse = |path: &Path, cause: String, advice| ManagerError::State {
@@ -81,7 +82,7 @@ impl Store {
             refuse(&path, cause.to_string(), advice)
         })?;
         // This creates the table, and shows at once whether the file system takes writes.
-        write(&database, &[], &[]).map_err(|cause| refuse(&path, cause, ADVICE_WRITABLE))?;
+        write(&database, &Changes::default()).map_err(|cause| refuse(&path, cause, ADVICE_WRITABLE))?;
         Ok(Store { path: Some(path), database: Mutex::new(Some(database)) })
     }
 
@@ -105,8 +106,9 @@ impl Store {
             cause
         };
         let written = Store::open(Some(&unfinished)).map_err(removed)?;
+        let changes = Changes { jobs: backup.jobs.clone(), hubs: backup.hubs.clone(), ..Changes::default() };
         let all = || {
-            written.save(&backup.jobs, &[])?;
+            written.save(&changes)?;
             backup.tokens.iter().try_for_each(|token| written.save_token(token, &[]))?;
             backup.teams.iter().try_for_each(|team| written.save_team(team))?;
             written.save_authorities(&backup.authorities)
@@ -120,8 +122,13 @@ impl Store {
     }
 
     /// All records of jobs, in no particular order.
-    pub(crate) fn load(&self) -> Result<Vec<JobRecord>, ManagerError> {
+    pub(crate) fn load_jobs(&self) -> Result<Vec<JobRecord>, ManagerError> {
         self.load_table(JOBS, "job")
+    }
+
+    /// All records of hubs.
+    pub(crate) fn load_hubs(&self) -> Result<Vec<HubRecord>, ManagerError> {
+        self.load_table(HUBS, "hub")
     }
 
     /// All records of tokens.
@@ -179,9 +186,9 @@ impl Store {
         self.write_by(|database| write_named::<TeamRecord>(database, TEAMS, &[], &[name]))
     }
 
-    /// Writes and removes records of jobs, all or none. The error is text for people.
-    pub(crate) fn save(&self, changed: &[JobRecord], removed: &[Namespace]) -> Result<(), String> {
-        self.write_by(|database| write(database, changed, removed))
+    /// Writes and removes records of jobs and hubs, all or none. The error is text for people.
+    pub(crate) fn save(&self, changes: &Changes) -> Result<(), String> {
+        self.write_by(|database| write(database, changes))
     }
 
     fn write_by(&self, write: impl FnOnce(&Database) -> Result<(), String>) -> Result<(), String> {
@@ -285,7 +292,7 @@ fn write_authorities(database: &Database, records: &[AuthorityRecord]) -> Result
     write().map_err(|cause| cause.to_string())
 }
 
-fn write(database: &Database, changed: &[JobRecord], removed: &[Namespace]) -> Result<(), String> {
+fn write(database: &Database, changes: &Changes) -> Result<(), String> {
     let write = || -> Result<(), redb::Error> {
         let transaction = database.begin_write()?;
         {
@@ -294,12 +301,20 @@ fn write(database: &Database, changed: &[JobRecord], removed: &[Namespace]) -> R
             transaction.open_table(AUTHORITIES)?;
             transaction.open_table(TEAMS)?;
             let mut table = transaction.open_table(JOBS)?;
-            for record in changed {
+            for record in &changes.jobs {
                 let json = serde_json::to_vec(record).expect("records are plain data");
                 table.insert(record.status.namespace.0, json.as_slice())?;
             }
-            for namespace in removed {
+            for namespace in &changes.removed_jobs {
                 table.remove(namespace.0)?;
+            }
+            let mut table = transaction.open_table(HUBS)?;
+            for record in &changes.hubs {
+                let json = serde_json::to_vec(record).expect("records are plain data");
+                table.insert(record.hub, json.as_slice())?;
+            }
+            for hub in &changes.removed_hubs {
+                table.remove(hub)?;
             }
         }
         transaction.commit()?;

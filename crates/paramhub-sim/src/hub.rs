@@ -445,7 +445,7 @@ impl Hub {
                     }
                     Output::RefuseStreams { message, .. } => self.directory.ended = Some(message),
                     Output::End { core, failure, .. } => self.free(core, failure.as_ref(), context),
-                    Output::ReportEnd { end, .. } => self.end = Some(end),
+                    Output::ReportEnd(report) => self.end = Some(report.end),
                     Output::Forget(_) => self.has_forgotten = true,
                     _ => {}
                 }

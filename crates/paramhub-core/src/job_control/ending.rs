@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use super::job::{Concluding, Job, Phase};
-use super::{JobControl, OUTCOME_TIMEOUT, Output};
+use super::{EndReport, JobControl, OUTCOME_TIMEOUT, Output};
 use crate::auth::Namespace;
 use crate::placement::RouteId;
 use crate::service::{CauseKind, HubEvent, HubJobCounters, JobEnd, StopWhen};
@@ -172,7 +172,7 @@ impl JobControl {
             self.info(format!("job `{}` finished", job.terms.name));
         }
         let counters = HubJobCounters { namespace, counters: job.counters, left_out: job.left_out };
-        self.outputs.push(Output::ReportEnd { end, since, counters });
+        self.report_end(EndReport { end, since, counters });
         self.outputs.push(Output::Forget(namespace));
     }
 }

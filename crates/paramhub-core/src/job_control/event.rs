@@ -15,6 +15,13 @@ use crate::service::{CauseKind, JobCounters, ProbeOrder, ProbeReport, StopWhen};
 pub enum Event {
     /// The manager wants a job allocated, and the hub has planned it.
     Planned(Box<JobTerms>),
+    /// The manager wants a job allocated that the hub has planned before.
+    AllocateAgain {
+        /// The job.
+        namespace: Namespace,
+    },
+    /// The manager has restarted and wants every job reported.
+    ReportJobs,
     /// The manager wants a job allocated, and the hub cannot plan it.
     CannotPlan {
         /// The job.

@@ -14,6 +14,8 @@ use crate::service::{JobCounters, JobEnd, add_by_rank};
 pub(super) struct Job {
     pub(super) terms: JobTerms,
     pub(super) phase: Phase,
+    /// Whether all cores have allocated it.
+    pub(super) has_opened: bool,
     /// Whether the streams to the sites above were ordered.
     pub(super) is_linked: bool,
     /// The routes and ports by which a neighbour has left.
@@ -71,6 +73,7 @@ impl Job {
         Job {
             phase: Phase::Opening { routes: terms.routes.len() },
             terms,
+            has_opened: false,
             is_linked: false,
             left: BTreeSet::new(),
             announced: Announced::default(),

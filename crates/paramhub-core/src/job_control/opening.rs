@@ -123,14 +123,13 @@ impl JobControl {
         let job = self.jobs.get_mut(&namespace).expect("an opened job is here");
         job.phase = Phase::Connecting { until: now.saturating_add(job.terms.rendezvous) };
         job.writes_checkpoints = job.terms.writes_checkpoints && job.has_snapshots;
-        let placement_hash = job.terms.placement().hash().to_hex().to_string();
-        let (writes, resumed_step) = (job.writes_checkpoints, job.resumed_step);
+        job.has_opened = true;
+        let writes = job.writes_checkpoints;
         self.outputs.push(Output::AdmitStreams(namespace));
         if writes {
             self.outputs.push(Output::StartCheckpoints(namespace));
         }
-        let (memory_bytes, streams) = (job.terms.memory_bytes, job.terms.streams());
-        self.report(HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes, streams });
+        self.report_allocated(namespace);
     }
 
     /// Frees what was allocated, because some core could not allocate.

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use super::EndReport;
 use crate::auth::Namespace;
-use crate::service::{HubEvent, HubJobCounters, JobEnd, ProbeOrder};
+use crate::service::{HubEvent, ProbeOrder};
 use crate::wire::{Failure, Notice};
 
 /// A consequence of an event, for the hub to carry out. Consequences are in order. The hub knows the parts of a
@@ -80,14 +81,7 @@ pub enum Output {
     /// Report this to the manager.
     Report(HubEvent),
     /// Report to the manager that a job has ended, with its last counters: its cores have forgotten them.
-    ReportEnd {
-        /// How the job has ended.
-        end: JobEnd,
-        /// When that was decided.
-        since: Duration,
-        /// What the job has counted.
-        counters: HubJobCounters,
-    },
+    ReportEnd(EndReport),
     /// Report to the manager that the hub is about to stop.
     ReportLeaving,
     /// End the cores: the hub has no jobs any more, or has waited for them long enough.

@@ -2,6 +2,7 @@ mod admission;
 mod ending;
 mod notices;
 mod opening;
+mod reports;
 mod shutdown;
 mod streams;
 
@@ -196,7 +197,7 @@ fn failure(outputs: &[Output]) -> &str {
 /// The one report of a job's end.
 fn end(outputs: &[Output]) -> &JobEnd {
     let ends = outputs.iter().filter_map(|output| match output {
-        Output::ReportEnd { end, .. } => Some(end),
+        Output::ReportEnd(report) => Some(&report.end),
         _ => None,
     });
     let ends: Vec<&JobEnd> = ends.collect();

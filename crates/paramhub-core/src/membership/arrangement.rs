@@ -159,7 +159,7 @@ impl Membership {
         if is_last {
             for call in std::mem::take(&mut self.probe_calls) {
                 let answer = Answer::Probed(self.link_statuses(now));
-                self.outputs.push(Output::Answer { call, answer });
+                self.outputs.push(Output::Answer { call, namespace: None, answer });
             }
             self.advance_all_jobs(now);
         }

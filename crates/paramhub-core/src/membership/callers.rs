@@ -6,14 +6,12 @@ use std::time::Duration;
 use super::job::{InitNext, JobCall};
 use super::{CallId, Job, Membership, Now, Output, WaitingCall, forgotten};
 use crate::auth::{Incarnation, Namespace};
-use crate::service::{ConnectService, ErrorCode, ServiceError, ServiceInitialised, StopWhen};
+use crate::service::{ConnectService, ErrorCode, ServiceError, StopWhen};
 use crate::settings::Settings;
 
 /// What the caller does next with a call to InitService.
 #[derive(Debug)]
 pub enum Submission {
-    /// The job runs: a repeated call, with its answer.
-    Done(Arc<ServiceInitialised>),
     /// The call waits, and its settings need no comparison: the caller reports at once that they
     /// [agree](Membership::agree).
     Wait(WaitingCall),
@@ -67,7 +65,6 @@ impl Membership {
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
         let deadline = arrived.monotonic + Duration::from_secs_f64(job.options.rendezvous_timeout_s);
         let (ticket, first) = match job.submit(rank, incarnation, settings, now)? {
-            InitNext::Done => return job.init_answer_again(rank).map(Submission::Done),
             InitNext::Wait { ticket } => (ticket, None),
             InitNext::Compare { ticket, first, settings } => (ticket, Some((first, settings))),
         };
@@ -128,7 +125,7 @@ impl Membership {
         let Some((namespace, job)) = self.job_of(call) else { return };
         if let Some((answer, transition)) = job.call_expired(call, &hubs, now) {
             self.calls.remove(&call);
-            self.outputs.push(Output::Answer { call, answer });
+            self.outputs.push(Output::Answer { call, namespace: Some(namespace), answer });
             self.follow(namespace, transition);
         }
     }
@@ -150,7 +147,7 @@ impl Membership {
             let Some(job) = self.jobs.get_mut(&namespace) else { continue };
             for (call, answer) in job.take_answers(now) {
                 self.calls.remove(&call);
-                self.outputs.push(Output::Answer { call, answer });
+                self.outputs.push(Output::Answer { call, namespace: Some(namespace), answer });
             }
         }
     }

@@ -7,21 +7,32 @@ use crate::service::{ErrorCode, ServiceError, refusal};
 /// Bytes of commands in one answer that has more than one command. A hub takes the rest with its next poll.
 const ANSWER_BYTES: usize = 16 << 20;
 
+/// The most commands that a hub can have taken from an earlier manager.
+const ACKNOWLEDGED_MAX: u64 = 1 << 48;
+
 /// The commands that a hub has not yet acknowledged, numbered from 1, each as the bytes `C` that go to the
 /// hub.
 #[derive(Clone, Debug)]
 pub struct CommandQueue<C> {
     commands: VecDeque<(u64, C)>,
     newest: u64,
+    /// `true` until a hub that knows commands of an earlier manager has called.
+    is_restored: bool,
 }
 
 impl<C> Default for CommandQueue<C> {
     fn default() -> Self {
-        CommandQueue { commands: VecDeque::new(), newest: 0 }
+        CommandQueue { commands: VecDeque::new(), newest: 0, is_restored: false }
     }
 }
 
 impl<C: AsRef<[u8]> + Clone + PartialEq> CommandQueue<C> {
+    /// A queue for a hub that has had commands of an earlier manager. They are lost, but for those that the hub has
+    /// taken; the numbers of further ones follow those.
+    pub fn restored() -> CommandQueue<C> {
+        CommandQueue { is_restored: true, ..CommandQueue::default() }
+    }
+
     /// Appends a command.
     pub fn push(&mut self, command: C) {
         self.newest += 1;
@@ -38,6 +49,11 @@ impl<C: AsRef<[u8]> + Clone + PartialEq> CommandQueue<C> {
     /// # Errors
     /// If there has been no such command.
     pub fn acknowledge(&mut self, acknowledged: u64) -> Result<(), ServiceError> {
+        if self.is_restored && acknowledged <= ACKNOWLEDGED_MAX {
+            self.is_restored = false;
+            self.newest += acknowledged;
+            self.commands.iter_mut().for_each(|(sequence, _)| *sequence += acknowledged);
+        }
         let newest = self.newest;
         if acknowledged > newest {
             let message =
@@ -82,6 +98,18 @@ mod tests {
         assert_eq!(sequences(&queue), [3]);
         assert_eq!(queue.acknowledge(4).unwrap_err().code, ErrorCode::BadRequest);
         assert!(queue.has(&b"stop".to_vec()) && !queue.has(&b"go".to_vec()));
+    }
+
+    #[test]
+    fn the_commands_of_a_restarted_manager_follow_those_that_the_hub_has_taken() {
+        let mut queue = CommandQueue::restored();
+        queue.push(b"report".to_vec());
+        queue.acknowledge(7).unwrap();
+        queue.push(b"stop".to_vec());
+        assert_eq!(sequences(&queue), [8, 9]);
+        queue.acknowledge(8).unwrap();
+        assert_eq!(sequences(&queue), [9]);
+        assert_eq!(queue.acknowledge(10).unwrap_err().code, ErrorCode::BadRequest);
     }
 
     #[test]

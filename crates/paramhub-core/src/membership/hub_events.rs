@@ -14,7 +14,7 @@ use crate::service::{
 impl Membership {
     /// Lets a hub join in place of any that had one of its addresses, and advances the jobs that waited for
     /// it.
-    pub fn register_hub(&mut self, offer: RegisterHub, token: String, now: Now) -> Result<u32, ServiceError> {
+    pub fn register_hub(&mut self, offer: RegisterHub, token: &str, now: Now) -> Result<u32, ServiceError> {
         let replaced = self.hubs.at_addresses_of(&offer.shape);
         let hub = self.hubs.register(offer, token, now)?;
         for lost in replaced {
@@ -50,12 +50,16 @@ impl Membership {
         if !report.cores.is_empty() {
             joined.cores = report.cores;
         }
+        let ends: Vec<Namespace> = report.events.iter().filter_map(ended_job).collect();
+        let has_ended = |namespace| ends.contains(&namespace);
         // The counters come first, so that a job that ends is recorded with its last ones.
         for counted in &report.jobs {
             match self.jobs.get_mut(&counted.namespace) {
                 Some(job) if job.is_served_by(hub) => {
                     job.hub_counted(hub, counted.counters, &counted.left_out);
                 }
+                // With the end of a job come its last counters.
+                _ if has_ended(counted.namespace) => {}
                 _ => self.disown(hub, counted.namespace),
             }
         }
@@ -117,6 +121,7 @@ impl Membership {
                 job.hub_kept_last(hub);
                 (namespace, Transition::None)
             }
+            HubEvent::AllReported => return self.all_reported(hub, now),
             HubEvent::Ended(end) => {
                 let Some(job) = self.jobs.get_mut(&end.namespace) else { return };
                 let transition = match (job.is_served_by(hub), self.hubs.shape(hub)) {
@@ -147,12 +152,29 @@ impl Membership {
         }
     }
 
-    /// A hub serves a job that is not its own any more, because this manager has lost the hub or the job: the
-    /// hub must stop the job.
+    /// A hub has reported all jobs that it has, because this manager has restarted: those that it should have and has
+    /// not reported cannot go on.
+    fn all_reported(&mut self, hub: u32, now: Now) {
+        for namespace in self.served_by(hub) {
+            if let Some(job) = self.jobs.get_mut(&namespace) {
+                let transition = job.hub_reported_all(hub, now);
+                self.follow(namespace, transition);
+            }
+        }
+    }
+
+    /// A hub serves a job that is not its own any more, because this manager has lost the hub or the job, or the job
+    /// has ended: the hub must stop the job.
     fn disown(&mut self, hub: u32, namespace: Namespace) {
-        let reason =
-            "the connection manager does not know this job any more: it restarted, or had lost this hub"
-                .to_string();
+        let ended =
+            self.jobs.get(&namespace).filter(|job| job.state().has_ended() && !job.message().is_empty());
+        let reason = ended.map(Job::message).map_or_else(
+            || {
+                "the connection manager does not know this job any more: it restarted, or had lost this hub"
+                    .to_string()
+            },
+            str::to_string,
+        );
         self.command_once(hub, stop_command(namespace, reason, StopWhen::Now));
     }
 
@@ -187,13 +209,28 @@ impl Membership {
     fn forget_hub(&mut self, hub: u32, cause: &Cause, now: Now) {
         self.outputs.push(Output::HubForgotten { hub });
         self.probes.forget(hub);
-        let served: Vec<Namespace> =
-            self.jobs.values().filter(|job| job.is_served_by(hub)).map(|job| job.namespace).collect();
-        for namespace in served {
+        self.lose_parts(hub, cause, now);
+    }
+
+    /// Takes the parts that a hub had in jobs for lost.
+    pub(super) fn lose_parts(&mut self, hub: u32, cause: &Cause, now: Now) {
+        for namespace in self.served_by(hub) {
             if let Some(job) = self.jobs.get_mut(&namespace) {
                 let transition = job.hub_lost(hub, cause.clone(), now);
                 self.follow(namespace, transition);
             }
         }
+    }
+
+    fn served_by(&self, hub: u32) -> Vec<Namespace> {
+        self.jobs.values().filter(|job| job.is_served_by(hub)).map(|job| job.namespace).collect()
+    }
+}
+
+/// The job that has ended at a hub, if that is the event.
+fn ended_job(event: &HubEvent) -> Option<Namespace> {
+    match event {
+        HubEvent::Ended(end) => Some(end.namespace),
+        _ => None,
     }
 }

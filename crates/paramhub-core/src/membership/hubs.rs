@@ -2,14 +2,16 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
+
 use crate::composition::Place;
 use crate::limits::HUBS_MAX;
 use crate::membership::Now;
 use crate::membership::job::job_hubs::describe_hub;
 use crate::placement::HubShape;
 use crate::service::{CoreCounters, ErrorCode, HubStatus, RegisterHub, ServiceError, refusal};
+use crate::tokens;
 use crate::wire::VERSION;
-use subtle::ConstantTimeEq;
 
 /// The most bytes of an interface's address.
 const ADDRESS_BYTES_MAX: usize = 255;
@@ -27,17 +29,21 @@ pub(crate) struct Hubs {
     next: u32,
 }
 
+/// The record of a hub, which the store keeps: the hub goes on calling a manager that restarts.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct HubRecord {
+    /// The hub's number.
+    pub hub: u32,
+    /// The hash of its token.
+    token_hash: String,
+    /// What it offers.
+    offer: RegisterHub,
+}
+
 /// One hub.
 pub(crate) struct Hub {
-    shape: HubShape,
-    place: Place,
-    /// The machine that the hub runs on; empty if unknown.
-    machine: String,
-    /// `true` if the hub keeps checkpoints; `None` if unknown.
-    keeps_checkpoints: Option<bool>,
-    /// `true` if its jobs must encrypt their streams.
-    encrypt: bool,
-    token: String,
+    offer: RegisterHub,
+    token_hash: String,
     pub(crate) cores: Vec<CoreCounters>,
     heard: Now,
     /// `true` if the hub is about to stop. It takes no further jobs then.
@@ -49,45 +55,47 @@ impl Hubs {
     pub(crate) fn register(
         &mut self,
         offer: RegisterHub,
-        token: String,
+        token: &str,
         now: Now,
     ) -> Result<u32, ServiceError> {
-        let RegisterHub { protocol, shape, place, machine, keeps_checkpoints, encrypt } = offer;
         let hub = self.next;
-        if protocol < VERSION {
+        if offer.protocol < VERSION {
             let message = format!(
-                "the hub speaks protocol version {protocol} and this connection manager needs version {VERSION}: use the                  same release of paramhub for both; workers may be of the release before"
+                "the hub speaks protocol version {} and this connection manager needs version {VERSION}: use the \
+                 same release of paramhub for both; workers may be of the release before",
+                offer.protocol
             );
             return Err(refusal(ErrorCode::BadRequest, message));
         }
-        check_shape(hub, &shape)?;
-        check_place(&place)?;
-        check_place(&Place { host: machine.clone(), ..Place::default() })?;
+        check_shape(hub, &offer.shape)?;
+        check_place(&offer.place)?;
+        check_place(&Place { host: offer.machine.clone(), ..Place::default() })?;
         if self.hubs.len() >= HUBS_MAX {
             let message = format!("{HUBS_MAX} hubs have joined already, the most there can be");
             return Err(refusal(ErrorCode::DoesNotFit, message));
         }
-        self.next += 1;
-        let joined = Hub {
-            shape,
-            place,
-            machine,
-            keeps_checkpoints,
-            encrypt,
-            token,
-            cores: Vec::new(),
-            heard: now,
-            is_leaving: false,
-        };
-        self.hubs.insert(hub, joined);
+        self.add(HubRecord { hub, token_hash: tokens::hash(token), offer }, now);
         Ok(hub)
+    }
+
+    /// Adds a hub that has joined, this manager or an earlier one, and counts it as heard now.
+    pub(crate) fn add(&mut self, HubRecord { hub, token_hash, offer }: HubRecord, now: Now) {
+        self.next = self.next.max(hub + 1);
+        let joined = Hub { offer, token_hash, cores: Vec::new(), heard: now, is_leaving: false };
+        self.hubs.insert(hub, joined);
+    }
+
+    /// The record that the store keeps of a hub.
+    pub(crate) fn record(&self, hub: u32) -> Option<HubRecord> {
+        let Hub { offer, token_hash, .. } = self.hubs.get(&hub)?;
+        Some(HubRecord { hub, token_hash: token_hash.clone(), offer: offer.clone() })
     }
 
     /// Hubs that claim an address of this shape. They must be gone, since only one process can listen on an
     /// address.
     pub(crate) fn at_addresses_of(&self, shape: &HubShape) -> Vec<u32> {
         let claims = |hub: &Hub| {
-            let addresses = || hub.shape.interfaces.iter().map(|interface| &interface.address);
+            let addresses = || hub.offer.shape.interfaces.iter().map(|interface| &interface.address);
             shape.interfaces.iter().any(|interface| addresses().any(|address| *address == interface.address))
         };
         self.hubs.iter().filter(|(_, hub)| claims(hub)).map(|(&number, _)| number).collect()
@@ -102,12 +110,12 @@ impl Hubs {
     ) -> Result<&mut Hub, ServiceError> {
         let Some(joined) = self.hubs.get_mut(&hub) else {
             let message = format!(
-                "hub {hub} is not registered here: it was silent too long, or the connection manager restarted. \
-                 Register again"
+                "hub {hub} is not registered here: it was silent too long, or the connection manager restarted and does not \
+                 keep its state. Register again"
             );
             return Err(refusal(ErrorCode::NotFound, message));
         };
-        let matches = token.is_some_and(|token| token.as_bytes().ct_eq(joined.token.as_bytes()).into());
+        let matches = token.is_some_and(|token| tokens::is_same(&tokens::hash(token), &joined.token_hash));
         if !matches {
             let message = format!(
                 "this is not the token that hub {hub} was given when it registered. If the connection manager restarted \
@@ -128,18 +136,18 @@ impl Hubs {
     /// them serves all racks, and all report that they keep none.
     pub(crate) fn keep_no_checkpoints(&self, awaited: u32) -> bool {
         self.hubs.len() >= awaited.max(1) as usize
-            && self.hubs.values().any(|hub| hub.place == Place::default())
-            && self.hubs.values().all(|hub| hub.keeps_checkpoints == Some(false))
+            && self.hubs.values().any(|hub| hub.offer.place == Place::default())
+            && self.hubs.values().all(|hub| hub.offer.keeps_checkpoints == Some(false))
     }
 
     /// Forgets a hub. Returns its description for messages and when it last called.
     pub(crate) fn remove(&mut self, hub: u32) -> Option<(String, Now)> {
-        self.hubs.remove(&hub).map(|joined| (describe_hub(hub, &joined.shape), joined.heard))
+        self.hubs.remove(&hub).map(|joined| (describe_hub(hub, &joined.offer.shape), joined.heard))
     }
 
     /// A hub's interfaces.
     pub(crate) fn shape(&self, hub: u32) -> Option<&HubShape> {
-        self.hubs.get(&hub).map(|joined| &joined.shape)
+        self.hubs.get(&hub).map(|joined| &joined.offer.shape)
     }
 
     /// Hubs that have not called for `timeout_s`.
@@ -156,25 +164,25 @@ impl Hubs {
     /// All hubs that take jobs, and the workers that they serve, in the order in which they joined.
     pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
         let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving);
-        here.map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()
+        here.map(|(&number, hub)| (number, (hub.offer.shape.clone(), hub.offer.place.clone()))).collect()
     }
 
     /// Whether one of a job's hubs demands that its streams are encrypted.
     pub(crate) fn demand_encryption(&self, is_of_job: impl Fn(u32) -> bool) -> bool {
-        self.hubs.iter().any(|(&number, hub)| hub.encrypt && is_of_job(number))
+        self.hubs.iter().any(|(&number, hub)| hub.offer.encrypt && is_of_job(number))
     }
 
     /// The machine that a hub runs on; empty if unknown.
     pub(crate) fn machine(&self, hub: u32) -> &str {
-        self.hubs.get(&hub).map_or("", |hub| &hub.machine)
+        self.hubs.get(&hub).map_or("", |hub| &hub.offer.machine)
     }
 
     /// The hubs as listings show them.
     pub(crate) fn statuses(&self, now: Now) -> Vec<HubStatus> {
         let status = |(&hub, joined): (&u32, &Hub)| HubStatus {
             hub,
-            shape: joined.shape.clone(),
-            place: joined.place.clone(),
+            shape: joined.offer.shape.clone(),
+            place: joined.offer.place.clone(),
             cores: joined.cores.clone(),
             silent_s: now.seconds_since(joined.heard),
         };
@@ -237,7 +245,7 @@ mod tests {
     #[test]
     fn only_the_hub_itself_is_admitted() {
         let (mut hubs, now) = (Hubs::default(), at(0.0));
-        let number = hubs.register(offer(shape("127.0.0.1:1")), "secret".into(), now).unwrap();
+        let number = hubs.register(offer(shape("127.0.0.1:1")), "secret", now).unwrap();
         for wrong in [None, Some(""), Some("secre"), Some("Secret")] {
             assert_eq!(hubs.admit(number, wrong, now).err().unwrap().code, ErrorCode::Unauthorized);
         }
@@ -248,10 +256,10 @@ mod tests {
     fn addresses_must_be_dialable() {
         let mut hubs = Hubs::default();
         for address in ["", "host", ":1", "host:0", "host:port", "ho st:1", "host:1\n"] {
-            let refused = hubs.register(offer(shape(address)), String::new(), at(0.0)).unwrap_err();
+            let refused = hubs.register(offer(shape(address)), "", at(0.0)).unwrap_err();
             assert!(refused.message.contains("host:port"), "{}", refused.message);
         }
-        hubs.register(offer(shape("[::1]:80")), String::new(), at(0.0)).unwrap();
+        hubs.register(offer(shape("[::1]:80")), "", at(0.0)).unwrap();
         assert_eq!(hubs.at_addresses_of(&shape("[::1]:80")), [0]);
         assert_eq!(hubs.at_addresses_of(&shape("[::1]:81")), [] as [u32; 0]);
     }

@@ -10,6 +10,7 @@ mod ending;
 mod information_book;
 pub(crate) mod job_hubs;
 mod rank_assignments;
+mod record;
 mod rendezvous;
 #[cfg(test)]
 pub(super) mod tests;
@@ -37,6 +38,7 @@ use cause::Cause;
 use ending::PendingConclusion;
 use job_hubs::JobHub;
 use rank_assignments::RankAssignments;
+pub use record::{JobRecord, MembersRecord};
 pub(crate) use rendezvous::InitNext;
 
 /// The time that a rank whose InitService connection broke may take to call again before the job fails.
@@ -70,22 +72,6 @@ pub(crate) enum Transition {
     Explained,
 }
 
-/// The record of a job, which the store keeps.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct JobRecord {
-    /// The number of the job among all jobs ever created.
-    pub order: u64,
-    /// The job's secret.
-    pub nonce: Nonce,
-    /// Its epoch; the store of an earlier release has none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub epoch: Option<Epoch>,
-    /// Its waits and lifetimes.
-    pub options: JobOptions,
-    /// The job as listings show it.
-    pub status: JobStatus,
-}
-
 /// One job.
 pub struct Job {
     /// The number of the job among all jobs ever created.
@@ -116,10 +102,10 @@ pub struct Job {
     composition: Option<Arc<Composition>>,
     /// The way in which the sites reduce and why, for people.
     reduction: String,
-    /// The counters of hubs for the job under an earlier manager.
+    /// The counters of hubs for a job that ended under an earlier manager.
     recorded_counters: JobCounters,
     recorded_left_out: Vec<u64>,
-    /// The job's checkpoints under an earlier manager.
+    /// The checkpoints of a job that ended under an earlier manager.
     recorded_checkpoints: Option<CheckpointStatus>,
     /// The first rank's settings, until every rank has agreed.
     proposed: Option<(u32, Arc<Settings>)>,
@@ -144,7 +130,7 @@ pub struct Job {
 }
 
 /// A site's placement, in the form in which ranks and hubs compare it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SitePlacement {
     /// Its digest, in hexadecimal digits.
     pub hash: String,
@@ -209,35 +195,6 @@ impl Job {
             lease: Lease::new(request.options.lease_s, now.monotonic),
             phase: JobPhase::Connecting,
         }
-    }
-
-    /// Restores a job of an earlier manager. A job that had not ended ends now, since its state was in that
-    /// manager's memory.
-    pub(crate) fn restore(record: JobRecord, now: Now) -> (Self, Transition) {
-        let JobRecord { order, nonce, epoch, options, status } = record;
-        let request = CreateService { name: status.name, workers: status.workers, options };
-        let mut job = Job::new(order, request, status.namespace, nonce, epoch, now);
-        job.assignments.restore(&status.connected);
-        job.created_at = status.created_at;
-        job.summary = SettingsSummary {
-            keys: status.keys,
-            bytes: status.bytes,
-            optimizer: status.optimizer,
-            consistency: status.consistency,
-        };
-        job.recorded_counters = status.counters;
-        job.reduction = status.reduction;
-        job.recorded_left_out = status.left_out;
-        job.recorded_checkpoints = status.checkpoints;
-        if status.state.has_ended() {
-            job.state = status.state;
-            job.message = status.message;
-            job.ended_at = status.ended_at;
-            job.phase = JobPhase::Cleared;
-            return (job, Transition::None);
-        }
-        let transition = job.fail(ErrorCode::JobEnded, "the manager restarted while it ran".into(), now);
-        (job, transition)
     }
 
     /// The job's sites, once every rank has connected.
@@ -328,17 +285,6 @@ impl Job {
             checkpoints: self.checkpoints(),
             created_at: self.created_at,
             ended_at: self.ended_at,
-        }
-    }
-
-    /// The record that the store keeps.
-    pub fn record(&self, now: Now) -> JobRecord {
-        JobRecord {
-            order: self.order,
-            nonce: self.nonce,
-            epoch: self.epoch,
-            options: self.options,
-            status: self.status(now),
         }
     }
 }

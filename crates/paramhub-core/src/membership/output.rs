@@ -73,15 +73,24 @@ pub enum Output {
     Answer {
         /// The call.
         call: CallId,
+        /// The job that the answer tells about. If its record is still to be saved, the answer waits for that, so that
+        /// nobody knows more of the job than a manager that restarts.
+        namespace: Option<Namespace>,
         /// Its answer.
         answer: Answer,
     },
-    /// A hub has joined; commands for it are to be kept until it acknowledges them.
+    /// A hub has joined: its record is to be saved, and commands for it are to be kept until it acknowledges them.
     HubJoined {
         /// The hub's number.
         hub: u32,
     },
-    /// A hub is forgotten, with all commands for it. Its calls are to be answered at once.
+    /// A hub of an earlier manager is expected to go on calling; commands for it are to be kept until it acknowledges
+    /// them.
+    HubRestored {
+        /// The hub's number.
+        hub: u32,
+    },
+    /// A hub is forgotten, with its record and all commands for it. Its calls are to be answered at once.
     HubForgotten {
         /// The hub's number.
         hub: u32,

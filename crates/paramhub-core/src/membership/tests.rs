@@ -11,7 +11,7 @@ use crate::wire::VERSION;
 fn new(now: Now) -> Membership {
     let hub_timeout = Duration::from_secs(10);
     let limits = MembershipLimits { hub_timeout, living_jobs_max: 8, ended_jobs_max: 8, core_rate: None };
-    Membership::new(Vec::new(), limits, Nonce([9; 32]), now)
+    Membership::new(Vec::new(), Vec::new(), limits, Nonce([9; 32]), now)
 }
 
 /// A hub of one core that serves one rack, or all.
@@ -29,7 +29,7 @@ fn hub_at(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
                 keeps_checkpoints: None,
                 encrypt: false,
             },
-            "token".into(),
+            "token",
             now,
         )
         .unwrap()

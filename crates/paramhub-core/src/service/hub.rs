@@ -90,7 +90,7 @@ pub struct NumberedCommand {
 #[serde(rename_all = "snake_case")]
 pub enum HubCommand {
     /// Allocate a job's buffers and expect its workers. The hub answers with [`HubEvent::Allocated`] or
-    /// [`HubEvent::Refused`].
+    /// [`HubEvent::Refused`], also if it has allocated the job before.
     Allocate(Box<JobPlan>),
     /// Open the streams to the sites above: all hubs of the job have allocated. Only in jobs of several
     /// sites.
@@ -121,6 +121,9 @@ pub enum HubCommand {
     /// Measure with another hub what the network between the two carries. The hub answers with
     /// [`HubEvent::Probed`] within a second.
     Probe(ProbeOrder),
+    /// Report every job: the manager has restarted. The hub answers with [`HubEvent::Allocated`] for each job that it
+    /// has, [`HubEvent::Ended`] for those that have ended lately, and [`HubEvent::AllReported`].
+    ReportJobs,
 }
 
 /// All that a hub must know of a job.

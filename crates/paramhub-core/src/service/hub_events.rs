@@ -59,6 +59,8 @@ pub enum HubEvent {
     },
     /// The job is over at this hub and its memory is freed.
     Ended(JobEnd),
+    /// The hub has reported all jobs that it has, as a manager that restarted has asked.
+    AllReported,
 }
 
 /// The way in which a job has ended at a hub.

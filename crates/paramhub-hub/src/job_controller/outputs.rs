@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::job_control::{Event, Output, Recipient};
+use paramhub_core::job_control::{EndReport, Event, Output, Recipient};
 use paramhub_core::stream_admission::{JobStreams, StreamTerms};
 use tracing::{info, warn};
 
@@ -53,7 +53,7 @@ impl JobController {
                 self.prober.begin(order, refused, &self.directory, &self.own_sender);
             }
             Output::Report(event) => self.send_report(ReportEvent::Event(event)),
-            Output::ReportEnd { end, since, counters } => {
+            Output::ReportEnd(EndReport { end, since, counters }) => {
                 self.send_report(ReportEvent::Ended(end, self.instant(since), counters));
             }
             Output::ReportLeaving => self.send_report(ReportEvent::Leaving),

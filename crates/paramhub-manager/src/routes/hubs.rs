@@ -19,7 +19,7 @@ use crate::clock::now;
 use crate::error::Refusal;
 use crate::hub_queues::{WaitingCommands, commands_json};
 use crate::log::audit;
-use crate::registry::{Registry, random, shutting_down};
+use crate::registry::{Registry, shutting_down};
 
 /// The longest wait of one poll.
 const POLL_MAX: Duration = Duration::from_secs(10);
@@ -27,10 +27,11 @@ const POLL_MAX: Duration = Duration::from_secs(10);
 /// A hub joins. One that registers an address of another hub replaces that hub, which counts as lost.
 ///
 /// A hub that the manager has not heard for as long as `--hub-dead-after` says is lost, and its jobs fail;
-/// polls and reports count as signs of life. The number and token of a lost hub, or from before a restart of the
-/// manager, are no longer valid (`not_found` or `unauthorized`). The hub then registers again. In its next
-/// report it names the jobs that it still serves, with the ends that it has not reported, and the manager
-/// commands it to end those that it does not know as running.
+/// polls and reports count as signs of life. The number and token of a lost hub are no longer valid (`not_found` or
+/// `unauthorized`), nor are those from before a restart of a manager that keeps no state. The hub then registers
+/// again. In its next report it names the jobs that it still serves, with the ends that it has not reported, and the
+/// manager commands it to end those that it does not know as running. A manager that restarts with its state knows the
+/// hub, and commands it to report its jobs.
 #[utoipa::path(
     post, path = "/v1/hubs", tag = "hubs", operation_id = "register_hub",
     request_body = RegisterHub,
@@ -52,10 +53,9 @@ pub(crate) async fn register(
     State(registry): State<Arc<Registry>>,
     JsonBody(request): JsonBody<RegisterHub, SHAPE>,
 ) -> Result<Json<HubRegistered>, Refusal> {
-    let token: String = paramhub_core::auth::Nonce(random()?).into();
-    let hub = registry.with(|state| state.membership.register_hub(request, token.clone(), now()))?;
-    audit(&by, format_args!("let hub {hub} join"));
-    Ok(Json(HubRegistered { hub, token }))
+    let registered = registry.register_hub(request).await?;
+    audit(&by, format_args!("let hub {} join", registered.hub));
+    Ok(Json(registered))
 }
 
 /// Every hub that has joined and is not lost.

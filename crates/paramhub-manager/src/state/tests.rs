@@ -3,10 +3,10 @@ use paramhub_core::auth::{Epoch, EpochSecret, Nonce, Proof, RankClaim};
 use paramhub_core::checkpoint::Resume;
 use paramhub_core::combinations::Caller;
 use paramhub_core::composition::{OptimizeAt, Place, Reduction};
-use paramhub_core::membership::{Job, MembershipLimits};
+use paramhub_core::membership::{Job, MembershipLimits, WaitingCall};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::service::{
-    CauseKind, ConnectService, HubEvent, HubReport, JobEnd, JobOptions, JobState, OnInterfaceDown,
+    CauseKind, ConnectService, HubEvent, HubReport, JobEnd, JobOptions, JobState, OnInterfaceDown, Presence,
     RegisterHub, StopWhen,
 };
 use paramhub_core::stragglers::Stragglers;
@@ -39,11 +39,11 @@ impl Subscriber for Levels {
 fn empty_membership() -> Membership {
     let hub_timeout = Duration::from_secs(10);
     let limits = MembershipLimits { hub_timeout, living_jobs_max: 8, ended_jobs_max: 8, core_rate: None };
-    Membership::new(Vec::new(), limits, Nonce([9; 32]), now())
+    Membership::new(Vec::new(), Vec::new(), limits, Nonce([9; 32]), now())
 }
 
-/// The levels of what is logged when this happens to a job that a hub serves.
-fn logged(happens: impl FnOnce(&mut Membership, u32, Namespace)) -> Vec<Level> {
+/// A job of one rank whose hub is there, the hub, and the rank's call to ConnectService.
+fn connecting() -> (ManagerState, u32, Namespace, WaitingCall) {
     let mut state = ManagerState::new(empty_membership());
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
@@ -56,7 +56,7 @@ fn logged(happens: impl FnOnce(&mut Membership, u32, Namespace)) -> Vec<Level> {
         keeps_checkpoints: None,
         encrypt: false,
     };
-    let hub = state.membership.register_hub(offer, "token".into(), now()).unwrap();
+    let hub = state.membership.register_hub(offer, "token", now()).unwrap();
     let namespace = Namespace([1; 16]);
     let request = CreateService { name: "x".into(), workers: 1, options: JobOptions::default() };
     state.membership.admit(Job::new(
@@ -77,7 +77,13 @@ fn logged(happens: impl FnOnce(&mut Membership, u32, Namespace)) -> Vec<Level> {
         place: Place::default(),
         peer_address: None,
     };
-    state.membership.connect(namespace, &call, now()).unwrap();
+    let waiting = state.membership.connect(namespace, &call, now()).unwrap();
+    (state, hub, namespace, waiting)
+}
+
+/// The levels of what is logged when this happens to a job that a hub serves.
+fn logged(happens: impl FnOnce(&mut Membership, u32, Namespace)) -> Vec<Level> {
+    let (mut state, hub, namespace, _) = connecting();
     state.carry_out();
     let levels = Levels::default();
     tracing::subscriber::with_default(levels.clone(), || {
@@ -86,6 +92,40 @@ fn logged(happens: impl FnOnce(&mut Membership, u32, Namespace)) -> Vec<Level> {
     });
     assert_eq!(state.membership.job(namespace).unwrap().state(), JobState::Failed);
     levels.0.lock().unwrap().clone()
+}
+
+#[test]
+fn callers_are_told_what_is_saved() {
+    let (mut state, hub, namespace, waiting) = connecting();
+    let mut answer = state.wait(waiting.call);
+    state.carry_out();
+    assert!(answer.try_recv().is_err(), "the job's members are not saved");
+    let changes = state.take_unsaved().unwrap();
+    assert_eq!((changes.hubs.len(), changes.jobs.len()), (1, 1));
+    assert_eq!(changes.jobs[0].status.state, JobState::Initialising);
+    // What is told of it while it is being saved waits as well.
+    let stop = state.membership.stop(namespace, "enough".into(), StopWhen::WorkersEnding, now()).unwrap();
+    let mut stopped = state.wait(stop.call);
+    state.carry_out();
+    assert!(answer.try_recv().is_err() && stopped.try_recv().is_err());
+    state.saved();
+    assert!(matches!(answer.try_recv(), Ok(Answer::Connected(Ok(_)))));
+    assert!(matches!(stopped.try_recv(), Ok(Answer::Stopped(Ok(_)))));
+    assert!(state.take_unsaved().is_none());
+
+    // A disk that fails holds nobody up, and what it did not take is saved later.
+    let stop = state.membership.stop(namespace, "enough".into(), StopWhen::Now, now()).unwrap();
+    let mut stopped = state.wait(stop.call);
+    let report = HubReport { presence: Presence::Gone, ..HubReport::default() };
+    state.membership.report(hub, Some("token"), report, now()).unwrap();
+    state.carry_out();
+    assert!(stopped.try_recv().is_err());
+    let changes = state.take_unsaved().unwrap();
+    assert_eq!((changes.removed_hubs, changes.hubs.len()), (vec![hub], 0));
+    state.not_saved();
+    assert!(matches!(stopped.try_recv(), Ok(Answer::Stopped(Ok(_)))));
+    let again = state.take_unsaved().unwrap();
+    assert_eq!((again.removed_hubs, again.jobs.len()), (vec![hub], 1));
 }
 
 #[test]
@@ -124,7 +164,7 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         keeps_checkpoints: Some(false),
         encrypt: false,
     };
-    membership.register_hub(keeps_none, "token".into(), now()).unwrap();
+    membership.register_hub(keeps_none, "token", now()).unwrap();
     let refusal = |options| {
         let request = CreateService { name: "x".into(), workers: 4, options };
         check_request(&request).and_then(|()| membership.check_checkpoints(&request)).err()

@@ -4,9 +4,10 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::time::Duration;
 
 use crate::common::*;
-use paramhub_core::service::{ErrorCode, JobState};
+use paramhub_core::service::{ErrorCode, JobState, JobStatus};
 use paramhub_manager::{Manager, ManagerConfig};
 
 fn config_in(directory: &Path) -> ManagerConfig {
@@ -18,7 +19,7 @@ fn refusal_of(directory: &Path) -> String {
 }
 
 #[test]
-fn jobs_survive_a_restart_and_what_ran_has_failed() {
+fn jobs_and_hubs_survive_a_restart() {
     let scratch = tempfile::tempdir().unwrap();
     let state = scratch.path().join("a/b");
     let (manager, client) = start(config_in(&state));
@@ -30,7 +31,9 @@ fn jobs_survive_a_restart_and_what_ran_has_failed() {
         job
     };
     hub.finish(&run("done"));
-    let running = run("running");
+    let (running, lost) = (run("running"), run("lost"));
+    let beginning = Job::create(&client, "beginning", 2);
+    beginning.all_ranks(0..2, |job, rank| job.connect(rank).unwrap());
     Job::create(&client, "connecting", 2);
     let before = client.jobs().unwrap();
     manager.stop();
@@ -40,27 +43,60 @@ fn jobs_survive_a_restart_and_what_ran_has_failed() {
 
     let (manager, client) = start(config_in(&state));
     let after = client.jobs().unwrap();
-    let names: Vec<&str> = after.iter().map(|job| job.name.as_str()).collect();
-    assert_eq!(names, ["done", "running", "connecting"]);
-    assert_eq!(after[0].ended_at, before[0].ended_at);
-    assert_eq!((after[0].state, after[0].keys), (JobState::Finished, 2));
-    for job in &after[1..] {
-        assert_eq!(
-            (job.state, job.message.as_str()),
-            (JobState::Failed, "the manager restarted while it ran")
-        );
+    let shown = |jobs: &[JobStatus]| serde_json::to_string(jobs).unwrap();
+    assert_eq!(shown(&after), shown(&before));
+    let of = |job: Job| Job { client: client.clone(), ..job };
+    let (running, lost, beginning) = (of(running), of(lost), of(beginning));
+    // A rank whose answer was lost repeats its call.
+    running.init(0, settings(8)).unwrap();
+    assert_eq!(code(&running.connect_as(0, process(7))), ErrorCode::RankTaken);
+    // The hub goes on under its number and token, and says which jobs it has.
+    let number = hub.registered.hub;
+    let hub = hub.go_on(&client, Some(lost.namespace));
+    let state_of = |name: &str| client.job(name).unwrap().state;
+    eventually("the job that the hub has lost has failed", || state_of("lost") == JobState::Failed);
+    let message = client.job("lost").unwrap().message;
+    assert_eq!(
+        message,
+        format!("hub {number} ({}) does not have the job any more", hub.shape.interfaces[0].address)
+    );
+    assert_eq!(state_of("running"), JobState::Running);
+    // Ranks that had all connected hand in their settings again.
+    beginning.all_ranks(0..2, |job, rank| job.init(rank, settings(8)).unwrap());
+    for job in [&running, &beginning] {
+        hub.finish(job);
     }
-    // A worker that knows the nonce gets the reason; one without the nonce gets none.
-    let running = Job { client: client.clone(), ..running };
-    let late = running.connect(0);
-    assert_eq!(code(&late), ErrorCode::JobEnded);
-    assert!(message(&late).contains("the manager restarted"), "{late:?}");
+    assert_eq!([state_of("running"), state_of("beginning")], [JobState::Finished; 2]);
     // The names are free, and new jobs come after the old ones.
-    Job::create(&client, "running", 1);
-    assert_eq!(client.jobs().unwrap().last().unwrap().state, JobState::Connecting);
+    let again = Job::create(&client, "running", 1);
+    again.connect(0).unwrap();
+    again.init(0, settings(8)).unwrap();
+    assert_eq!(client.jobs().unwrap().last().unwrap().state, JobState::Running);
     manager.stop();
     let (_manager, client) = start(config_in(&state));
-    assert_eq!(client.jobs().unwrap().len(), 4);
+    assert_eq!(client.jobs().unwrap().len(), 6);
+}
+
+#[test]
+fn a_job_whose_hub_does_not_come_back_after_a_restart_ends() {
+    let scratch = tempfile::tempdir().unwrap();
+    let config = ManagerConfig { hub_timeout: Duration::from_secs(1), ..config_in(scratch.path()) };
+    let (manager, client) = start(config.clone());
+    let hub = Hub::join(&client, HubBehaviour::Serve);
+    let job = Job::create(&client, "running", 1);
+    job.connect(0).unwrap();
+    job.init(0, settings(8)).unwrap();
+    manager.stop();
+    hub.die();
+    let (manager, client) = start(config.clone());
+    let job = Job { client: client.clone(), ..job };
+    eventually("it has failed", || client.job("running").unwrap().state == JobState::Failed);
+    let refused = job.connect(0);
+    assert!(message(&refused).contains("it has not been heard for 1 s"), "{refused:?}");
+    assert!(client.hubs().unwrap().is_empty());
+    manager.stop();
+    let (_manager, client) = start(config);
+    assert!(client.hubs().unwrap().is_empty(), "a lost hub is gone from the disk, too");
 }
 
 #[test]

@@ -309,9 +309,11 @@ fn teams_and_their_tokens_outlive_the_manager() {
 
     let (manager, admin) = start_kept(Some(directory.path()));
     let [team] = &admin.teams().unwrap()[..] else { panic!("one team") };
-    assert_eq!((team.name.as_str(), team.quotas, team.jobs), ("vision", quotas, 0));
+    assert_eq!((team.name.as_str(), team.quotas, team.jobs), ("vision", quotas, 1));
     let alice = client(&manager, &token);
-    assert_eq!(names(&alice.jobs().unwrap()), ["vision/digits"], "it has ended, and is the team's");
+    assert_eq!(names(&alice.jobs().unwrap()), ["vision/digits"]);
+    assert_eq!(code(&alice.create_service(&create("more", 1))), ErrorCode::DoesNotFit);
+    alice.stop_job("digits").unwrap();
     alice.create_service(&create("digits", 1)).unwrap();
     assert_eq!(code(&alice.create_service(&create("more", 1))), ErrorCode::DoesNotFit);
     let listed = admin.tokens().unwrap();

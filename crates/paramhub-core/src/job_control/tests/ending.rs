@@ -1,4 +1,5 @@
 use super::*;
+use crate::job_control::EndReport;
 
 #[test]
 fn a_job_ends_with_its_first_cause_and_is_reported_when_every_route_is_freed() {
@@ -15,7 +16,7 @@ fn a_job_ends_with_its_first_cause_and_is_reported_when_every_route_is_freed() {
     let counted = |bytes_received| JobCounters { bytes_received, ..JobCounters::default() };
     assert!(hub.core(1, CoreEvent::Closed { counters: counted(3), left_out: vec![0, 2] }).is_empty());
     let outputs = hub.core(1, CoreEvent::Closed { counters: counted(4), left_out: vec![1] });
-    let [Output::ReportEnd { end, since, counters }, Output::Forget(_)] = &outputs[..] else {
+    let [Output::ReportEnd(EndReport { end, since, counters }), Output::Forget(_)] = &outputs[..] else {
         panic!("{outputs:?}");
     };
     assert_eq!((end.finished, end.rank, end.cause), (false, Some(1), CauseKind::PeerLost));

@@ -25,6 +25,8 @@ pub(super) struct JobHub {
     /// `true` if the manager has asked the hub to allocate.
     pub(super) asked: bool,
     pub(super) allocated: bool,
+    /// `true` if the hub has reported since the manager started that it has allocated.
+    pub(super) is_reported: bool,
     pub(super) ended: bool,
     /// `true` if the hub has yet to take a last checkpoint.
     pub(super) keeps: bool,
@@ -52,6 +54,7 @@ impl JobHub {
             site,
             asked: false,
             allocated: false,
+            is_reported: false,
             ended: false,
             keeps: false,
             counters,
@@ -78,6 +81,8 @@ impl Job {
         now: Now,
     ) -> Transition {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
+        self.job_hubs[index].is_reported = true;
+        // There is none yet if the manager has restarted since the hub was asked to allocate: it will be asked again.
         let Some(placed) = self.placements.get(usize::from(self.job_hubs[index].site)) else {
             return Transition::None;
         };
@@ -116,6 +121,23 @@ impl Job {
         self.state = JobState::Running;
         self.phase = JobPhase::Running;
         Transition::Advanced
+    }
+
+    /// A hub has reported all jobs that it has. If this one runs and the hub has not reported it, the hub has lost it.
+    pub(crate) fn hub_reported_all(&mut self, hub: u32, now: Now) -> Transition {
+        let Some(index) = self.job_hub_index(hub) else { return Transition::None };
+        let JobHub { is_reported, ended, .. } = self.job_hubs[index];
+        if self.state != JobState::Running || is_reported || ended {
+            return Transition::None;
+        }
+        self.job_hubs[index].ended = true;
+        let message = format!("{} does not have the job any more", self.job_hubs[index].describe());
+        self.fail(ErrorCode::JobEnded, message, now)
+    }
+
+    /// The step of the checkpoint with which the job began, if it did.
+    pub(super) fn resumed_step(&self) -> Option<u32> {
+        self.job_hubs.iter().find_map(|job_hub| job_hub.resumed_step)
     }
 
     /// A hub has reserved bytes of buffers and streams for its part.
@@ -189,6 +211,10 @@ impl Job {
     /// The job is over at a hub.
     pub(crate) fn hub_ended(&mut self, hub: u32, end: &JobEnd, now: Now) -> Transition {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
+        // The hub has no chunks of the job and was done at once, when an earlier manager asked it. It will be asked again.
+        if end.finished && self.state == JobState::Initialising && self.placements.is_empty() {
+            return Transition::None;
+        }
         // A repeated report: the answer to the first was lost, or the hub was asked after the end.
         if std::mem::replace(&mut self.job_hubs[index].ended, true) {
             return Transition::None;

@@ -1,5 +1,7 @@
 //! This module records which process holds which rank of a job.
 
+use serde::{Deserialize, Serialize};
+
 use crate::auth::{Incarnation, RankClaim};
 use crate::service::ConnectService;
 
@@ -26,6 +28,17 @@ enum RankAssignment {
     WasAssigned,
 }
 
+/// What the store keeps of the process that holds a rank.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct RankRecord {
+    incarnation: Incarnation,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    claim: Option<RankClaim>,
+    host: String,
+    process: u32,
+    finished: bool,
+}
+
 /// The process that holds a rank.
 pub(super) struct RankHolder {
     incarnation: Incarnation,
@@ -47,8 +60,38 @@ impl RankAssignments {
         RankAssignments { assignments, assigned: 0, submitted: 0, next_ticket: 1 }
     }
 
-    /// Marks the ranks of a job that an earlier manager recorded.
-    pub(super) fn restore(&mut self, connected: &[u32]) {
+    /// The processes that hold the ranks, by rank, for the store. The processes of a job that is over are not recorded.
+    pub(super) fn record(&self) -> Vec<RankRecord> {
+        let holders = (0..).map_while(|rank| self.holder(rank));
+        let record = |holder: &RankHolder| RankRecord {
+            incarnation: holder.incarnation,
+            claim: holder.claim,
+            host: holder.host.clone(),
+            process: holder.process,
+            finished: holder.finished,
+        };
+        holders.map(record).collect()
+    }
+
+    /// Restores the processes that an earlier manager recorded. They have yet to hand in their settings, unless the
+    /// job runs.
+    pub(super) fn restore(&mut self, ranks: Vec<RankRecord>) {
+        self.assigned = ranks.len() as u32;
+        let holder = |record: RankRecord| RankHolder {
+            incarnation: record.incarnation,
+            claim: record.claim,
+            host: record.host,
+            process: record.process,
+            ticket: 0,
+            submitted: false,
+            finished: record.finished,
+            lost_at: None,
+        };
+        self.assignments = ranks.into_iter().map(|record| RankAssignment::Assigned(holder(record))).collect();
+    }
+
+    /// Marks the ranks that had connected to a job that ended under an earlier manager.
+    pub(super) fn restore_ended(&mut self, connected: &[u32]) {
         for &rank in connected {
             if let Some(assignment) = self.assignments.get_mut(rank as usize) {
                 *assignment = RankAssignment::WasAssigned;

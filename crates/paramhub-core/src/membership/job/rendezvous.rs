@@ -20,8 +20,6 @@ use crate::settings::Settings;
 /// What the manager does next with a call to InitService.
 #[derive(Debug)]
 pub(crate) enum InitNext {
-    /// The job runs already. The manager answers the call, which is a repeated one, at once.
-    Done,
     /// The call waits. `ticket` distinguishes it from the rank's other calls. Its settings need no
     /// comparison, because they are the first, or because all ranks have agreed before. The manager calls
     /// [`agree`](Job::agree) all the same.
@@ -188,9 +186,6 @@ impl Job {
             );
             return Err(refusal(ErrorCode::BadRequest, message));
         }
-        if self.state == JobState::Running {
-            return Ok(InitNext::Done);
-        }
         let ticket = self.assignments.renew_ticket(rank);
         if self.agreed {
             return Ok(InitNext::Wait { ticket });
@@ -269,11 +264,6 @@ impl Job {
         true
     }
 
-    /// The answer to a rank that calls InitService again while the job runs.
-    pub(crate) fn init_answer_again(&self, rank: u32) -> Result<Arc<ServiceInitialised>, ServiceError> {
-        self.init_answer(rank, &mut AnswersBySite::new())
-    }
-
     /// The answer to a rank that waits in InitService, once the job runs or has ended.
     pub(super) fn init_answer(
         &self,
@@ -285,7 +275,7 @@ impl Job {
         match (placed, &self.information_book, self.state) {
             (Some((site, placed)), Some(information_book), JobState::Running) => {
                 Ok(answers.of(site, || ServiceInitialised {
-                    resumed_step: self.job_hubs.iter().find_map(|job_hub| job_hub.resumed_step),
+                    resumed_step: self.resumed_step(),
                     placement_hash: placed.hash.clone(),
                     imbalance: placed.imbalance,
                     roster: information_book.roster.clone(),

@@ -1,3 +1,4 @@
+use super::calls::AnswersBySite;
 use super::*;
 use crate::membership::hubs::OfferedHub;
 use crate::membership::probes::CoreBandwidth;
@@ -7,7 +8,7 @@ use crate::auth::{EpochSecret, Incarnation, Proof, Purpose, RankClaim, StreamSec
 use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, Imbalance, InterfaceShape};
 use crate::scheme::{HubPlace, Plan};
-use crate::service::{CauseKind, ConnectService, JobEnd, LeaveService};
+use crate::service::{CauseKind, ConnectService, JobEnd, LeaveService, ServiceInitialised};
 
 fn now() -> Now {
     at(0.0)
@@ -74,6 +75,11 @@ fn information_book(job: &Job) -> Arc<InformationBook> {
     Arc::new(InformationBook { job: job.name.clone(), roster, plan })
 }
 
+/// The answer to a rank that waits in InitService.
+fn init_answer(job: &Job, rank: u32) -> Result<Arc<ServiceInitialised>, ServiceError> {
+    job.init_answer(rank, &mut AnswersBySite::new())
+}
+
 fn phase(job: &Job) -> JobPhase {
     job.phase
 }
@@ -130,7 +136,7 @@ fn lose(job: &mut Job, hub: u32, message: &str) -> Transition {
 #[test]
 fn a_job_goes_from_rendezvous_to_its_end() {
     let mut job = running(3, 2);
-    assert_eq!(job.init_answer_again(0).unwrap().placement_hash, "hash");
+    assert_eq!(init_answer(&job, 0).unwrap().placement_hash, "hash");
     assert_eq!(finish(&mut job, 0), Transition::None);
     assert_eq!(finish(&mut job, 0), Transition::None);
     assert_eq!(finish(&mut job, 1), Transition::Ended { stop: vec![] });
@@ -270,7 +276,7 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
         panic!("a refusal ends the job");
     };
     assert_eq!((stop, phase(&job)), (vec![0, 2], JobPhase::Ended));
-    let refused = job.init_answer_again(0).unwrap_err();
+    let refused = init_answer(&job, 0).unwrap_err();
     assert_eq!(refused.code, ErrorCode::DoesNotFit);
     assert!(refused.message.contains("hub 1 (10.0.0.1:7771)"), "{}", refused.message);
     assert_eq!(job.submit(0, process(0), &settings(), now()).unwrap_err(), refused);
@@ -284,7 +290,7 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
 fn a_hub_that_places_otherwise_fails_the_job_loudly() {
     let mut job = placing(1, 1);
     assert_eq!(job.hub_allocated(0, "other", None, now()), Transition::Ended { stop: vec![0] });
-    assert!(job.init_answer_again(0).unwrap_err().message.contains("other, not hash"));
+    assert!(init_answer(&job, 0).unwrap_err().message.contains("other, not hash"));
 }
 
 #[test]
@@ -359,14 +365,14 @@ fn init_timeouts_name_ranks_then_hubs() {
     job.submit(1, process(1), &settings(), now()).unwrap();
     job.agree(1);
     assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![] });
-    let refused = job.init_answer_again(0).unwrap_err();
+    let refused = init_answer(&job, 0).unwrap_err();
     assert_eq!(refused.code, ErrorCode::Missing);
     assert_eq!(refused.message, "ranks 0 and 2 have not called InitService for job `x` within 60 s");
 
     let mut job = placing(1, 2);
     assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
     assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![0, 1] });
-    let message = job.init_answer_again(0).unwrap_err().message;
+    let message = init_answer(&job, 0).unwrap_err().message;
     assert_eq!(message, "hub 1 (10.0.0.1:7771) did not allocate job `x` within 60 s");
 }
 
@@ -385,22 +391,119 @@ fn leaving_frees_a_rank_or_fails_the_job() {
     assert_eq!(leave(&mut job, 1, 1, ""), Ok(Transition::None));
 }
 
+/// The job as a manager that restarts finds it in the store.
+fn restarted(job: &Job) -> Job {
+    let stored = serde_json::to_vec(&job.record(now())).unwrap();
+    let (job, transition) = Job::restore(serde_json::from_slice(&stored).unwrap(), now());
+    assert_eq!(transition, Transition::None);
+    job
+}
+
 #[test]
-fn a_restart_ends_what_ran_and_keeps_what_had_ended() {
+fn a_job_that_runs_goes_on_after_a_restart_if_its_hubs_still_have_it() {
+    let mut before = running(2, 2);
+    before.hub_counted(0, JobCounters { bytes_received: 5, ..JobCounters::default() }, &[0, 3]);
+    before.hub_reserved(1, 7, 2);
+    let mut after = restarted(&before);
+    assert_eq!(json(&after.status(now())), json(&before.status(now())));
+    assert_eq!(after.held(), (7, 2));
+    assert_eq!(json(&init_answer(&after, 0).unwrap()), json(&init_answer(&before, 0).unwrap()));
+    assert_eq!(*after.information_book().unwrap(), *before.information_book().unwrap());
+    // A rank that lost its answer repeats its call, and another process cannot have the rank.
+    assert!(matches!(after.submit(1, process(1), &settings(), now()), Ok(InitNext::Wait { .. })));
+    assert_eq!(after.submit(1, process(9), &settings(), now()).unwrap_err().code, ErrorCode::RankTaken);
+    assert_eq!(after.connect(&call(1, 9), now()).unwrap_err().code, ErrorCode::RankTaken);
+    // Hubs count from the job's beginning.
+    after.hub_counted(0, JobCounters { bytes_received: 6, ..JobCounters::default() }, &[0, 4]);
+    assert_eq!((after.counters().bytes_received, after.left_out()), (6, vec![0, 4]));
+    assert_eq!(after.hub_allocated(0, "hash", None, now()), Transition::None);
+    assert_eq!(after.hub_reported_all(0, now()), Transition::None);
+    assert_eq!(after.state(), JobState::Running);
+    // The other hub has lost it.
+    assert_eq!(after.hub_reported_all(1, now()), Transition::Ended { stop: vec![0] });
+    assert_eq!(after.message(), "hub 1 (10.0.0.1:7771) does not have the job any more");
+}
+
+#[test]
+fn a_job_whose_hubs_end_while_the_manager_is_away_ends_as_they_report() {
+    let mut finished = restarted(&running(2, 1));
+    assert_eq!(finish(&mut finished, 0), Transition::Ended { stop: vec![] });
+    assert_eq!(finished.hub_reported_all(0, now()), Transition::None);
+    let mut failed = restarted(&running(2, 1));
+    let _ = fail_at(&mut failed, 0, CauseKind::PeerLost, "rank 1 was lost");
+    assert_eq!((failed.state(), failed.message()), (JobState::Failed, "rank 1 was lost"));
+}
+
+#[test]
+fn ranks_of_a_job_that_begins_hand_in_their_settings_again_after_a_restart() {
+    for mut job in [initialising(2, 1), placing(2, 1)].map(|job| restarted(&job)) {
+        assert_eq!(phase(&job), JobPhase::Initialising);
+        // The hub may have been asked before, and be done if it has no chunks.
+        assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+        assert_eq!(finish(&mut job, 0), Transition::None);
+        assert_eq!(job.hub_reported_all(0, now()), Transition::None);
+        for rank in 0..2 {
+            job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
+            assert_eq!(job.agree(rank).is_some(), rank == 1);
+        }
+        let book = information_book(&job);
+        assert!(job.place(SettingsSummary::default(), vec![placed()], book));
+        assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::Advanced);
+    }
+}
+
+#[test]
+fn ranks_connect_again_after_a_restart_while_others_are_missing() {
+    let mut before = job(2);
+    before.connect(&call(1, 1), now()).unwrap();
+    let mut after = restarted(&before);
+    assert!(after.status(now()).connected.is_empty());
+    // The first process to claim the rank has it.
+    after.connect(&call(1, 2), now()).unwrap();
+    after.connect(&call(0, 0), now()).unwrap();
+    assert_eq!(after.begin_initialising(hubs(1), &CoreBandwidth::Unneeded), Transition::Advanced);
+}
+
+#[test]
+fn a_restart_keeps_the_ranks_that_have_finished_without_a_hub() {
+    let options = JobOptions { hubs: Some(0), ..JobOptions::default() };
+    let request = CreateService { name: "x".into(), workers: 2, options };
+    let mut job = Job::new(0, request, Namespace([1; 16]), Nonce([2; 32]), Some(epoch()), now());
+    for rank in 0..2 {
+        job.connect(&call(rank, rank as u8), now()).unwrap();
+    }
+    assert_eq!(job.begin_initialising(Vec::new(), &CoreBandwidth::Unneeded), Transition::Advanced);
+    for rank in 0..2 {
+        job = restarted(&job);
+        let (incarnation, proof) = (process(rank as u8), Proof([0; 32]));
+        let call = LeaveService { rank, incarnation, proof, reason: String::new(), finished: true };
+        let _ = job.leave(&call, "", now()).unwrap();
+    }
+    assert_eq!(job.state(), JobState::Finished);
+}
+
+#[test]
+fn a_restart_keeps_what_had_ended() {
     let mut before = running(2, 1);
     let counters = JobCounters { bytes_received: 5, ..JobCounters::default() };
     before.hub_counted(0, counters, &[0, 3]);
-    let (after, transition) = Job::restore(before.record(now()), now());
+    let _ = fail_at(&mut before, 0, CauseKind::PeerLost, "rank 1 was lost");
+    let after = restarted(&restarted(&before));
+    assert_eq!(json(&after.status(now())), json(&before.status(now())));
+    assert_eq!(after.status(now()).connected.len(), 2);
+}
+
+#[test]
+fn a_record_without_ranks_and_hubs_ends_its_job() {
+    let mut record = running(2, 1).record(now());
+    record.members = None;
+    let (job, transition) = Job::restore(record, now());
     assert_eq!(transition, Transition::Ended { stop: vec![] });
-    let status = after.status(now());
-    assert_eq!((status.state, status.connected.len()), (JobState::Failed, 2));
-    assert_eq!(status.message, "the manager restarted while it ran");
-    assert_eq!((status.counters, status.left_out), (counters, vec![0, 3]));
-    let (again, transition) = Job::restore(after.record(now()), now());
-    assert_eq!(transition, Transition::None);
-    assert_eq!(again.status(now()).message, "the manager restarted while it ran");
-    assert_eq!(again.status(now()).ended_at, status.ended_at);
-    assert_eq!((again.status(now()).counters, again.status(now()).left_out), (counters, vec![0, 3]));
+    assert!(job.message().contains("which ranks and hubs the job had"), "{}", job.message());
+}
+
+fn json(value: &impl Serialize) -> String {
+    serde_json::to_string(value).unwrap()
 }
 
 #[test]
@@ -446,7 +549,7 @@ fn hubs_go_on_from_one_step() {
     // No chunk of the job is on this hub.
     assert_eq!(same.hub_allocated(1, "hash", None, now()), Transition::None);
     assert_eq!(same.hub_allocated(2, "hash", Some(7), now()), Transition::Advanced);
-    assert_eq!(same.init_answer_again(0).unwrap().resumed_step, Some(7));
+    assert_eq!(init_answer(&same, 0).unwrap().resumed_step, Some(7));
 
     let mut apart = placing(1, 2);
     assert_eq!(apart.hub_allocated(0, "hash", Some(7), now()), Transition::None);

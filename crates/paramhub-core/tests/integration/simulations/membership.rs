@@ -13,8 +13,8 @@ use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce, Pro
 use paramhub_core::composition::Place;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::membership::{
-    CallId, Job, JobRecord, Membership, MembershipLimits, Now, Output, REPORTED_BACK_MAX, SettingsSummary,
-    SitePlacement, Submission, WaitingCall,
+    CallId, HubRecord, Job, JobRecord, Membership, MembershipLimits, Now, Output, REPORTED_BACK_MAX,
+    SettingsSummary, SitePlacement, Submission, WaitingCall,
 };
 use paramhub_core::placement::{HubShape, Imbalance, InterfaceShape};
 use paramhub_core::scheme::{InformationBook, Plan};
@@ -58,7 +58,10 @@ struct SimulatedHub {
     heard: Duration,
     leaving: bool,
     commands: VecDeque<Order>,
-    jobs: BTreeSet<Namespace>,
+    /// Its jobs, each with the hash of its placement.
+    jobs: BTreeMap<Namespace, String>,
+    /// How others have ended.
+    ends: Vec<JobEnd>,
 }
 
 enum Order {
@@ -98,14 +101,15 @@ struct Simulation {
     placing: VecDeque<(Namespace, Arc<Settings>)>,
     hubs: BTreeMap<u32, SimulatedHub>,
     store: BTreeMap<Namespace, JobRecord>,
+    hub_store: BTreeMap<u32, HubRecord>,
 }
 
 fn limits() -> MembershipLimits {
     MembershipLimits { hub_timeout: HUB_TIMEOUT, living_jobs_max: 3, ended_jobs_max: 1, core_rate: None }
 }
 
-fn membership(records: Vec<JobRecord>, secret: Nonce, now: Duration) -> Membership {
-    let mut membership = Membership::new(records, limits(), secret, moment(now));
+fn membership(jobs: Vec<JobRecord>, hubs: Vec<HubRecord>, secret: Nonce, now: Duration) -> Membership {
+    let mut membership = Membership::new(jobs, hubs, limits(), secret, moment(now));
     let quotas = TeamQuotas { memory_bytes: Some(MEMORY_BYTES), ..TeamQuotas::default() };
     membership.set_team(TeamRecord { name: TEAM.into(), quotas });
     membership
@@ -128,11 +132,27 @@ fn json(value: &impl serde::Serialize) -> String {
     serde_json::to_string(value).unwrap()
 }
 
+/// A record as the store returns it.
+fn stored<T: serde::Serialize + serde::de::DeserializeOwned>(record: &T) -> T {
+    serde_json::from_str(&json(record)).unwrap()
+}
+
+/// A hub's report that it has a job.
+fn allocated(namespace: Namespace, hash: &str) -> HubEvent {
+    HubEvent::Allocated {
+        namespace,
+        placement_hash: hash.to_owned(),
+        resumed_step: None,
+        memory_bytes: 1,
+        streams: 0,
+    }
+}
+
 impl Simulation {
     fn new() -> Simulation {
         let now = Duration::ZERO;
         Simulation {
-            membership: membership(Vec::new(), Nonce([9; 32]), now),
+            membership: membership(Vec::new(), Vec::new(), Nonce([9; 32]), now),
             now,
             restarts: 0,
             created: 0,
@@ -142,6 +162,7 @@ impl Simulation {
             placing: VecDeque::new(),
             hubs: BTreeMap::new(),
             store: BTreeMap::new(),
+            hub_store: BTreeMap::new(),
         }
     }
 
@@ -275,7 +296,6 @@ impl Simulation {
         let Some(namespace) = self.pick(job) else { return };
         let (now, caller) = (moment(self.now), Some((rank, process(number))));
         match self.membership.submit(namespace, rank, process(number), &settings(), now, now) {
-            Ok(Submission::Done(answer)) => self.initialised(namespace, rank, json(&*answer)),
             Ok(Submission::Wait(waiting)) => {
                 self.waits(waiting, Some(namespace), caller);
                 self.compared(waiting.call, true);
@@ -334,7 +354,7 @@ impl Simulation {
             encrypt: false,
         };
         let token = format!("token {}", self.hubs.len());
-        let number = self.membership.register_hub(offer, token.clone(), moment(self.now)).unwrap();
+        let number = self.membership.register_hub(offer, &token, moment(self.now)).unwrap();
         let hub = SimulatedHub {
             number,
             token,
@@ -342,7 +362,8 @@ impl Simulation {
             heard: self.now,
             leaving: false,
             commands: VecDeque::new(),
-            jobs: BTreeSet::new(),
+            jobs: BTreeMap::new(),
+            ends: Vec::new(),
         };
         assert!(self.hubs.insert(number, hub).is_none(), "a hub's number is never given again");
     }
@@ -352,24 +373,23 @@ impl Simulation {
         let hub = self.hubs.get_mut(&number).unwrap();
         let Some(order) = hub.commands.pop_front() else { return };
         let event = match order {
-            Order::Allocate { namespace, .. } if !well => {
+            Order::Allocate { namespace, .. } if !well && !hub.jobs.contains_key(&namespace) => {
                 HubEvent::Refused { namespace, reason: "full".into() }
             }
             Order::Allocate { namespace, hash } => {
-                hub.jobs.insert(namespace);
-                HubEvent::Allocated {
-                    namespace,
-                    placement_hash: hash,
-                    resumed_step: None,
-                    memory_bytes: 1,
-                    streams: 0,
-                }
+                allocated(namespace, hub.jobs.entry(namespace).or_insert(hash))
+            }
+            Order::Command(HubCommand::ReportJobs) => {
+                let living = hub.jobs.iter().map(|(&namespace, hash)| allocated(namespace, hash));
+                let ended = hub.ends.iter().cloned().map(HubEvent::Ended);
+                let events = living.chain(ended).chain([HubEvent::AllReported]).collect();
+                return self.report(number, HubReport { events, ..HubReport::default() });
             }
             Order::Command(HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. }) => {
                 HubEvent::Kept { namespace }
             }
             Order::Command(HubCommand::Stop { namespace, reason, .. }) => {
-                let finished = well && hub.jobs.remove(&namespace);
+                let finished = hub.jobs.remove(&namespace).is_some() && well;
                 return self.ended(number, namespace, finished, &reason);
             }
             Order::Command(HubCommand::Probe(order)) => {
@@ -386,7 +406,7 @@ impl Simulation {
 
     fn hub_ends(&mut self, hub: usize, finished: bool) {
         let Some(number) = self.pick_hub(hub) else { return };
-        let Some(namespace) = self.hubs.get_mut(&number).unwrap().jobs.pop_first() else { return };
+        let Some((namespace, _)) = self.hubs.get_mut(&number).unwrap().jobs.pop_first() else { return };
         self.ended(number, namespace, finished, "rank 0 was lost");
     }
 
@@ -398,6 +418,7 @@ impl Simulation {
         if finished && let Some(job) = self.jobs.get_mut(&namespace) {
             job.hubs_finished.insert(number);
         }
+        self.hubs.get_mut(&number).unwrap().ends.push(end.clone());
         self.report(number, HubReport { events: vec![HubEvent::Ended(end)], ..HubReport::default() });
     }
 
@@ -435,20 +456,32 @@ impl Simulation {
         }
     }
 
-    /// All that the manager keeps is in its store; connections break.
+    /// All that the manager keeps is in its store; connections break. Jobs and hubs go on.
     fn restart(&mut self) {
         self.restarts += 1;
         let calls: Vec<CallId> = self.callers.keys().copied().collect();
         calls.into_iter().for_each(|call| self.end_call(call));
         self.comparing.clear();
         self.placing.clear();
-        self.hubs.clear();
-        let records: Vec<JobRecord> = self.store.values().cloned().collect();
+        let states = |membership: &Membership| -> Vec<(Namespace, JobState)> {
+            membership.jobs().map(|job| (job.namespace, job.state())).collect()
+        };
+        let before = states(&self.membership);
+        let jobs: Vec<JobRecord> = self.store.values().map(stored).collect();
+        let hubs: Vec<HubRecord> = self.hub_store.values().map(stored).collect();
+        assert!(self.hubs.keys().eq(self.hub_store.keys()), "the store has other hubs");
         let secret = Nonce([self.restarts as u8; 32]);
-        self.membership = membership(records, secret, self.now);
-        assert!(self.membership.jobs().all(|job| job.state().has_ended()), "a job outlived its manager");
-        for job in self.jobs.values_mut() {
-            job.joined.clear();
+        self.membership = membership(jobs, hubs, secret, self.now);
+        assert_eq!(states(&self.membership), before, "the restart has changed the state of a job");
+        for hub in self.hubs.values_mut() {
+            hub.commands.clear();
+            // A hub that is leaving says so again in its next report.
+            hub.leaving = false;
+        }
+        for (namespace, job) in &mut self.jobs {
+            if before.contains(&(*namespace, JobState::Connecting)) {
+                job.joined.clear();
+            }
             job.newest_calls.clear();
         }
     }
@@ -487,9 +520,18 @@ impl Simulation {
     fn carry_out(&mut self) {
         for output in self.membership.take_outputs(moment(self.now)) {
             match output {
-                Output::Answer { call, answer } => self.answered(call, answer),
-                Output::HubJoined { hub } => assert!(self.hubs.contains_key(&hub)),
-                Output::HubForgotten { hub } => drop(self.hubs.remove(&hub)),
+                Output::Answer { call, answer, .. } => self.answered(call, answer),
+                Output::HubJoined { hub } => {
+                    assert!(self.hubs.contains_key(&hub));
+                    // A hub that is lost again by now is not recorded.
+                    let record = self.membership.hub_record(hub).map(|record| (hub, record));
+                    self.hub_store.extend(record);
+                }
+                Output::HubRestored { hub } => assert!(self.hubs.contains_key(&hub)),
+                Output::HubForgotten { hub } => {
+                    self.hubs.remove(&hub);
+                    self.hub_store.remove(&hub);
+                }
                 Output::Command { hub, command, .. } => {
                     let hub = self.hubs.get_mut(&hub).expect("only hubs that are here get commands");
                     hub.commands.push_back(Order::Command(command));

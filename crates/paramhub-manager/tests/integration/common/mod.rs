@@ -205,8 +205,18 @@ pub(crate) struct Hub {
     pub(crate) registered: HubRegistered,
     pub(crate) client: ManagerClient,
     pub(crate) shape: HubShape,
+    behaviour: HubBehaviour,
     quit: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Vec<HubCommand>>>,
+    thread: Option<JoinHandle<ServedCommands>>,
+}
+
+/// What a [`Hub`] knows besides its registration.
+#[derive(Default)]
+struct ServedCommands {
+    taken: Vec<HubCommand>,
+    acknowledged: u64,
+    /// The jobs that it has allocated, as it has reported them.
+    allocated: BTreeMap<Namespace, HubEvent>,
 }
 
 impl Hub {
@@ -222,12 +232,32 @@ impl Hub {
                 encrypt: false,
             })
             .unwrap();
+        Hub::serve(client, registered, shape, behaviour, ServedCommands::default())
+    }
+
+    /// Goes on under a manager that has restarted. It forgets a job first, if one is given.
+    pub(crate) fn go_on(mut self, client: &ManagerClient, forgotten: Option<Namespace>) -> Hub {
+        let mut served = self.thread.take().unwrap().join().unwrap();
+        forgotten.inspect(|forgotten| drop(served.allocated.remove(forgotten)));
+        Hub::serve(client, self.registered.clone(), self.shape.clone(), self.behaviour, served)
+    }
+
+    fn serve(
+        client: &ManagerClient,
+        registered: HubRegistered,
+        shape: HubShape,
+        behaviour: HubBehaviour,
+        mut served: ServedCommands,
+    ) -> Hub {
         let quit = Arc::new(AtomicBool::new(false));
         let thread = {
             let (client, registered, quit) = (client.clone(), registered.clone(), quit.clone());
-            std::thread::spawn(move || serve(&client, &registered, &quit, behaviour))
+            std::thread::spawn(move || {
+                serve(&client, &registered, &quit, behaviour, &mut served);
+                served
+            })
         };
-        Hub { registered, client: client.clone(), shape, quit, thread: Some(thread) }
+        Hub { registered, client: client.clone(), shape, behaviour, quit, thread: Some(thread) }
     }
 
     pub(crate) fn report(&self, event: HubEvent) {
@@ -251,7 +281,7 @@ impl Hub {
     /// Falls silent. Returns the commands that it was given.
     pub(crate) fn die(mut self) -> Vec<HubCommand> {
         self.quit.store(true, Ordering::Relaxed);
-        self.thread.take().unwrap().join().unwrap()
+        self.thread.take().unwrap().join().unwrap().taken
     }
 }
 
@@ -266,35 +296,40 @@ fn serve(
     registered: &HubRegistered,
     quit: &AtomicBool,
     behaviour: HubBehaviour,
-) -> Vec<HubCommand> {
-    let mut taken = Vec::new();
-    let mut acknowledged = 0;
+    served: &mut ServedCommands,
+) {
     while !quit.load(Ordering::Relaxed) {
+        let acknowledged = served.acknowledged;
         let Ok(polled) = client.poll_commands(registered, &PollCommands { acknowledged, wait_s: 0.2 }) else {
-            return taken;
+            return;
         };
         for numbered in polled.commands {
-            assert_eq!(numbered.sequence, acknowledged + 1, "commands are numbered without gaps");
-            acknowledged = numbered.sequence;
-            let event = match &numbered.command {
-                HubCommand::Allocate(plan) => allocate(plan, behaviour),
-                HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => None,
+            assert_eq!(numbered.sequence, served.acknowledged + 1, "commands are numbered without gaps");
+            served.acknowledged = numbered.sequence;
+            let events = match &numbered.command {
+                HubCommand::Allocate(plan) => {
+                    let event = allocate(plan, behaviour);
+                    served.allocated.extend(event.clone().map(|event| (plan.namespace, event)));
+                    event.into_iter().collect()
+                }
+                HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => Vec::new(),
+                HubCommand::ReportJobs => {
+                    served.allocated.values().cloned().chain([HubEvent::AllReported]).collect()
+                }
                 HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. } => {
-                    Some(HubEvent::Kept { namespace: *namespace })
+                    vec![HubEvent::Kept { namespace: *namespace }]
                 }
                 // A hub that knows no other cause reports the one in the command, like a real one.
                 HubCommand::Stop { namespace, reason, .. } => {
-                    Some(HubEvent::Ended(JobEnd::failed(*namespace, reason.clone(), CauseKind::Hearsay)))
+                    vec![HubEvent::Ended(JobEnd::failed(*namespace, reason.clone(), CauseKind::Hearsay))]
                 }
             };
-            taken.push(numbered.command);
-            let events = event.into_iter().collect();
+            served.taken.push(numbered.command);
             if client.report(registered, &HubReport { events, ..HubReport::default() }).is_err() {
-                return taken;
+                return;
             }
         }
     }
-    taken
 }
 
 fn allocate(plan: &JobPlan, behaviour: HubBehaviour) -> Option<HubEvent> {

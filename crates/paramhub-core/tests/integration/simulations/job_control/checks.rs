@@ -87,7 +87,7 @@ impl Simulation {
                 job.is_over = true;
             }
             Output::Report(event) => self.check_report(&event),
-            Output::ReportEnd { end, .. } => self.check_end(&end),
+            Output::ReportEnd(report) => self.check_end(&report.end),
             Output::StopCores => self.cores_stopped = true,
             Output::Probe { .. } | Output::ReportLeaving | Output::Info(_) | Output::Warning(_) => {}
         }
@@ -118,7 +118,7 @@ impl Simulation {
             }
             // The answer to a stop of a job that the hub does not know.
             HubEvent::Ended(end) => assert!(self.job(end.namespace).is_over),
-            HubEvent::Kept { .. } | HubEvent::Probed(_) => {}
+            HubEvent::Kept { .. } | HubEvent::Probed(_) | HubEvent::AllReported => {}
         }
     }
 

@@ -1,0 +1,58 @@
+//! What the manager hears of a hub's jobs: once when it happens, and again if the manager has restarted since.
+
+use std::time::Duration;
+
+use super::{JobControl, Output};
+use crate::auth::Namespace;
+use crate::service::{HubEvent, HubJobCounters, JobEnd};
+
+/// The ends of jobs that a hub still reports to a manager that restarts, the newest.
+pub const ENDS_KEPT: usize = 256;
+
+/// How a job has ended at a hub.
+#[derive(Clone, Debug)]
+pub struct EndReport {
+    /// How the job has ended.
+    pub end: JobEnd,
+    /// When that was decided.
+    pub since: Duration,
+    /// What the job has counted: its cores have forgotten it.
+    pub counters: HubJobCounters,
+}
+
+impl JobControl {
+    /// The manager wants a job allocated that this hub has already: an earlier command has come twice, or the manager has
+    /// restarted since. A job that still opens is reported when it is open.
+    pub(super) fn allocated_before(&mut self, namespace: Namespace) {
+        if self.jobs.get(&namespace).is_some_and(|job| job.has_opened) {
+            self.report_allocated(namespace);
+        }
+    }
+
+    /// Reports what a job has taken.
+    pub(super) fn report_allocated(&mut self, namespace: Namespace) {
+        let job = &self.jobs[&namespace];
+        let placement_hash = job.terms.placement().hash().to_hex().to_string();
+        let (memory_bytes, streams) = (job.terms.memory_bytes, job.terms.streams());
+        let resumed_step = job.resumed_step;
+        self.report(HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes, streams });
+    }
+
+    /// Reports how a job has ended, and keeps that for a manager that restarts.
+    pub(super) fn report_end(&mut self, report: EndReport) {
+        if self.ends.len() == ENDS_KEPT {
+            self.ends.pop_front();
+        }
+        self.ends.push_back(report.clone());
+        self.outputs.push(Output::ReportEnd(report));
+    }
+
+    /// Reports every job: the manager has restarted.
+    pub(super) fn report_jobs(&mut self) {
+        let open: Vec<Namespace> =
+            self.jobs.iter().filter(|(_, job)| job.has_opened).map(|(&namespace, _)| namespace).collect();
+        open.into_iter().for_each(|namespace| self.report_allocated(namespace));
+        self.outputs.extend(self.ends.iter().cloned().map(Output::ReportEnd));
+        self.report(HubEvent::AllReported);
+    }
+}

@@ -1,0 +1,189 @@
+//! The record of a job in the store, and how the job goes on from it under another manager.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::job_hubs::JobHub;
+use super::rank_assignments::RankRecord;
+use super::{Job, JobPhase, SettingsSummary, SitePlacement, Transition};
+use crate::auth::{Epoch, Nonce};
+use crate::composition::{Composition, Place, SiteId};
+use crate::membership::Now;
+use crate::placement::HubShape;
+use crate::scheme::InformationBook;
+use crate::service::{CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus};
+
+/// The record of a job, which the store keeps.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct JobRecord {
+    /// The number of the job among all jobs ever created.
+    pub order: u64,
+    /// The job's secret.
+    pub nonce: Nonce,
+    /// Its epoch; the store of an earlier release has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<Epoch>,
+    /// Its waits and lifetimes.
+    pub options: JobOptions,
+    /// The job as listings show it.
+    pub status: JobStatus,
+    /// Its ranks and hubs, from the moment when all ranks have connected until the job ends. The store of an earlier
+    /// release has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub members: Option<Box<MembersRecord>>,
+}
+
+/// The ranks and hubs of a job whose ranks have all connected, and what they were told.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct MembersRecord {
+    ranks: Vec<RankRecord>,
+    /// The place of each rank.
+    places: Vec<Place>,
+    /// The address of each rank for other ranks.
+    peer_addresses: Vec<Option<SocketAddr>>,
+    /// The hubs, site by site in placement order; none in a job without hubs.
+    hubs: Vec<JobHubRecord>,
+    /// The sites of these hubs.
+    composition: Option<Arc<Composition>>,
+    /// What ranks and hubs were told once the hubs had allocated; none before.
+    placed: Option<PlacedRecord>,
+}
+
+/// A hub's part in a job.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct JobHubRecord {
+    hub: u32,
+    counters: JobCounters,
+    left_out: Vec<u64>,
+    /// Bytes of buffers, and streams.
+    reserved: (u64, u64),
+}
+
+/// A job's placement.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct PlacedRecord {
+    placements: Vec<SitePlacement>,
+    information_book: Arc<InformationBook>,
+    /// The step of the checkpoint with which the job began.
+    resumed_step: Option<u32>,
+}
+
+impl Job {
+    /// The record that the store keeps.
+    pub fn record(&self, now: Now) -> JobRecord {
+        let has_members = matches!(self.state, JobState::Initialising | JobState::Running);
+        JobRecord {
+            order: self.order,
+            nonce: self.nonce,
+            epoch: self.epoch,
+            options: self.options,
+            status: self.status(now),
+            members: has_members.then(|| Box::new(self.members_record())),
+        }
+    }
+
+    fn members_record(&self) -> MembersRecord {
+        let hub = |job_hub: &JobHub| JobHubRecord {
+            hub: job_hub.hub,
+            counters: job_hub.counters,
+            left_out: job_hub.left_out.clone(),
+            reserved: job_hub.reserved,
+        };
+        let information_book = self.information_book.clone().filter(|_| self.state == JobState::Running);
+        MembersRecord {
+            ranks: self.assignments.record(),
+            places: self.places.clone(),
+            peer_addresses: self.peer_addresses.clone(),
+            hubs: self.job_hubs.iter().map(hub).collect(),
+            composition: self.composition.clone(),
+            placed: information_book.map(|information_book| PlacedRecord {
+                placements: self.placements.clone(),
+                information_book,
+                resumed_step: self.resumed_step(),
+            }),
+        }
+    }
+
+    /// Restores a job of an earlier manager. One that was connecting waits for all of its ranks again, since their
+    /// calls broke with that manager and are repeated. One that was initialising waits for the settings of its ranks,
+    /// and one that ran goes on, if the hubs report that they have it.
+    pub(crate) fn restore(record: JobRecord, now: Now) -> (Self, Transition) {
+        let JobRecord { order, nonce, epoch, options, status, members } = record;
+        let request = CreateService { name: status.name, workers: status.workers, options };
+        let mut job = Job::new(order, request, status.namespace, nonce, epoch, now);
+        job.created_at = status.created_at;
+        job.message = status.message;
+        job.reduction = status.reduction;
+        job.summary = SettingsSummary {
+            keys: status.keys,
+            bytes: status.bytes,
+            optimizer: status.optimizer,
+            consistency: status.consistency,
+        };
+        match (status.state, members) {
+            (JobState::Connecting, _) => return (job, Transition::None),
+            (JobState::Initialising | JobState::Running, Some(members)) if members.fit(status.workers) => {
+                job.restore_members(status.state, *members);
+                return (job, Transition::None);
+            }
+            _ => {}
+        }
+        job.assignments.restore_ended(&status.connected);
+        job.recorded_counters = status.counters;
+        job.recorded_left_out = status.left_out;
+        job.recorded_checkpoints = status.checkpoints;
+        if status.state.has_ended() {
+            job.state = status.state;
+            job.ended_at = status.ended_at;
+            job.phase = JobPhase::Cleared;
+            return (job, Transition::None);
+        }
+        let message =
+            "the connection manager restarted, and its store does not say which ranks and hubs the job had";
+        let transition = job.fail(ErrorCode::JobEnded, message.into(), now);
+        (job, transition)
+    }
+
+    fn restore_members(&mut self, state: JobState, members: MembersRecord) {
+        self.assignments.restore(members.ranks);
+        self.places = members.places;
+        self.peer_addresses = members.peer_addresses;
+        let sites = members.composition.iter().flat_map(|composition| (0..).zip(&composition.sites));
+        let shapes = sites.flat_map(|(site, hubs)| hubs.hubs.iter().map(move |shape| (site, shape)));
+        let hub = |(recorded, (site, shape)): (JobHubRecord, (SiteId, &HubShape))| JobHub {
+            // A hub that was not asked answers a stop all the same.
+            asked: true,
+            counters: recorded.counters,
+            left_out: recorded.left_out,
+            reserved: recorded.reserved,
+            ..JobHub::new(recorded.hub, shape.clone(), site)
+        };
+        self.job_hubs = members.hubs.into_iter().zip(shapes).map(hub).collect();
+        self.composition = members.composition;
+        (self.state, self.phase) = (JobState::Initialising, JobPhase::Initialising);
+        if state == JobState::Running {
+            (self.state, self.phase) = (JobState::Running, JobPhase::Running);
+            self.agreed = true;
+            if let Some(placed) = members.placed {
+                self.placements = placed.placements;
+                self.information_book = Some(placed.information_book);
+                for job_hub in &mut self.job_hubs {
+                    job_hub.allocated = true;
+                    job_hub.resumed_step = placed.resumed_step;
+                }
+            }
+        }
+    }
+}
+
+impl MembersRecord {
+    /// Whether every rank and every hub has what belongs to it.
+    fn fit(&self, workers: u32) -> bool {
+        let of_ranks = [self.ranks.len(), self.places.len(), self.peer_addresses.len()];
+        let hubs = self.composition.iter().flat_map(|composition| &composition.sites);
+        of_ranks.into_iter().all(|length| length == workers as usize)
+            && hubs.map(|site| site.hubs.len()).sum::<usize>() == self.hubs.len()
+    }
+}
