@@ -27,7 +27,7 @@ pub(super) struct ManagerFlags {
     /// How long a hub may be silent before the jobs at it are failed; workers have --dead-after of their job [default: 10]
     #[arg(long, value_name = "SECONDS", env = "PARAMHUB_HUB_DEAD_AFTER", value_parser = super::parse_seconds)]
     hub_dead_after: Option<f64>,
-    /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
+    /// Directory that keeps jobs and hubs across restarts, so that jobs go on [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_MANAGER_STATE")]
     state: Option<PathBuf>,
     #[command(flatten)]

@@ -92,6 +92,62 @@ fn a_hub_joins_again_when_its_manager_was_killed_and_restarted() {
 }
 
 #[test]
+fn jobs_outlive_a_manager_that_keeps_its_state() {
+    let (address, scratch) = (free_address(), tempfile::tempdir().unwrap());
+    let state = scratch.path().to_str().unwrap();
+    let start = || {
+        let manager = paramhub(["manager", "--listen", &address, "--state", state]).start();
+        manager.wait_for("manager ready: ");
+        manager
+    };
+    let kill = |manager: Process| {
+        manager.signal(Signal::KILL);
+        manager.finish();
+    };
+    let first = start();
+    let hub = paramhub(["hub", "--join", &address].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for("hub ready: ");
+    let client = client(&address);
+    let state_of = |name: &str| client.job(name).unwrap().state;
+    let running = endless_job(&client, "running");
+    let mut ranks = start_job(&client, "gathering", &["--steps", "20"]).into_iter();
+    // One rank waits for the other, which starts late.
+    let (waiting, late) = (ranks.next().unwrap(), ranks.next().unwrap());
+    late.signal(Signal::STOP);
+    kill(first);
+    wait_until("the hub has noticed", || hub.stderr().contains("no connection manager answers"));
+    let second = start();
+    wait_until("the hub has reported", || hub.stderr().contains("answers again, after "));
+    // Jobs can begin, and others are still there.
+    for worker in start_job(&client, "after", &["--steps", "20"]) {
+        worker.finish().expect_code(0);
+    }
+    kill(second);
+    let third = start();
+    late.signal(Signal::CONT);
+    for worker in [waiting, late] {
+        worker.finish().expect_code(0);
+    }
+    for name in ["gathering", "after"] {
+        wait_until("it is recorded", || state_of(name) == JobState::Finished);
+    }
+    assert_eq!(state_of("running"), JobState::Running);
+    assert_eq!(client.hubs().unwrap()[0].hub, 0);
+    // The manager that is there now ends a job that began under another.
+    client.stop_job_because("running", "enough").unwrap();
+    for worker in running {
+        let ended = worker.finish().expect_code(1);
+        assert!(ended.stderr.contains("stopped: enough"), "{}", ended.stderr);
+    }
+    let log = hub.stderr();
+    assert!(!log.contains("has forgotten this hub"), "{log}");
+    hub.signal(Signal::TERM);
+    hub.finish().expect_code(0);
+    third.signal(Signal::TERM);
+    third.finish().expect_code(0);
+}
+
+#[test]
 fn a_hub_may_start_before_its_manager() {
     let address = free_address();
     let early = |_| paramhub(["hub", "--join", &address].into_iter().chain(LOOPBACK)).start();
@@ -126,7 +182,7 @@ fn a_hub_that_was_cut_off_for_too_long_joins_again() {
     wait_until("the hub has joined again", || client.hubs().unwrap().len() == 1);
     for worker in workers {
         let ended = worker.finish().expect_code(1);
-        assert!(ended.stderr.contains("or had lost this hub"), "{}", ended.stderr);
+        assert!(ended.stderr.contains("was lost: it has not been heard for 0.5 s"), "{}", ended.stderr);
     }
     let message = client.job("cut-off").unwrap().message;
     assert!(message.contains("was lost: it has not been heard for 0.5 s. Look at"), "{message}");
