@@ -155,12 +155,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def undisturbed(arguments: argparse.Namespace) -> bytes:
+def undisturbed(arguments: argparse.Namespace, bound_s: float = BOUND_S) -> bytes:
     with tempfile.TemporaryDirectory(prefix="paramhub-kills-") as folder:
         run = Run(arguments.paramhub, arguments.epochs, Path(folder))
         try:
             run.keep_up()
-            await_end(run)
+            await_end(run, bound_s)
             if run.launches > 1:
                 raise Stuck(f"the undisturbed training failed: {(run.folder / 'log').read_text()}")
             return run.saved.read_bytes()
@@ -205,7 +205,7 @@ def disturbed(arguments: argparse.Namespace, seed: int, expected: bytes) -> str 
     return problem
 
 
-def await_end(run: Run) -> None:
+def await_end(run: Run, bound_s: float = BOUND_S) -> None:
     """Waits until the training ends. The bound begins anew with every launch, because a job's name becomes free only after a
     while."""
     launches, since = run.launches, time.monotonic()
@@ -215,7 +215,7 @@ def await_end(run: Run) -> None:
         if run.launches != launches:
             launches, since = run.launches, time.monotonic()
         now = time.monotonic()
-        if now - since > BOUND_S or now - first > 5 * BOUND_S:
+        if now - since > bound_s or now - first > 5 * bound_s:
             raise Stuck(f"the training has not ended, {now - first:.0f} s after the last kill")
         time.sleep(0.05)
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from kills import Run, await_end, undisturbed
 
+BOUND_S = 1200.0
+"""Seconds within which the training must end."""
 BETWEEN_S = 5.0
 """Seconds that the manager is there between two kills."""
 
@@ -54,7 +56,7 @@ def disturbed(arguments: argparse.Namespace, expected: bytes) -> list[str]:
                 print(f"kill {kill}: step {before}, {away} while it was away, {back} after", flush=True)
                 if not before < away < back and not run.has_ended():
                     problems.append(f"no steps around kill {kill}")
-            await_end(run)
+            await_end(run, BOUND_S)
             if run.saved.read_bytes() != expected:
                 problems.append("other parameters than undisturbed")
             if run.launches != 1:
@@ -76,7 +78,7 @@ def main() -> int:
     parser.add_argument("--away", type=float, default=60.0, help="seconds that the manager is away")
     parser.add_argument("--epochs", type=int, default=14_000, help="of the training")
     arguments = parser.parse_args()
-    problems = disturbed(arguments, undisturbed(arguments))
+    problems = disturbed(arguments, undisturbed(arguments, BOUND_S))
     print(f"{arguments.kills} kills of the manager: {'; '.join(problems) or 'right'}")
     return 1 if problems else 0
 

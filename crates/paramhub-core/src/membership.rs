@@ -121,7 +121,7 @@ impl Membership {
         };
         for record in hubs {
             let hub = record.hub;
-            state.hubs.add(record, now);
+            state.hubs.restore(record, now);
             state.outputs.push(Output::HubRestored { hub });
             state.command(hub, HubCommand::ReportJobs);
         }

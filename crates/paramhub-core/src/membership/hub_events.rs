@@ -30,7 +30,16 @@ impl Membership {
     /// # Errors
     /// If the hub is not here, or this is not its token.
     pub fn admit_hub(&mut self, hub: u32, token: Option<&str>, now: Now) -> Result<(), ServiceError> {
-        self.hubs.admit(hub, token, now).map(drop)
+        self.hubs.admit(hub, token, now)?;
+        self.welcome_back(hub, now);
+        Ok(())
+    }
+
+    /// Advances the jobs that waited for a hub of an earlier manager, once it calls this one.
+    fn welcome_back(&mut self, hub: u32, now: Now) {
+        if self.hubs.came_back(hub) {
+            self.advance_all_jobs(now);
+        }
     }
 
     /// Takes a hub's report.
@@ -77,6 +86,7 @@ impl Membership {
             Presence::Leaving => {}
             Presence::Gone => self.dismiss_hub(hub, now),
         }
+        self.welcome_back(hub, now);
         self.go_on_probing(now);
         Ok(())
     }

@@ -48,6 +48,8 @@ pub(crate) struct Hub {
     heard: Now,
     /// `true` if the hub is about to stop. It takes no further jobs then.
     pub(crate) is_leaving: bool,
+    /// `true` if the hub joined an earlier manager and has not called this one. It takes no jobs before it calls.
+    is_expected: bool,
 }
 
 impl Hubs {
@@ -74,14 +76,19 @@ impl Hubs {
             let message = format!("{HUBS_MAX} hubs have joined already, the most there can be");
             return Err(refusal(ErrorCode::DoesNotFit, message));
         }
-        self.add(HubRecord { hub, token_hash: tokens::hash(token), offer }, now);
+        self.add(HubRecord { hub, token_hash: tokens::hash(token), offer }, false, now);
         Ok(hub)
     }
 
-    /// Adds a hub that has joined, this manager or an earlier one, and counts it as heard now.
-    pub(crate) fn add(&mut self, HubRecord { hub, token_hash, offer }: HubRecord, now: Now) {
+    /// Restores a hub that joined an earlier manager. Its time to call begins now.
+    pub(crate) fn restore(&mut self, record: HubRecord, now: Now) {
+        self.add(record, true, now);
+    }
+
+    fn add(&mut self, record: HubRecord, is_expected: bool, now: Now) {
+        let HubRecord { hub, token_hash, offer } = record;
         self.next = self.next.max(hub + 1);
-        let joined = Hub { offer, token_hash, cores: Vec::new(), heard: now, is_leaving: false };
+        let joined = Hub { offer, token_hash, cores: Vec::new(), heard: now, is_leaving: false, is_expected };
         self.hubs.insert(hub, joined);
     }
 
@@ -127,6 +134,11 @@ impl Hubs {
         Ok(joined)
     }
 
+    /// Notes that a hub has called. Returns whether it was expected and can take jobs from now on.
+    pub(crate) fn came_back(&mut self, hub: u32) -> bool {
+        self.hubs.get_mut(&hub).is_some_and(|joined| std::mem::take(&mut joined.is_expected))
+    }
+
     /// Returns whether a hub of this number has joined and is not lost.
     pub(crate) fn has(&self, hub: u32) -> bool {
         self.hubs.contains_key(&hub)
@@ -163,7 +175,7 @@ impl Hubs {
 
     /// All hubs that take jobs, and the workers that they serve, in the order in which they joined.
     pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
-        let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving);
+        let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving && !hub.is_expected);
         here.map(|(&number, hub)| (number, (hub.offer.shape.clone(), hub.offer.place.clone()))).collect()
     }
 

@@ -41,20 +41,22 @@ fn job_in(state: &mut Membership, name: &str, racks: &[&str], reduction: Reducti
     let options = JobOptions { reduction, ..JobOptions::default() };
     let request = CreateService { name: name.into(), workers: racks.len() as u32, options };
     state.admit(Job::new(0, request, namespace, Nonce([2; 32]), Some(epoch()), now));
-    for (rank, rack) in (0..).zip(racks) {
-        let call = ConnectService {
-            rank,
-            incarnation: Incarnation([rank as u8; 16]),
-            proof: Proof([0; 32]),
-            claim: Some(RankClaim([rank as u8; 32])),
-            host: String::new(),
-            process: 1,
-            place: Place { rack: rack.to_string(), host: String::new() },
-            peer_address: None,
-        };
-        state.connect(namespace, &call, now).unwrap();
-    }
+    (0..).zip(racks).for_each(|(rank, rack)| connect(state, namespace, rank, rack, now));
     namespace
+}
+
+fn connect(state: &mut Membership, namespace: Namespace, rank: u32, rack: &str, now: Now) {
+    let call = ConnectService {
+        rank,
+        incarnation: Incarnation([rank as u8; 16]),
+        proof: Proof([0; 32]),
+        claim: Some(RankClaim([rank as u8; 32])),
+        host: String::new(),
+        process: 1,
+        place: Place { rack: rack.to_string(), host: String::new() },
+        peer_address: None,
+    };
+    state.connect(namespace, &call, now).unwrap();
 }
 
 fn is_begun(state: &Membership, namespace: Namespace) -> bool {
@@ -82,6 +84,28 @@ fn a_probe_holds_up_jobs_while_it_lasts_and_makes_none_fail() {
     assert!(is_begun(&state, asks) && is_begun(&state, beside));
     let reduction = state.job(asks).unwrap().status(now).reduction;
     assert!(reduction.contains("has not answered a probe within 2 s"), "{reduction}");
+}
+
+#[test]
+fn a_hub_of_an_earlier_manager_takes_jobs_when_it_calls() {
+    let now = at(0.0);
+    let mut before = new(now);
+    let hub = hub_at(&mut before, "127.0.0.1:1", "", now);
+    let waiting = create(&mut before, "waiting", 1).unwrap();
+    let jobs = before.jobs().map(|job| job.record(now)).collect();
+    let hubs = vec![before.hub_record(hub).unwrap()];
+    let mut state = Membership::new(jobs, hubs, before.limits, Nonce([9; 32]), now);
+    let is_asked =
+        |output: &Output| matches!(output, Output::Command { hub: 0, command: HubCommand::ReportJobs, .. });
+    assert!(state.take_outputs(now).iter().any(is_asked));
+    connect(&mut state, waiting, 0, "", now);
+    assert!(!is_begun(&state, waiting), "nobody knows whether the hub is still there");
+    assert_eq!(state.admit_hub(hub, Some("wrong"), now).unwrap_err().code, ErrorCode::Unauthorized);
+    assert!(!is_begun(&state, waiting));
+    state.admit_hub(hub, Some("token"), now).unwrap();
+    assert!(is_begun(&state, waiting));
+    // Its number is not given to another.
+    assert_eq!(hub_at(&mut state, "127.0.0.1:2", "", now), 1);
 }
 
 fn teams(names: [&str; 2], quotas: TeamQuotas) -> Membership {

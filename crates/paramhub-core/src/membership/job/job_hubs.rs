@@ -212,7 +212,8 @@ impl Job {
     pub(crate) fn hub_ended(&mut self, hub: u32, end: &JobEnd, now: Now) -> Transition {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
         // The hub has no chunks of the job and was done at once, when an earlier manager asked it. It will be asked again.
-        if end.finished && self.state == JobState::Initialising && self.placements.is_empty() {
+        let was_asked_before = self.job_hubs[index].asked && self.placements.is_empty();
+        if end.finished && was_asked_before && !self.state.has_ended() {
             return Transition::None;
         }
         // A repeated report: the answer to the first was lost, or the hub was asked after the end.
