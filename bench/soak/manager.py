@@ -2,10 +2,10 @@
 
     python bench/soak/manager.py --paramhub target/release/paramhub --kills 5 --away 60
 
-The training is that of ``kills.py``: two hubs, three workers, reproducible. The manager keeps its state. It is killed with SIGKILL
-while the training runs, is away for some time, and starts again. While it is away and after it is back, a probe counts the steps
-that the training has made. It is right if it makes steps all the time, is launched once, and ends with parameters that are
-bit-equal to those of an undisturbed training. The exit code is 1 if it was wrong.
+The training is that of ``kills.py``: two hubs, three workers, reproducible. The manager keeps its state. It is killed with
+SIGKILL while the training runs, is away for some time, and starts again. The hubs' checkpoints tell which steps the training has
+made while the manager was away and after it was back. It is right if it makes steps all the time, is launched once, and ends with
+parameters that are bit-equal to those of an undisturbed training. The exit code is 1 if it was wrong.
 """
 
 from __future__ import annotations
