@@ -32,6 +32,21 @@ pub enum Quorum {
     Count(u32),
     /// A clock that runs from the median contribution on.
     Clock,
+    /// Contributions of all members that are not lost. If fewer than this many members are left, no step ends.
+    NotLost {
+        /// The least number of members that are not lost.
+        least: u32,
+    },
+}
+
+impl Quorum {
+    /// Returns whether a step may end without a member that is merely late.
+    pub fn leaves_out(self) -> bool {
+        match self {
+            Quorum::Count(_) | Quorum::Clock => true,
+            Quorum::NotLost { .. } => false,
+        }
+    }
 }
 
 impl Stragglers {

@@ -23,6 +23,10 @@
 //! The hub drops a late contribution whole and answers its sender at once; the sender then contributes to the
 //! step whose parameters it has received.
 //!
+//! In a job that goes on when members are lost, a step ends with the contributions of those that remain. Another
+//! process may take a lost member's place, from a step on that no contribution of the former process can reach;
+//! see [`Exchange::rejoin`].
+//!
 //! If the [factors](crate::factors) of a layer come instead of its gradient, [`Gathering`] keeps the state of
 //! their pieces. All chunks of the layer become complete at once, and the hub makes their sums one after the
 //! other.
@@ -32,6 +36,7 @@
 
 mod awaiting;
 mod gathering;
+mod losses;
 mod rules;
 mod stragglers;
 mod violation;
@@ -42,6 +47,8 @@ pub use violation::{Awaited, LeftWhileAwaited, ProtocolViolation};
 
 #[cfg(test)]
 mod gathering_tests;
+#[cfg(test)]
+mod loss_tests;
 #[cfg(test)]
 mod resume_tests;
 #[cfg(test)]

@@ -30,8 +30,8 @@ pub struct Rules {
     /// `true` if a complete chunk is held until rank 0 releases the step. Such a job is synchronous and has
     /// parameters.
     pub two_phase: bool,
-    /// In a job that leaves out late members: the condition that ends a chunk's step without them. Such a job
-    /// is synchronous, has parameters, one phase and one site, and is not reproducible.
+    /// In a job whose steps may end without some members: the condition that ends a chunk's step. Such a job is
+    /// synchronous, has one phase and one site, and is not reproducible.
     pub quorum: Option<Quorum>,
 }
 
@@ -42,16 +42,20 @@ pub struct Exchange {
     pub(super) chunks: Vec<ChunkState>,
     /// The state of member `m` at slot `s`, at `s * members + m`.
     members: Vec<MemberState>,
-    /// For each member, whether it has left of its own accord.
+    /// For each member, whether it has left of its own accord or is lost.
     pub(super) departed: Vec<bool>,
-    departures: u32,
+    pub(super) departures: u32,
+    /// For each member, whether it is lost and may be replaced.
+    pub(super) lost: Vec<bool>,
+    /// For each member, the first step to which it contributes: another process contributed to earlier ones.
+    pub(super) joined_at: Vec<u32>,
     /// The number of chunks that are held and not released yet.
     held: u32,
     /// The next slot that the release under way updates; the number of chunks if there is no release.
     release_at: u32,
     /// The version that the first parameters came with.
     start_version: Option<u32>,
-    /// For each member, how many updates of chunks left it out; empty if the job waits for all members.
+    /// For each member, how many updates of chunks were made without it; empty if the job waits for all members.
     pub(super) left_out: Vec<u64>,
 }
 
@@ -75,8 +79,8 @@ pub(super) struct ChunkState {
     pub(super) arrived: u32,
     /// The number of them that are in the sum; fewer than `arrived` only while some are parked.
     pub(super) folded: u32,
-    /// In a job that leaves out late members: the number of members that may contribute to the step under way
-    /// and have not. They have the parameters that it starts from, or are about to receive them.
+    /// In a job with a quorum: the number of members that may contribute to the step under way and have not.
+    /// They have the parameters that it starts from, or are about to receive them.
     pub(super) awaited: u32,
     /// The number of those members that were counted in the step before.
     pub(super) prompt: u32,
@@ -237,6 +241,8 @@ impl Exchange {
             members: vec![MemberState::default(); chunks.len() * rules.members as usize],
             departed: vec![false; rules.members as usize],
             departures: 0,
+            lost: vec![false; rules.members as usize],
+            joined_at: vec![0; rules.members as usize],
             held: 0,
             release_at: chunks.len() as u32,
             start_version: None,
@@ -368,10 +374,11 @@ impl Exchange {
         self.chunks[slot as usize].initialised
     }
 
-    /// The first step to which not every member has contributed.
+    /// The first step to which not every member has contributed. Lost members do not count.
     pub fn steps_of_all(&self, slot: u32) -> u32 {
         let members = self.chunks[slot as usize].reach.members;
-        (0..members).map(|member| self.member(slot, member).next_step).min().unwrap_or(0)
+        let not_lost = (0..members).filter(|&member| !self.lost[member as usize]);
+        not_lost.map(|member| self.member(slot, member).next_step).min().unwrap_or(0)
     }
 
     /// Updates of the chunk since its optimizer's state was zero.
@@ -544,7 +551,8 @@ impl Exchange {
             return Err(ProtocolViolation::Unanswered);
         }
         let newest = match self.rules.consistency {
-            Consistency::Synchronous => chunk.version as u32,
+            // A member that has joined waits for the version that its first step starts from.
+            Consistency::Synchronous => member_state.next_step.max(chunk.version as u32),
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => member_state.next_step,
         };
         // Before rank 0 has sent parameters, the version that they start from is unknown.
@@ -569,7 +577,9 @@ impl Exchange {
                 }
                 // The chunk may have had updates since. An answer that has not begun to leave carries the
                 // newest values, even if older ones are already in an arena.
-                MemberRequest::Sendable(Answer::Parameters) if self.rules.quorum.is_some() => {
+                MemberRequest::Sendable(Answer::Parameters)
+                    if self.rules.quorum.is_some_and(Quorum::leaves_out) =>
+                {
                     on_due(member, Answer::Parameters);
                 }
                 _ => {}

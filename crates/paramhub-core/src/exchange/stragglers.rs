@@ -46,16 +46,16 @@ impl Exchange {
     }
 
     /// Ends the chunk's step under way if all contributions that it waits for are here. The caller calls it
-    /// for every slot after a member has left. It then calls [`Exchange::mark_due_answers`] and runs the optimizer, in
+    /// for every slot after a member has left, was lost or has joined. It then calls [`Exchange::mark_due_answers`] and runs the optimizer, in
     /// either order.
     pub fn end_if_complete(&mut self, slot: u32) -> Option<Update> {
         let (chunk, quorum) = (self.chunks[slot as usize], self.rules.quorum?);
         let is_complete = chunk.awaited == 0
             || match quorum {
                 Quorum::Count(count) => chunk.arrived >= count || chunk.prompt == 0,
-                Quorum::Clock => false,
+                Quorum::Clock | Quorum::NotLost { .. } => false,
             };
-        if is_complete { self.end_step(slot) } else { None }
+        if is_complete && self.has_enough_members() { self.end_step(slot) } else { None }
     }
 
     /// Ends the chunk's step under way with the contributions that are here, if there are any. The caller
@@ -69,7 +69,8 @@ impl Exchange {
             let state = self.member_mut(slot, member);
             let is_missing = u64::from(state.next_step) <= chunk.version;
             state.is_prompt = !is_missing;
-            self.left_out[member as usize] += u64::from(is_missing && !self.departed[member as usize]);
+            let was_expected = !self.departed[member as usize] || self.lost[member as usize];
+            self.left_out[member as usize] += u64::from(is_missing && was_expected);
         }
         let update = self.chunks[slot as usize].update(chunk.version as u32, chunk.arrived);
         self.count_awaited(slot);
@@ -83,7 +84,7 @@ impl Exchange {
         chunk.arrived > 0 && (chunk.arrived >= chunk.awaited || chunk.prompt == 0)
     }
 
-    /// For each member, how many updates of chunks left it out; empty if the job waits for all members.
+    /// For each member, how many updates of chunks were made without it; empty if the job waits for all members.
     pub fn left_out(&self) -> &[u64] {
         &self.left_out
     }

@@ -1,0 +1,110 @@
+//! Members that are lost, and processes that take their places.
+//!
+//! What a lost member contributed whole stays in the sums. Steps end with the contributions of the members that
+//! remain, as long as there are enough of them ([`Quorum::NotLost`]).
+//!
+//! A process that takes the place of a lost member first [rejoins](Exchange::rejoin): from then on no chunk goes
+//! beyond the step that the route names. When all routes of the job have named theirs, the process
+//! [joins](Exchange::join_at) at the latest of them, everywhere. That step is one to which the former process has
+//! contributed at no chunk, so that no update counts the member twice, and one that no chunk has passed, so that
+//! the process can pull the parameters from which the step starts.
+
+use super::rules::{Exchange, MemberRequest, MemberState};
+use super::violation::LeftWhileAwaited;
+use crate::stragglers::Quorum;
+
+impl Exchange {
+    /// Notes that a member is lost. The caller then calls [`Exchange::end_if_complete`] for every slot. A member
+    /// that has left before is not lost.
+    ///
+    /// Fails if another member waits for parameters to start from that only this one could send.
+    pub fn lose(&mut self, member: u32) -> Result<(), LeftWhileAwaited> {
+        if std::mem::replace(&mut self.departed[member as usize], true) {
+            return Ok(());
+        }
+        self.departures += 1;
+        self.lost[member as usize] = true;
+        for slot in 0..self.chunks.len() as u32 {
+            self.member_mut(slot, member).request = MemberRequest::None;
+            self.count_awaited(slot);
+        }
+        (0..self.chunks.len() as u32).try_for_each(|slot| self.check_waits(slot))
+    }
+
+    /// Gives the place of a lost member to another process, and returns the first step to which that process may
+    /// contribute at these chunks: the newest step that is under way at any of them, or that the former process
+    /// has reached. Until [`Exchange::join_at`] no chunk goes beyond it. Returns `None` if not all chunks have
+    /// begun; nothing has changed then.
+    ///
+    /// The caller first adds what the former process has contributed to the sums, and then calls
+    /// [`Exchange::end_if_complete`] for every slot, since there may be enough members again.
+    pub fn rejoin(&mut self, member: u32) -> Option<u32> {
+        debug_assert!(self.lost[member as usize], "only the place of a lost member is given away");
+        let slots = 0..self.chunks.len() as u32;
+        if !self.chunks.iter().all(|chunk| chunk.initialised) {
+            return None;
+        }
+        let reached = |slot| (self.step(slot)).max(self.member(slot, member).next_step);
+        let step = slots.map(reached).max().unwrap_or(0);
+        self.lost[member as usize] = false;
+        self.departed[member as usize] = false;
+        self.departures -= 1;
+        self.start_at(member, step);
+        Some(step)
+    }
+
+    /// Has a process that has [rejoined](Exchange::rejoin) contribute from `step` on. The caller then calls
+    /// [`Exchange::end_if_complete`] for every slot.
+    pub fn join_at(&mut self, member: u32, step: u32) {
+        debug_assert!(step >= self.joined_at[member as usize], "the latest of all routes' steps is meant");
+        self.start_at(member, step);
+    }
+
+    fn start_at(&mut self, member: u32, step: u32) {
+        self.joined_at[member as usize] = step;
+        for slot in 0..self.chunks.len() as u32 {
+            *self.member_mut(slot, member) =
+                MemberState { next_step: step, request: MemberRequest::None, is_prompt: true };
+            self.count_awaited(slot);
+        }
+    }
+
+    /// Moves a chunk on to the first step to which a present member will contribute, if nobody will contribute to
+    /// the steps before: all that could have done so are lost. The parameters stay as they are. Returns whether
+    /// the chunk has moved; the caller then calls [`Exchange::mark_due_answers`].
+    pub fn skip_missed_steps(&mut self, slot: u32) -> bool {
+        let chunk = self.chunks[slot as usize];
+        let is_idle = chunk.initialised && chunk.arrived == 0 && chunk.awaited == 0;
+        if self.rules.quorum.is_none() || !is_idle || !self.has_enough_members() {
+            return false;
+        }
+        let present = (0..self.rules.members).filter(|&member| !self.departed[member as usize]);
+        let first = present.map(|member| self.member(slot, member).next_step).min();
+        let Some(first) = first.filter(|&first| u64::from(first) > chunk.version) else { return false };
+        self.chunks[slot as usize].version = u64::from(first);
+        self.count_awaited(slot);
+        true
+    }
+
+    /// Returns whether the chunk's sum of `step` has a contribution of this member's present process, or of the
+    /// process that is lost if no other has taken its place.
+    pub fn has_contributed(&self, slot: u32, member: u32, step: u32) -> bool {
+        step >= self.joined_at[member as usize] && self.member(slot, member).next_step > step
+    }
+
+    /// Returns whether a member is lost and no other process has taken its place.
+    pub fn is_lost(&self, member: u32) -> bool {
+        self.lost[member as usize]
+    }
+
+    /// Returns whether steps may end: enough members are not lost.
+    pub(super) fn has_enough_members(&self) -> bool {
+        match self.rules.quorum {
+            Some(Quorum::NotLost { least }) => {
+                let lost = self.lost.iter().filter(|&&is_lost| is_lost).count() as u32;
+                self.rules.members - lost >= least.min(self.rules.members)
+            }
+            _ => true,
+        }
+    }
+}
