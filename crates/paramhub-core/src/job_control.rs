@@ -13,9 +13,9 @@
 //! counts. A job whose workers are about to be ended, or have been ended, goes on in its phase; it keeps the
 //! reason for the case that it does not finish.
 //!
-//! `admission` has what a job may take, `opening`, `streams` and `ending` the way of a job, `shutdown` that of
-//! the hub, `notices` and `awaited` what ranks and the manager hear of a job that goes on, and `reports` what a
-//! manager hears that has restarted.
+//! `admission` has what a job may take, `opening`, `streams` and `ending` the way of a job, `ranks` the workers that
+//! are lost and replaced, `shutdown` the way of the hub, `notices` and `awaited` what ranks and the manager hear of
+//! a job that goes on, and `reports` what a manager hears that has restarted.
 
 mod admission;
 mod awaited;
@@ -25,6 +25,7 @@ mod job;
 mod notices;
 mod opening;
 mod output;
+mod ranks;
 mod reports;
 mod shutdown;
 mod streams;
@@ -41,7 +42,7 @@ pub use ending::LAST_CHECKPOINT_TIMEOUT;
 pub use event::{CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNeighbours};
 use job::Job;
 pub use opening::READING_SHARE;
-pub use output::{Output, Recipient};
+pub use output::{Output, RankChange, Recipient};
 pub use reports::{ENDS_KEPT, EndReport};
 use shutdown::Shutdown;
 pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
@@ -105,6 +106,7 @@ impl JobControl {
         if self.is_serving() {
             self.check_loading(now);
             self.check_connecting(now, streams);
+            self.check_joining(now, streams);
             self.check_concluding(now);
             self.check_finishing(now);
             self.check_interfaces(now, streams);
@@ -133,6 +135,13 @@ impl JobControl {
             Event::CannotLink { namespace, reason } => self.fail_as_known(namespace, reason, now),
             Event::SitesUnreachable { namespace, reason } => self.lose_sites(namespace, reason, now),
             Event::Tell { namespace, rank, message } => self.notify_all(namespace, rank, &message),
+            Event::LoseRank { namespace, rank, epoch, reason } => {
+                self.lose_rank(namespace, (rank, epoch), &reason, now);
+            }
+            Event::ExpectRank { namespace, rank, epoch } => self.expect_rank(namespace, rank, epoch),
+            Event::JoinRank { namespace, rank, epoch, step } => {
+                self.join_rank(namespace, (rank, epoch), step);
+            }
             Event::Probe(order) => {
                 // A probe would take from a job the bandwidth that it measures. The manager asks only if it
                 // knows of no job.
@@ -162,6 +171,10 @@ impl JobControl {
             CoreEvent::Panicked { reason } => self.fail_as_known(namespace, reason, now),
             CoreEvent::Left { route, port } => self.left(namespace, route, port, now),
             CoreEvent::Silence { neighbour, seconds } => self.silence(namespace, neighbour, seconds),
+            CoreEvent::RankExpected { rank, epoch, step } => {
+                self.rank_expected(namespace, (rank, epoch), step);
+            }
+            CoreEvent::RankJoined { rank, epoch } => self.rank_joined(namespace, (rank, epoch), now),
             CoreEvent::Moved { neighbour, by } => self.moved(namespace, neighbour, by, now),
             CoreEvent::Late(late) => self.late(namespace, late),
             CoreEvent::Awaited { route, event } => self.awaited(namespace, route, event, now),

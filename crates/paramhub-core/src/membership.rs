@@ -430,6 +430,17 @@ impl Membership {
                 }
                 self.outputs.push(Output::Save(namespace));
             }
+            Transition::MembershipChanged { changes, epoch, message } => {
+                let hubs: Vec<u32> = job.hubs_of_members().collect();
+                self.outputs.push(Output::Log(LogEvent::RankChanged { job: name, namespace, epoch, message }));
+                self.outputs.push(Output::Save(namespace));
+                for hub in hubs.into_iter().filter(|&hub| self.hubs.has(hub)) {
+                    for change in &changes {
+                        let command = change.command(namespace);
+                        self.outputs.push(Output::ChangeMembership { hub, namespace, command });
+                    }
+                }
+            }
             Transition::AskHubs { hubs, reason, when } => {
                 for hub in hubs {
                     self.command(hub, stop_command(namespace, reason.clone(), when));

@@ -28,7 +28,7 @@ pub use error::{ErrorCode, ServiceError, refusal};
 pub use hub::{Commands, HubCommand, HubJobCheckpoints, HubJobCounters, HubRegistered, HubReport, JobPlan};
 pub use hub::{NumberedCommand, PollCommands, Presence, RegisterHub};
 pub use hub_events::{CauseKind, HubEvent, JobEnd, StopWhen, add_by_rank};
-pub use options::{JobOptions, OnInterfaceDown};
+pub use options::{JobOptions, OnInterfaceDown, OnWorkerLoss};
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
 pub use status::{AwaitedRanks, CoreCounters, HubStatus, JobCounters, JobState, JobStatus};
 pub use teams::{Allowance, TeamAllowance, TeamQuotas, TeamStatus};

@@ -15,7 +15,7 @@ pub use job_streams::{JobStreams, StreamOrigin, StreamPlace, StreamTerms};
 pub struct StreamSecrets {
     /// The job's nonce.
     pub nonce: Nonce,
-    /// The job's epoch.
+    /// The epoch with which the job began.
     pub epoch: Epoch,
     /// The ranks whose workers speak protocol version 1, ascending. The manager has given them no secrets, so
     /// their streams are proved with the nonce.
@@ -33,11 +33,19 @@ impl StreamSecrets {
                 match (version, is_version_1) {
                     (1, true) => Some(self.nonce.into()),
                     (1, false) | (_, true) => None,
-                    (_, false) => Some(self.epoch.secret.of_rank(rank)),
+                    // A former process of the rank proves itself too, so that it hears why it is refused.
+                    (_, false) => Some(self.epoch.of_rank(rank, self.epoch_named_by(hello))),
                 }
             }
             Caller::Hub { .. } => Some(self.epoch.secret.of_hubs()),
             Caller::Prober => None,
+        }
+    }
+
+    fn epoch_named_by(&self, hello: &Hello) -> u64 {
+        match hello.attempt {
+            Attempt::Numbered { epoch, .. } => epoch,
+            Attempt::Unnumbered { .. } => self.epoch.number,
         }
     }
 }
@@ -45,12 +53,14 @@ impl StreamSecrets {
 /// Why a stream is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum StaleStream {
-    /// It belongs to another epoch of the job.
-    #[error("its stream belongs to epoch {given} of the job, which is in epoch {current}")]
+    /// It belongs to another epoch of the job than the one since which its caller is in the job.
+    #[error(
+        "its stream belongs to epoch {given} of the job, and the rank has been another process's since epoch {current}"
+    )]
     Epoch {
         /// The epoch of the stream.
         given: u64,
-        /// The epoch of the job.
+        /// The epoch since which the rank has its process, or the job's first.
         current: u64,
     },
     /// A newer stream is open, or was.
@@ -66,7 +76,7 @@ pub enum StaleStream {
     TooMany,
 }
 
-/// Returns the number of a stream, if the stream may count in the job's `epoch` after those before it, of
+/// Returns the number of a stream, if the stream may count in `epoch`, since which its caller is in the job, after those before it, of
 /// which `newest` was the last; `None` if there was none. Whether a first stream may come beside another is
 /// not decided here: that would be of another process.
 ///

@@ -194,12 +194,20 @@ impl Acceptor {
             Ok(HandshakeStep::Admit(hello, admitted)) => {
                 if let Some(connection) = self.remove(token) {
                     let core = &self.cores[usize::from(hello.core)];
-                    let StreamPlace { route, port, attempt, resumed_by, .. } = admitted.place;
+                    let StreamPlace { route, port, epoch, attempt, resumed_by } = admitted.place;
                     let keys = connection.keys();
                     let carrier = admitted.memory.map_or(Carrier::Tcp(keys), Carrier::Memory);
                     let stream = AcceptedStream { socket: connection.socket, carrier };
                     let namespace = hello.namespace;
-                    core.send(CoreCommand::Adopt { namespace, route, port, stream, attempt, resumed_by });
+                    core.send(CoreCommand::Adopt {
+                        namespace,
+                        route,
+                        port,
+                        stream,
+                        epoch,
+                        attempt,
+                        resumed_by,
+                    });
                 }
             }
             Ok(HandshakeStep::Probe(probe)) => {

@@ -81,6 +81,21 @@ impl Directory {
         self.jobs().living.insert(namespace, entry);
     }
 
+    /// Refuses the streams of a rank's former process: the rank is lost since `epoch`.
+    pub(crate) fn refuse_rank(&self, namespace: Namespace, rank: u32, epoch: u64) {
+        if let Some(entry) = self.jobs().living.get_mut(&namespace) {
+            entry.streams.lose_rank(rank, epoch);
+            entry.memory.forget(rank);
+        }
+    }
+
+    /// Admits the streams of the process that has taken a lost rank since `epoch`.
+    pub(crate) fn admit_rank(&self, namespace: Namespace, rank: u32, epoch: u64) {
+        if let Some(entry) = self.jobs().living.get_mut(&namespace) {
+            entry.streams.admit_rank(rank, epoch);
+        }
+    }
+
     /// Refuses further streams of a job, with `message`.
     pub(crate) fn remove(&self, namespace: Namespace, message: String) {
         let mut jobs = self.jobs();

@@ -127,6 +127,13 @@ impl JobController {
             HubCommand::ReportJobs => Event::ReportJobs,
             HubCommand::Link { namespace } => Event::Link { namespace },
             HubCommand::Tell { namespace, rank, message } => Event::Tell { namespace, rank, message },
+            HubCommand::LoseRank { namespace, rank, epoch, reason } => {
+                Event::LoseRank { namespace, rank, epoch, reason }
+            }
+            HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
+            HubCommand::JoinRank { namespace, rank, epoch, step } => {
+                Event::JoinRank { namespace, rank, epoch, step }
+            }
             HubCommand::Probe(order) => Event::Probe(order),
             HubCommand::Stop { namespace, reason, when } => Event::Stop { namespace, reason, when },
         })
@@ -170,6 +177,12 @@ impl JobController {
                 (namespace, Reported::Silence { neighbour, seconds })
             }
             CoreEvent::Moved { namespace, neighbour, by } => (namespace, Reported::Moved { neighbour, by }),
+            CoreEvent::RankExpected { namespace, rank, epoch, step } => {
+                (namespace, Reported::RankExpected { rank, epoch, step })
+            }
+            CoreEvent::RankJoined { namespace, rank, epoch } => {
+                (namespace, Reported::RankJoined { rank, epoch })
+            }
             CoreEvent::Late { namespace, late } => (namespace, Reported::Late(late)),
             CoreEvent::Awaited { namespace, route, event } => (namespace, Reported::Awaited { route, event }),
             CoreEvent::Closed { namespace, counters, left_out } => {

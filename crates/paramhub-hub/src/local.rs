@@ -91,6 +91,11 @@ impl JobMemory {
         Ok(LocalMemory { rings: Arc::new(rings), arenas })
     }
 
+    /// Forgets the arena of a rank whose process is lost: another process brings its own.
+    pub(crate) fn forget(&mut self, rank: u32) {
+        self.own.remove(&rank);
+    }
+
     /// Refuses shared memory, or shared parameters, with which the job does not combine.
     pub(crate) fn check(&self, asked: Feature) -> Result<(), String> {
         conflict_of(asked, self.job).map_or(Ok(()), |conflict| Err(conflict.to_string()))

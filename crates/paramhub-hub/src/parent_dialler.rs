@@ -78,6 +78,7 @@ impl ParentDialler {
                 route,
                 port,
                 stream,
+                epoch: self.secrets.epoch.number,
                 attempt: 0,
                 resumed_by: None,
             });

@@ -112,6 +112,7 @@ fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceErr
     drop((composed, map, spreads));
     let information_book = Arc::new(InformationBook { job: plan.name.clone(), roster, plan: schemes });
     let summary = SettingsSummary {
+        digest: settings_digest(settings),
         keys: settings.keys.len() as u64,
         bytes: settings.keys.bytes(),
         optimizer: settings.optimizer.name.clone(),
@@ -129,4 +130,10 @@ fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceErr
         }
     }
     Ok(Allocation { summary, placements, information_book, commands })
+}
+
+/// A digest of settings in hexadecimal digits. It is equal for settings that agree.
+pub(crate) fn settings_digest(settings: &Settings) -> String {
+    let text = serde_json::to_vec(settings).expect("settings are plain data");
+    blake3::hash(&text).to_hex().to_string()
 }

@@ -39,6 +39,11 @@ impl<'a> Caller<'a> {
         self.registry.with(|state| state.membership.disagree(self.call, disagreement, now()));
     }
 
+    /// The settings in the call of a process that takes a lost rank agree with those of the job, or do not.
+    pub(crate) fn join(&self, agrees: bool) {
+        self.registry.with(|state| state.membership.join(self.call, agrees, now()));
+    }
+
     /// The answer, which comes at the call's deadline at the latest.
     pub(crate) async fn answer_by(&mut self, deadline: Duration) -> Result<Answer, ServiceError> {
         tokio::select! {

@@ -36,6 +36,9 @@ pub(crate) fn log(event: &LogEvent) {
         LogEvent::JobExplained { job, namespace, message } => {
             tracing::info!(job, %namespace, "job had failed because: {message}");
         }
+        LogEvent::RankChanged { job, namespace, epoch, message } => {
+            tracing::warn!(job, %namespace, epoch, "{message}");
+        }
         LogEvent::HubLost { message } => tracing::warn!("{message}"),
         LogEvent::HubLeft { hub } => tracing::info!(hub, "hub left"),
         // The hub has logged this, too.

@@ -8,7 +8,7 @@ use paramhub_core::service::{
 };
 use paramhub_core::settings::Settings;
 
-use crate::allocation::allocate;
+use crate::allocation::{allocate, settings_digest};
 use crate::body::TableBody;
 use crate::caller::Caller;
 use crate::clock::now;
@@ -47,14 +47,23 @@ pub(crate) async fn init(
                 (Caller::wait(registry, state, waiting.call), waiting.deadline, None)
             }
             Submission::Compare { waiting, first, settings } => {
-                let first = Some((first, settings));
-                (Caller::wait(registry, state, waiting.call), waiting.deadline, first)
+                let first = Expected::SettingsOf(first, settings);
+                (Caller::wait(registry, state, waiting.call), waiting.deadline, Some(first))
+            }
+            Submission::Join { waiting, digest } => {
+                let digest = Some(Expected::Digest(digest));
+                (Caller::wait(registry, state, waiting.call), waiting.deadline, digest)
             }
         })
     })?;
-    let (mut call, deadline, first) = submitted;
-    let agrees = match first {
-        Some((first, theirs)) => compare(&call, rank, settings, first, theirs).await?,
+    let (mut call, deadline, expected) = submitted;
+    let agrees = match expected {
+        Some(Expected::SettingsOf(first, theirs)) => compare(&call, rank, settings, first, theirs).await?,
+        Some(Expected::Digest(digest)) => {
+            let is_same = blocking(move || settings_digest(&settings) == digest).await?;
+            call.join(is_same);
+            false
+        }
         None => {
             drop(settings);
             true
@@ -69,6 +78,14 @@ pub(crate) async fn init(
         Answer::Initialised(initialised) => initialised,
         other => unreachable!("InitService is answered with {other:?}"),
     }
+}
+
+/// What a rank's settings must agree with.
+enum Expected {
+    /// The settings of this rank.
+    SettingsOf(u32, Arc<Settings>),
+    /// The digest of the job's settings: the job runs, and the rank was lost.
+    Digest(String),
 }
 
 /// Parses and checks the settings in a call to InitService. The body is returned although it is empty,

@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::combinations;
 use paramhub_core::membership::{Answer, CallId, HubRecord, JobRecord, Membership, Output};
-use paramhub_core::service::{CreateService, ErrorCode, STOP_REASON_CHARS_MAX, ServiceError};
+use paramhub_core::service::{CreateService, ErrorCode, HubCommand, JobOptions, STOP_REASON_CHARS_MAX, ServiceError};
 use tokio::sync::oneshot;
 
 use crate::clock::now;
@@ -39,6 +39,8 @@ struct Unsaved {
     hubs: BTreeSet<u32>,
     /// A caller that was told of a job must find it as it was told, even if the manager is killed.
     answers: Vec<(CallId, Answer)>,
+    /// A hub must know no membership that a manager which restarts does not.
+    commands: Vec<(u32, HubCommand)>,
 }
 
 /// Records to write, and the keys of those to remove.
@@ -92,6 +94,12 @@ impl ManagerState {
                 Output::Command { hub, command, unless_queued } => {
                     self.queues.push(hub, &command, unless_queued);
                 }
+                Output::ChangeMembership { hub, namespace, command } => {
+                    match self.records_of(namespace) {
+                        Some(records) => records.commands.push((hub, command)),
+                        None => self.queues.push(hub, &command, false),
+                    }
+                }
                 Output::Save(namespace) => drop(self.unsaved.jobs.insert(namespace)),
                 Output::Remove(namespace) => {
                     self.unsaved.jobs.remove(&namespace);
@@ -103,13 +111,16 @@ impl ManagerState {
     }
 
     fn answer_when_saved(&mut self, call: CallId, namespace: Option<Namespace>, answer: Answer) {
-        let waits_for = [&mut self.unsaved, &mut self.saving]
-            .into_iter()
-            .find(|records| namespace.is_some_and(|namespace| records.jobs.contains(&namespace)));
-        match waits_for {
+        match namespace.and_then(|namespace| self.records_of(namespace)) {
             Some(records) => records.answers.push((call, answer)),
             None => self.answer(call, answer),
         }
+    }
+
+    /// The records among which that of a job is still to be saved; `None` if it is saved.
+    fn records_of(&mut self, namespace: Namespace) -> Option<&mut Unsaved> {
+        let records = [&mut self.unsaved, &mut self.saving];
+        records.into_iter().find(|records| records.jobs.contains(&namespace))
     }
 
     fn answer(&mut self, call: CallId, answer: Answer) {
@@ -145,7 +156,8 @@ impl ManagerState {
 
     /// What was taken last is saved: answers the callers that have waited for it.
     pub(crate) fn saved(&mut self) {
-        let Unsaved { answers, .. } = std::mem::take(&mut self.saving);
+        let Unsaved { answers, commands, .. } = std::mem::take(&mut self.saving);
+        commands.into_iter().for_each(|(hub, command)| self.queues.push(hub, &command, false));
         answers.into_iter().for_each(|(call, answer)| self.answer(call, answer));
     }
 
@@ -153,11 +165,13 @@ impl ManagerState {
     /// [`take_unsaved`](Self::take_unsaved). Jobs go on without their records, since a disk that fails must not hold them
     /// up: their callers are answered.
     pub(crate) fn not_saved(&mut self) {
-        let Unsaved { jobs, removed_jobs, hubs, answers } = std::mem::take(&mut self.saving);
+        let Unsaved { jobs, removed_jobs, hubs, answers, commands } = std::mem::take(&mut self.saving);
         let membership = &self.membership;
         self.unsaved.jobs.extend(jobs.into_iter().filter(|&namespace| membership.job(namespace).is_ok()));
         self.unsaved.removed_jobs.extend(removed_jobs);
         self.unsaved.hubs.extend(hubs);
+        let commands = commands.into_iter().chain(std::mem::take(&mut self.unsaved.commands));
+        commands.for_each(|(hub, command)| self.queues.push(hub, &command, false));
         let answers = answers.into_iter().chain(std::mem::take(&mut self.unsaved.answers));
         answers.collect::<Vec<_>>().into_iter().for_each(|(call, answer)| self.answer(call, answer));
     }
@@ -216,10 +230,25 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
             format!("job `{name}` cannot have stragglers = {}: {why}", options.stragglers),
         )
     })?;
+    if options.outlives_workers() && !(1..=request.workers).contains(&options.min_workers) {
+        return refuse(format!(
+            "job `{name}` has {} workers and is to go on with {} or more: set min_workers to 1 to {}",
+            request.workers, options.min_workers, request.workers
+        ));
+    }
+    let default = JobOptions::default();
+    let has_limits = options.min_workers != default.min_workers || options.linger_s != default.linger_s;
+    if !options.outlives_workers() && has_limits {
+        return refuse(format!(
+            "min_workers and linger_s of job `{name}` would have no effect: it fails when a worker is lost; set \
+             on_worker_loss to continue, or leave them out"
+        ));
+    }
     let bounds = [
         ("rendezvous_timeout_s", options.rendezvous_timeout_s, 0.1, 86_400.0),
         ("lease_s", options.lease_s, 0.1, 604_800.0),
         ("dead_after_s", options.dead_after_s, 1.0, 86_400.0),
+        ("linger_s", options.linger_s, 1.0, 604_800.0),
     ];
     let progress_timeout =
         options.progress_timeout_s.map(|seconds| ("progress_timeout_s", seconds, 1.0, 604_800.0));

@@ -121,6 +121,8 @@ impl Hub {
             dead_after: plan.dead_after,
             progress_timeout: None,
             continues: plan.continues,
+            min_workers: None,
+            epoch: 1,
             stragglers: Stragglers::Wait,
             weight: 1,
             memory_bytes: 1 << 20,

@@ -4,18 +4,18 @@ use serde::{Deserialize, Serialize};
 
 use super::{Incarnation, Namespace, Nonce, Proof, Purpose, prove};
 
-/// A membership of a job, from which the secrets of its streams are derived. The manager draws a new one for
-/// each epoch and gives it to the job's hubs.
+/// The epoch with which a job begins, and the secret from which those of its streams are derived, in that epoch and
+/// in later ones. The manager draws it and gives it to the job's hubs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Epoch {
-    /// The number of the epoch: 1 for a job's first.
+    /// The number of the epoch: 1.
     pub number: u64,
     /// The secret, which ranks do not know.
     pub secret: EpochSecret,
 }
 
-/// The secret that the hubs of a job share in one epoch, 256 bits, written as 64 hexadecimal digits.
+/// The secret that the hubs of a job share, 256 bits, written as 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
 #[serde(try_from = "String", into = "String")]
@@ -32,6 +32,16 @@ pub struct StreamSecret(pub [u8; 32]);
 /// holds for this connection alone (RFC 5056).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChannelBinding(pub [u8; 32]);
+
+impl Epoch {
+    /// The secret of the process that holds a rank since the epoch of this number.
+    pub fn of_rank(&self, rank: u32, since: u64) -> StreamSecret {
+        match since == self.number {
+            true => self.secret.of_rank(rank),
+            false => self.secret.derive(b"rank in epoch", &[&rank.to_le_bytes(), &since.to_le_bytes()]),
+        }
+    }
+}
 
 impl EpochSecret {
     /// The secret of a rank, for its streams to hubs and its calls to the manager.
@@ -111,5 +121,10 @@ mod tests {
         assert_eq!(distinct.len(), all.len());
         assert!(!distinct.contains(&first.0) && !distinct.contains(&second.0));
         assert_eq!(first.of_pair(3, 1), first.of_pair(1, 3));
+        let epoch = Epoch { number: 1, secret: first };
+        assert_eq!(epoch.of_rank(2, 1), first.of_rank(2));
+        let later = [epoch.of_rank(2, 2), epoch.of_rank(2, 3), epoch.of_rank(3, 2)];
+        assert!(later.iter().all(|secret| !distinct.contains(&secret.0)));
+        assert_ne!(later[0].0, later[1].0);
     }
 }

@@ -101,6 +101,7 @@ impl JobOptions {
         features_of_reduction(self.reduction, self.optimize_at).and(Features::of([
             (Feature::ContinuesOverInterfaces, self.continues()),
             (Feature::LateLeftOut, self.stragglers.leaves_out()),
+            (Feature::OutlivesWorkers, self.outlives_workers()),
             (Feature::EncryptedStreams, self.encrypt),
             (Feature::ProgressTimeout, self.progress_timeout_s.is_some()),
             (Feature::Weight, self.weight != JobOptions::default().weight),

@@ -66,6 +66,7 @@ features! {
     // A job's policies.
     ContinuesOverInterfaces, "continues-over-interfaces", "`on_interface_down = continue`";
     LateLeftOut, "late-left-out", "`stragglers` other than wait";
+    OutlivesWorkers, "outlives-workers", "`on_worker_loss = continue`";
     EncryptedStreams, "encrypted-streams", "`encrypt`";
     ProgressTimeout, "progress-timeout", "`progress_timeout`";
     Weight, "weight", "`weight`";

@@ -11,7 +11,7 @@ use crate::consistency::Consistency;
 use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, InterfaceShape};
 use crate::scheme::{Cluster, LayerSettings, Plan, Scheme, SchemeChoice};
-use crate::service::{JobOptions, JobPlan, OnInterfaceDown};
+use crate::service::{JobOptions, JobPlan, OnInterfaceDown, OnWorkerLoss};
 use crate::settings::{OptimizerChoice, Settings};
 use crate::stragglers::Stragglers;
 
@@ -161,6 +161,7 @@ fn racks() -> Composition {
 fn jobs_show_the_sentence_of_every_rule_about_them() {
     let usual = JobOptions::default();
     let continues = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..usual };
+    let outlives = JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..usual };
     let late = JobOptions { stragglers: Stragglers::Backup(1), ..usual };
     let encrypted = JobOptions { encrypt: true, ..usual };
     let every = |text: &str| JobOptions { checkpoint_every: Some(text.parse::<Every>().unwrap()), ..usual };
@@ -177,7 +178,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         let job = job(settings.clone(), options, composition);
         check_job(&job, &Plan::new(settings, &job.cluster))
     };
-    for options in [usual, continues, late, encrypted, every("30s"), every("5"), resumes] {
+    for options in [usual, continues, late, outlives, encrypted, every("30s"), every("5"), resumes] {
         assert_eq!(conflict(&settings(), options, flat()), Ok(()));
     }
     for settings in
@@ -204,6 +205,13 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         (&exact, late, flat()),
         (&quantised, late, flat()),
         (&clipped, late, flat()),
+        (&by(Scheme::Factors), outlives, flat()),
+        (&settings(), outlives, racks()),
+        (&stale, outlives, flat()),
+        (&mean, outlives, flat()),
+        (&exact, outlives, flat()),
+        (&clipped, outlives, flat()),
+        (&quantised, outlives, flat()),
         (&mean, resumes, flat()),
         (&stale, every("5"), flat()),
         (&settings(), every("30s"), two_hubs),

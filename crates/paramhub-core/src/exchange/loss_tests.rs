@@ -81,7 +81,7 @@ fn a_process_that_takes_the_place_contributes_to_the_step_under_way_if_the_forme
     exchange.lose(1).unwrap();
     assert_eq!(push(&mut exchange, 0, 0, 1), SumAction::Wait, "the job waits for its second member");
     assert_eq!(exchange.end_if_complete(0), None);
-    assert_eq!(exchange.rejoin(1), Some(1));
+    assert_eq!(exchange.rejoin(1), 1);
     exchange.join_at(1, 1);
     assert_eq!(exchange.end_if_complete(0), None);
     exchange.pull(0, 1, 1).unwrap();
@@ -101,7 +101,7 @@ fn a_process_that_takes_the_place_does_not_contribute_where_the_former_has() {
     exchange.lose(1).unwrap();
     // Chunk 0 is at step 1 and chunk 1 at step 0, without a contribution of member 1.
     push(&mut exchange, 0, 0, 1);
-    assert_eq!(exchange.rejoin(1), Some(1));
+    assert_eq!(exchange.rejoin(1), 1);
     assert!(!exchange.has_contributed(1, 1, 0));
     assert_eq!(exchange.end_if_complete(1), Some(Update { step: 0, number: 1, contributions: 1 }));
     exchange.pull(0, 1, 1).unwrap();
@@ -110,14 +110,14 @@ fn a_process_that_takes_the_place_does_not_contribute_where_the_former_has() {
     // The former process of the place is lost in the middle of step 1.
     push(&mut exchange, 0, 1, 1);
     exchange.lose(1).unwrap();
-    assert_eq!(exchange.rejoin(1), Some(2), "a place has one contribution to a step");
+    assert_eq!(exchange.rejoin(1), 2, "a place has one contribution to a step");
 }
 
 #[test]
 fn a_member_that_joins_later_waits_for_the_parameters_of_its_first_step() {
     let mut exchange = begun(2, 1, 1);
     exchange.lose(1).unwrap();
-    assert_eq!(exchange.rejoin(1), Some(0));
+    assert_eq!(exchange.rejoin(1), 0);
     exchange.join_at(1, 2);
     exchange.pull(0, 1, 2).unwrap();
     assert!(answer_all(&mut exchange, 0).is_empty());
@@ -138,10 +138,10 @@ fn all_begin_at_one_step_if_all_were_lost() {
     exchange.lose(0).unwrap();
     exchange.lose(1).unwrap();
     // Chunk 0 has had step 0, chunk 1 has half of it, chunk 2 nothing.
-    assert_eq!((exchange.rejoin(1), exchange.end_if_complete(1)), (Some(1), None));
+    assert_eq!((exchange.rejoin(1), exchange.end_if_complete(1)), (1, None));
     assert!(!exchange.skip_missed_steps(2), "there are too few yet");
     exchange.join_at(1, 1);
-    assert_eq!(exchange.rejoin(0), Some(1));
+    assert_eq!(exchange.rejoin(0), 1);
     assert_eq!(exchange.end_if_complete(1), Some(Update { step: 0, number: 1, contributions: 1 }));
     assert_eq!(exchange.end_if_complete(2), None);
     assert!(exchange.skip_missed_steps(2) && !exchange.skip_missed_steps(1));
@@ -153,13 +153,13 @@ fn all_begin_at_one_step_if_all_were_lost() {
 }
 
 #[test]
-fn nobody_goes_on_without_the_parameters_to_start_from() {
+fn no_job_goes_on_without_all_parameters_to_start_from() {
     let mut exchange = Exchange::new(rules(2, 1), 2);
     exchange.initialise(0, Some(0), 0).unwrap();
-    exchange.pull(1, 1, 0).unwrap();
-    let stranded = exchange.lose(0).unwrap_err();
-    assert_eq!((stranded.member, stranded.awaited), (0, Awaited::Parameters));
-    assert_eq!(exchange.rejoin(0), None);
+    for member in [0, 1] {
+        assert_eq!(exchange.lose(member), Err(LostBeforeStart));
+        assert!(!exchange.is_lost(member));
+    }
 }
 
 #[test]
@@ -308,7 +308,7 @@ impl Program {
             if !self.routes[route].is_lost(member) {
                 return false;
             }
-            self.named[member as usize][route] = self.routes[route].rejoin(member);
+            self.named[member as usize][route] = Some(self.routes[route].rejoin(member));
             self.settle(route);
             return true;
         }

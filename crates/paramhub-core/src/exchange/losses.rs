@@ -10,15 +10,19 @@
 //! the process can pull the parameters from which the step starts.
 
 use super::rules::{Exchange, MemberRequest, MemberState};
-use super::violation::LeftWhileAwaited;
+use super::violation::LostBeforeStart;
 use crate::stragglers::Quorum;
 
 impl Exchange {
     /// Notes that a member is lost. The caller then calls [`Exchange::end_if_complete`] for every slot. A member
     /// that has left before is not lost.
     ///
-    /// Fails if another member waits for parameters to start from that only this one could send.
-    pub fn lose(&mut self, member: u32) -> Result<(), LeftWhileAwaited> {
+    /// Fails, without any change, if a chunk has no parameters to start from yet: another process could not begin with
+    /// those of the hub.
+    pub fn lose(&mut self, member: u32) -> Result<(), LostBeforeStart> {
+        if !self.chunks.iter().all(|chunk| chunk.initialised) {
+            return Err(LostBeforeStart);
+        }
         if std::mem::replace(&mut self.departed[member as usize], true) {
             return Ok(());
         }
@@ -28,29 +32,25 @@ impl Exchange {
             self.member_mut(slot, member).request = MemberRequest::None;
             self.count_awaited(slot);
         }
-        (0..self.chunks.len() as u32).try_for_each(|slot| self.check_waits(slot))
+        Ok(())
     }
 
     /// Gives the place of a lost member to another process, and returns the first step to which that process may
     /// contribute at these chunks: the newest step that is under way at any of them, or that the former process
-    /// has reached. Until [`Exchange::join_at`] no chunk goes beyond it. Returns `None` if not all chunks have
-    /// begun; nothing has changed then.
+    /// has reached. Until [`Exchange::join_at`] no chunk goes beyond it.
     ///
     /// The caller first adds what the former process has contributed to the sums, and then calls
     /// [`Exchange::end_if_complete`] for every slot, since there may be enough members again.
-    pub fn rejoin(&mut self, member: u32) -> Option<u32> {
+    pub fn rejoin(&mut self, member: u32) -> u32 {
         debug_assert!(self.lost[member as usize], "only the place of a lost member is given away");
         let slots = 0..self.chunks.len() as u32;
-        if !self.chunks.iter().all(|chunk| chunk.initialised) {
-            return None;
-        }
         let reached = |slot| (self.step(slot)).max(self.member(slot, member).next_step);
         let step = slots.map(reached).max().unwrap_or(0);
         self.lost[member as usize] = false;
         self.departed[member as usize] = false;
         self.departures -= 1;
         self.start_at(member, step);
-        Some(step)
+        step
     }
 
     /// Has a process that has [rejoined](Exchange::rejoin) contribute from `step` on. The caller then calls

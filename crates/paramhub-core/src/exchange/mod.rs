@@ -43,7 +43,7 @@ mod violation;
 
 pub use gathering::{Gathered, GatheredLayer, Gathering};
 pub use rules::{Answer, Arrival, ChunkReach, Exchange, Fold, Rules, SumAction, Update};
-pub use violation::{Awaited, LeftWhileAwaited, ProtocolViolation};
+pub use violation::{Awaited, LeftWhileAwaited, LostBeforeStart, ProtocolViolation};
 
 #[cfg(test)]
 mod gathering_tests;

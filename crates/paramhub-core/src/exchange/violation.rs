@@ -110,6 +110,11 @@ pub struct LeftWhileAwaited {
     pub awaited: Awaited,
 }
 
+/// A member is lost before all chunks have parameters to start from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("was lost before rank 0 had sent all parameters to start from")]
+pub struct LostBeforeStart;
+
 /// The event that members wait for at a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Awaited {

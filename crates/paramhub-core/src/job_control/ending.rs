@@ -72,6 +72,12 @@ impl JobControl {
     pub(super) fn left(&mut self, namespace: Namespace, route: RouteId, port: u32, now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         job.left.insert((route, port));
+        self.finish_if_all_left(namespace, now);
+    }
+
+    /// Lets a job finish once every neighbour has left.
+    pub(super) fn finish_if_all_left(&mut self, namespace: Namespace, now: Duration) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
         if !job.have_all_left() || job.is_finishing() || job.is_ending() {
             return;
         }

@@ -57,6 +57,37 @@ pub enum Event {
         /// The text of the notice.
         message: String,
     },
+    /// The manager has decided that a rank is lost.
+    LoseRank {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch that begins with this.
+        epoch: u64,
+        /// What has happened to the rank, beginning with its name.
+        reason: String,
+    },
+    /// Another process takes a lost rank.
+    ExpectRank {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch that begins with this.
+        epoch: u64,
+    },
+    /// The process that takes a rank joins.
+    JoinRank {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch since which the process has the rank.
+        epoch: u64,
+        /// The first step to which it contributes.
+        step: u32,
+    },
     /// The manager orders a probe.
     Probe(ProbeOrder),
     /// A probe has ended.
@@ -144,6 +175,22 @@ pub enum CoreEvent {
         neighbour: Neighbour,
         /// How long it has been silent; `None` if it is heard again.
         seconds: Option<f64>,
+    },
+    /// The chunks of a core expect the process that takes a rank.
+    RankExpected {
+        /// The rank.
+        rank: u32,
+        /// The epoch since which the process has the rank.
+        epoch: u64,
+        /// The first step to which the process may contribute at these chunks.
+        step: u32,
+    },
+    /// The process that takes a rank has its step at all chunks of a core.
+    RankJoined {
+        /// The rank.
+        rank: u32,
+        /// The epoch since which the process has the rank.
+        epoch: u64,
     },
     /// A neighbour's stream continues over another interface.
     Moved {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::JobTerms;
 use super::awaited::Waits;
 use super::notices::Announced;
+use super::ranks::ChangedRanks;
 use crate::composition::Neighbour;
 use crate::placement::RouteId;
 use crate::service::{JobCounters, JobEnd, add_by_rank};
@@ -20,6 +21,8 @@ pub(super) struct Job {
     pub(super) is_linked: bool,
     /// The routes and ports by which a neighbour has left.
     pub(super) left: BTreeSet<(RouteId, u32)>,
+    /// The ranks that are lost, or were.
+    pub(super) ranks: ChangedRanks,
     /// What has been reported of neighbours.
     pub(super) announced: Announced,
     /// The waits at routes.
@@ -76,6 +79,7 @@ impl Job {
             has_opened: false,
             is_linked: false,
             left: BTreeSet::new(),
+            ranks: ChangedRanks::default(),
             announced: Announced::default(),
             waits: Waits::default(),
             has_snapshots: false,
@@ -103,9 +107,13 @@ impl Job {
         matches!(self.phase, Phase::Refused | Phase::Ending { .. })
     }
 
-    /// Whether every neighbour has left by every port, and this hub has left the sites above.
+    /// Whether every neighbour has left by every port, and this hub has left the sites above. Lost ranks need not
+    /// have left, but one rank must have: a job of which all ranks are lost has not finished.
     pub(super) fn have_all_left(&self) -> bool {
-        self.left.len() as u64 == self.terms.streams()
+        let is_away = |&(_, port): &(RouteId, u32)| !self.ranks.is_lost(port);
+        let left = self.left.iter().filter(|&port| is_away(port)).count() as u64;
+        let lost = self.ranks.lost().count() * self.terms.routes.len();
+        left > 0 && left + lost as u64 == self.terms.streams()
     }
 
     /// Adds what a closed route has counted.

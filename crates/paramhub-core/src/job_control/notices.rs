@@ -35,13 +35,15 @@ impl JobControl {
         let (name, job_name) = (job.name_of(neighbour), &job.terms.name);
         let message = match seconds {
             Some(seconds) => format!(
-                "{name} of job `{job_name}` has not been heard for {seconds:.0} s; the job fails after {:.0} s",
+                "{name} of job `{job_name}` has not been heard for {seconds:.0} s; {} after {:.0} s",
+                if job.terms.min_workers.is_some() { "it counts as lost" } else { "the job fails" },
                 job.terms.dead_after.as_secs_f64()
             ),
             None => format!("{name} of job `{job_name}` is heard again"),
         };
         self.warn(message.clone());
-        self.notify(namespace, Recipient::Rank(0), neighbour.rank(), &message);
+        let first = self.jobs[&namespace].ranks.first_present();
+        self.notify(namespace, Recipient::Rank(first), neighbour.rank(), &message);
         self.report(HubEvent::Noticed { namespace, message });
     }
 

@@ -58,6 +58,37 @@ pub enum Output {
         /// The notice.
         notice: Notice,
     },
+    /// Refuse the streams of a rank's former process.
+    RefuseRank {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch since which the rank is lost.
+        epoch: u64,
+    },
+    /// Admit the streams of the process that takes a rank.
+    AdmitRank {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch since which the process has the rank.
+        epoch: u64,
+    },
+    /// Let a core change the membership of its chunks.
+    ChangeRank {
+        /// The job.
+        namespace: Namespace,
+        /// The core.
+        core: u16,
+        /// The rank.
+        rank: u32,
+        /// The epoch that begins with the change, or in which it began.
+        epoch: u64,
+        /// The change.
+        change: RankChange,
+    },
     /// Free all memory of the job at a core and close its streams, with the reason if it failed.
     /// [`CoreEvent::Closed`](super::CoreEvent::Closed) answers for each route that was open.
     End {
@@ -90,6 +121,20 @@ pub enum Output {
     Info(String),
     /// Log that something went wrong.
     Warning(String),
+}
+
+/// A change of a job's membership.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RankChange {
+    /// The rank is lost: its streams are closed, and steps end without it.
+    Lose,
+    /// Another process takes the rank. [`CoreEvent::RankExpected`](super::CoreEvent::RankExpected) answers.
+    Expect,
+    /// The process contributes from this step on. [`CoreEvent::RankJoined`](super::CoreEvent::RankJoined) answers.
+    Join {
+        /// The step.
+        step: u32,
+    },
 }
 
 /// Who gets a notice.

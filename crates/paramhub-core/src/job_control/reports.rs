@@ -51,7 +51,10 @@ impl JobControl {
     pub(super) fn report_jobs(&mut self) {
         let open: Vec<Namespace> =
             self.jobs.iter().filter(|(_, job)| job.has_opened).map(|(&namespace, _)| namespace).collect();
-        open.into_iter().for_each(|namespace| self.report_allocated(namespace));
+        for namespace in open {
+            self.report_allocated(namespace);
+            self.report_lost_workers_again(namespace);
+        }
         self.outputs.extend(self.ends.iter().cloned().map(Output::ReportEnd));
         self.report(HubEvent::AllReported);
     }

@@ -82,7 +82,10 @@ impl JobControl {
                 (CauseKind::Known, reason)
             }
         };
-        self.fail(namespace, cause, culprit.rank(), message, now);
+        match culprit.rank().filter(|_| self.may_lose(namespace, cause)) {
+            Some(rank) => self.worker_lost(namespace, rank, message),
+            None => self.fail(namespace, cause, culprit.rank(), message, now),
+        }
     }
 
     /// Lets each connecting job run if all its streams are here, and ends it if it has waited too long for

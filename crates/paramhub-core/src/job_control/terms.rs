@@ -60,6 +60,10 @@ pub struct JobTerms {
     pub progress_timeout: Option<Duration>,
     /// Whether streams continue over other interfaces.
     pub continues: bool,
+    /// The least number of workers with which steps go on, if the job goes on when workers are lost.
+    pub min_workers: Option<u32>,
+    /// The epoch with which the job begins.
+    pub epoch: u64,
     /// Whether steps wait for late workers.
     pub stragglers: Stragglers,
     /// The job's share of a core's time, relative to other jobs' weights.

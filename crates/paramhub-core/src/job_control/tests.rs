@@ -47,6 +47,8 @@ fn terms(number: u8) -> JobTerms {
         composed: Arc::new(Composed::new(&keys, &map, Composition::flat(vec![hub], 2)).unwrap()),
         site: 0,
         routes: ROUTES.map(route).to_vec(),
+        min_workers: None,
+        epoch: 1,
         rendezvous: RENDEZVOUS,
         dead_after: seconds(15.0),
         progress_timeout: None,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::job::{InitNext, JobCall};
-use super::{CallId, Job, Membership, Now, Output, WaitingCall, forgotten};
+use super::{Answer, CallId, Job, Membership, Now, Output, WaitingCall, forgotten};
 use crate::auth::{Incarnation, Namespace};
 use crate::service::{ConnectService, ErrorCode, ServiceError, StopWhen};
 use crate::settings::Settings;
@@ -24,6 +24,14 @@ pub enum Submission {
         first: u32,
         /// The settings of that rank.
         settings: Arc<Settings>,
+    },
+    /// The call waits, of a process that takes a lost rank. The caller compares the digest of its settings with
+    /// this one, and reports whether it may [join](Membership::join).
+    Join {
+        /// The call.
+        waiting: WaitingCall,
+        /// The digest of the job's settings.
+        digest: String,
     },
 }
 
@@ -64,16 +72,33 @@ impl Membership {
     ) -> Result<Submission, ServiceError> {
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
         let deadline = arrived.monotonic + Duration::from_secs_f64(job.options.rendezvous_timeout_s);
-        let (ticket, first) = match job.submit(rank, incarnation, settings, now)? {
-            InitNext::Wait { ticket } => (ticket, None),
-            InitNext::Compare { ticket, first, settings } => (ticket, Some((first, settings))),
-        };
+        let next = job.submit(rank, incarnation, settings, now)?;
+        let (InitNext::Wait { ticket } | InitNext::Compare { ticket, .. } | InitNext::Join { ticket, .. }) = next;
         let call = self.wait(namespace, JobCall::Init { rank, ticket });
         let waiting = WaitingCall { call, deadline };
-        Ok(match first {
-            None => Submission::Wait(waiting),
-            Some((first, settings)) => Submission::Compare { waiting, first, settings },
+        Ok(match next {
+            InitNext::Wait { .. } => Submission::Wait(waiting),
+            InitNext::Compare { first, settings, .. } => Submission::Compare { waiting, first, settings },
+            InitNext::Join { digest, .. } => Submission::Join { waiting, digest },
         })
+    }
+
+    /// The settings of a process that takes a lost rank agree with the job's, or do not. If they do, the job's hubs are
+    /// to expect it; otherwise only its call is refused.
+    pub fn join(&mut self, call: CallId, agrees: bool, now: Now) {
+        let Some((namespace, job)) = self.job_of(call) else { return };
+        let Some(JobCall::Init { rank, .. }) = job.call(call) else { return };
+        if agrees {
+            let transition = job.join(rank);
+            return self.follow(namespace, transition);
+        }
+        let refused = job.refuse_other_settings(rank);
+        let transition = job.rank_lost_again(rank, now);
+        job.end_refused(call, now);
+        self.calls.remove(&call);
+        let answer = Answer::Initialised(Err(refused));
+        self.outputs.push(Output::Answer { call, namespace: Some(namespace), answer });
+        self.follow(namespace, transition);
     }
 
     /// The settings of a call to InitService agree with the first rank's. For the last rank this returns the

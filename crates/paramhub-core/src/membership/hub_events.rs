@@ -126,6 +126,18 @@ impl Membership {
                 job.hub_awaits(hub, awaited, now);
                 (namespace, job.hub_noticed(hub, message))
             }
+            HubEvent::WorkerLost { namespace, rank, epoch, reason } => {
+                let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else { return };
+                (namespace, job.worker_lost((rank, epoch), bounded(&reason), now))
+            }
+            HubEvent::RankExpected { namespace, rank, epoch, step } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                (namespace, job.rank_expected(hub, (rank, epoch), step))
+            }
+            HubEvent::RankJoined { namespace, rank, epoch } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                (namespace, job.rank_joined(hub, (rank, epoch), now))
+            }
             HubEvent::Kept { namespace } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.hub_kept_last(hub);

@@ -9,6 +9,7 @@ pub(crate) mod cause;
 mod ending;
 mod information_book;
 pub(crate) mod job_hubs;
+mod losses;
 mod rank_assignments;
 mod record;
 mod rendezvous;
@@ -37,6 +38,8 @@ pub(crate) use calls::JobCall;
 use cause::Cause;
 use ending::PendingConclusion;
 use job_hubs::JobHub;
+pub(crate) use losses::MembershipChange;
+use losses::PendingJoin;
 use rank_assignments::RankAssignments;
 pub use record::{JobRecord, MembersRecord};
 pub(crate) use rendezvous::InitNext;
@@ -66,6 +69,15 @@ pub(crate) enum Transition {
     Advanced,
     /// The job is over; these hubs must get the command to stop.
     Ended { stop: Vec<u32> },
+    /// The membership has changed, and with it the job's record.
+    MembershipChanged {
+        /// What each hub that serves the job must hear, in this order.
+        changes: Vec<MembershipChange>,
+        /// The newest epoch.
+        epoch: u64,
+        /// What has happened, for the log.
+        message: String,
+    },
     /// These hubs must report how the job ends.
     AskHubs { hubs: Vec<u32>, reason: String, when: StopWhen },
     /// The job failed for another reason than the one recorded.
@@ -123,6 +135,10 @@ pub struct Job {
     /// The reason why the job will have failed if it does not finish.
     announced: Option<Cause>,
     concluding: Option<PendingConclusion>,
+    /// The processes that join, by rank.
+    joins: BTreeMap<u32, PendingJoin>,
+    /// Since when the job has had fewer workers than it goes on with.
+    waits_since: Option<Now>,
     /// The calls that wait for the job.
     calls: BTreeMap<CallId, JobCall>,
     lease: Lease,
@@ -149,6 +165,9 @@ pub struct SettingsSummary {
     pub optimizer: String,
     /// The consistency.
     pub consistency: String,
+    /// The digest of the settings, with which a process that takes a lost rank compares its own. Listings do not show
+    /// it.
+    pub digest: String,
 }
 
 impl Job {
@@ -191,6 +210,8 @@ impl Job {
             cause: None,
             announced: None,
             concluding: None,
+            joins: BTreeMap::new(),
+            waits_since: None,
             calls: BTreeMap::new(),
             lease: Lease::new(request.options.lease_s, now.monotonic),
             phase: JobPhase::Connecting,
@@ -231,7 +252,10 @@ impl Job {
     pub(crate) fn check_time(&mut self, now: Now) -> Transition {
         let is_served = self.state == JobState::Running && !self.is_rendezvous_only();
         if is_served || self.state.has_ended() {
-            return self.check_conclusion(now);
+            return match self.check_conclusion(now) {
+                Transition::None if is_served => self.check_ranks(now),
+                transition => transition,
+            };
         }
         if let Some((rank, holder)) = self.assignments.come_back_expired(now) {
             let message = format!("rank {rank} ({holder}) was lost before the job ran");
@@ -274,6 +298,8 @@ impl Job {
             message: self.message.clone(),
             workers: self.workers,
             connected: self.assignments.connected(),
+            lost: self.lost_ranks(),
+            epoch: self.assignments.newest_epoch(),
             keys: self.summary.keys,
             bytes: self.summary.bytes,
             optimizer: self.summary.optimizer.clone(),

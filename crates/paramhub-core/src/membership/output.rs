@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::auth::{EpochSecret, Namespace};
+use crate::auth::{Epoch, Namespace};
 use crate::cost::Rate;
 use crate::service::{
     HubCommand, JobState, JobStatus, LinkStatus, RankSecrets, ServiceConnected, ServiceError,
@@ -43,8 +43,8 @@ pub enum Answer {
 pub struct Connected {
     pub(super) shared: Arc<ServiceConnected>,
     pub(super) rank: u32,
-    /// The secret of the epoch, if the rank gets its own.
-    pub(super) secret: Option<EpochSecret>,
+    /// The job's first epoch and the one since which the process has the rank, if the rank gets its own secret.
+    pub(super) secret: Option<(Epoch, u64)>,
 }
 
 impl Connected {
@@ -52,7 +52,7 @@ impl Connected {
     pub fn answer(&self) -> ServiceConnected {
         let (rank, addresses) = (self.rank, &self.shared.peer_addresses);
         let listens = addresses.get(rank as usize).is_some_and(Option::is_some);
-        let secrets = self.secret.map(|secret| {
+        let secrets = self.secret.map(|(Epoch { secret, .. }, _)| {
             let pair = |(other, address): (u32, &Option<_>)| {
                 (other != rank && address.is_some()).then(|| secret.of_pair(rank, other))
             };
@@ -60,9 +60,14 @@ impl Connected {
                 true => (0..).zip(addresses).map(pair).collect(),
                 false => Vec::new(),
             };
-            RankSecrets { rank: secret.of_rank(rank), pairs }
+            pairs
         });
-        ServiceConnected { secrets, ..ServiceConnected::clone(&self.shared) }
+        let secrets = self.secret.zip(secrets).map(|((epoch, since), pairs)| RankSecrets {
+            rank: epoch.of_rank(rank, since),
+            pairs,
+        });
+        let epoch = self.secret.map_or(self.shared.epoch, |(_, since)| since);
+        ServiceConnected { secrets, epoch, ..ServiceConnected::clone(&self.shared) }
     }
 }
 
@@ -103,6 +108,16 @@ pub enum Output {
         command: HubCommand,
         /// `true` to leave the command out if the same is already waiting for the hub.
         unless_queued: bool,
+    },
+    /// The membership of a job has changed, and a hub is to receive a command about it. If the job's record is still to
+    /// be saved, the command waits for that, so that no hub knows a membership that a manager which restarts does not.
+    ChangeMembership {
+        /// The hub's number.
+        hub: u32,
+        /// The job.
+        namespace: Namespace,
+        /// The command.
+        command: HubCommand,
     },
     /// The record of a job has changed and is to be saved.
     Save(Namespace),
@@ -165,6 +180,17 @@ pub enum LogEvent {
         /// The job.
         namespace: Namespace,
         /// The reason why it failed.
+        message: String,
+    },
+    /// A rank is lost, or another process has taken it.
+    RankChanged {
+        /// The job's name.
+        job: String,
+        /// The job.
+        namespace: Namespace,
+        /// The epoch that begins with this.
+        epoch: u64,
+        /// What has happened, and what follows.
         message: String,
     },
     /// A hub was lost.

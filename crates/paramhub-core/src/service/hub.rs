@@ -118,6 +118,38 @@ pub enum HubCommand {
         /// The text of the notice.
         message: String,
     },
+    /// A rank of a job that goes on without lost workers is lost: the hub closes its streams, and steps end without it.
+    LoseRank {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch that begins with this.
+        epoch: u64,
+        /// What has happened to the rank, beginning with its name.
+        reason: String,
+    },
+    /// Another process takes a lost rank: the hub answers with [`HubEvent::RankExpected`].
+    ExpectRank {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch that begins with this.
+        epoch: u64,
+    },
+    /// The process that takes a rank contributes from this step on, the latest that a hub of the job has named. The hub
+    /// answers with [`HubEvent::RankJoined`].
+    JoinRank {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch since which the process has the rank.
+        epoch: u64,
+        /// The step.
+        step: u32,
+    },
     /// Measure with another hub what the network between the two carries. The hub answers with
     /// [`HubEvent::Probed`] within a second.
     Probe(ProbeOrder),

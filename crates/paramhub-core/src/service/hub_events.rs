@@ -52,6 +52,39 @@ pub enum HubEvent {
         /// The ranks.
         awaited: Option<AwaitedRanks>,
     },
+    /// A worker is lost to this hub, in a job that goes on without lost workers. The hub waits for what the manager
+    /// decides.
+    WorkerLost {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch since which its process has had the rank.
+        epoch: u64,
+        /// What has happened to it, beginning with its name.
+        reason: String,
+    },
+    /// The first step to which the process that takes a rank may contribute at this hub. No chunk of this hub goes
+    /// beyond that step until the process joins.
+    RankExpected {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch since which the process has the rank.
+        epoch: u64,
+        /// The step.
+        step: u32,
+    },
+    /// A process that takes a rank may open its streams to this hub.
+    RankJoined {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch since which the process has the rank.
+        epoch: u64,
+    },
     /// The last checkpoint of a job whose workers are about to end is in memory, or will not be taken.
     Kept {
         /// The job.

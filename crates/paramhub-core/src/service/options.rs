@@ -12,7 +12,7 @@ use crate::composition::{OptimizeAt, Reduction};
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
 use crate::settings::Settings;
-use crate::stragglers::Stragglers;
+use crate::stragglers::{Quorum, Stragglers};
 
 /// Waits and lifetimes of one job, in seconds, and its policies. A hub that does not know an option refuses
 /// the job.
@@ -45,6 +45,17 @@ pub struct JobOptions {
     /// The reaction of the job when a network interface that its streams use goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
+    /// The reaction of the job when a worker is lost.
+    #[serde(skip_serializing_if = "is_default")]
+    pub on_worker_loss: OnWorkerLoss,
+    /// With `on_worker_loss` `continue`: the least number of workers that steps go on with; at least 1 and at most the
+    /// number of ranks.
+    #[serde(skip_serializing_if = "is_one")]
+    pub min_workers: u32,
+    /// With `on_worker_loss` `continue`: the time for which the job waits for other processes while it has fewer
+    /// workers than `min_workers`, 1 to 604,800; it fails after that.
+    #[serde(skip_serializing_if = "is_default_linger")]
+    pub linger_s: f64,
     /// Encrypts the streams between hosts: those of workers to hubs, of hubs to one another, and of meshes. Hubs can
     /// demand it of all jobs.
     #[serde(skip_serializing_if = "is_default")]
@@ -71,6 +82,22 @@ pub struct JobOptions {
 }
 
 impl JobOptions {
+    /// Returns whether the job goes on when a worker is lost.
+    pub fn outlives_workers(&self) -> bool {
+        self.on_worker_loss == OnWorkerLoss::Continue
+    }
+
+    /// The least number of workers with which steps go on, if the job goes on when workers are lost.
+    pub fn goes_on_with(&self) -> Option<u32> {
+        self.outlives_workers().then_some(self.min_workers)
+    }
+
+    /// The condition that ends a chunk's step without some of this many workers; `None` if it waits for all of them.
+    pub fn quorum(&self, workers: u32) -> Option<Quorum> {
+        let not_lost = self.goes_on_with().map(|least| Quorum::NotLost { least });
+        not_lost.or_else(|| self.stragglers.quorum(workers))
+    }
+
     /// Returns whether streams continue over other interfaces.
     pub fn continues(&self) -> bool {
         self.on_interface_down == OnInterfaceDown::Continue
@@ -123,9 +150,55 @@ impl FromStr for OnInterfaceDown {
     }
 }
 
-/// Returns whether a job has the default weight, which is left out so that older hubs understand the text.
-fn is_one(weight: &u32) -> bool {
-    *weight == 1
+/// The reaction of a job when a worker is lost: its process has ended or has been silent for too long, or it has
+/// given up. `fail`: the job fails, with the rank's name. `continue`: steps go on with the workers that remain,
+/// and another process may take the rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum OnWorkerLoss {
+    /// The job fails, with the rank's name.
+    #[default]
+    Fail,
+    /// What the worker has contributed whole counts, steps go on with the workers that remain, and another process
+    /// may take the rank. Only for some jobs; see [`combinations`](crate::combinations).
+    Continue,
+}
+
+impl fmt::Display for OnWorkerLoss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnWorkerLoss::Fail => "fail",
+            OnWorkerLoss::Continue => "continue",
+        })
+    }
+}
+
+impl FromStr for OnWorkerLoss {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "fail" => Ok(OnWorkerLoss::Fail),
+            "continue" => Ok(OnWorkerLoss::Continue),
+            _ => Err(format!(
+                "`{text}` is not what can be done about a lost worker: expected fail or continue"
+            )),
+        }
+    }
+}
+
+/// The default of [`JobOptions::linger_s`].
+const LINGER_S: f64 = 300.0;
+
+/// Returns whether a count has its default, which is left out so that older hubs understand the text.
+fn is_one(count: &u32) -> bool {
+    *count == 1
+}
+
+/// Does the same as [`is_one`] for the time that a job waits for workers.
+fn is_default_linger(linger_s: &f64) -> bool {
+    *linger_s == LINGER_S
 }
 
 impl Default for JobOptions {
@@ -137,6 +210,9 @@ impl Default for JobOptions {
             hubs: None,
             encrypt: false,
             on_interface_down: OnInterfaceDown::default(),
+            on_worker_loss: OnWorkerLoss::default(),
+            min_workers: 1,
+            linger_s: LINGER_S,
             stragglers: Stragglers::default(),
             progress_timeout_s: None,
             checkpoint_every: None,

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::is_default;
 use crate::auth::Namespace;
 use crate::checkpoint::CheckpointStatus;
 use crate::composition::Place;
@@ -50,6 +51,12 @@ pub struct JobStatus {
     pub workers: u32,
     /// Ranks that have connected, ascending.
     pub connected: Vec<u32>,
+    /// The ranks that are lost, in a job that goes on without them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lost: Vec<u32>,
+    /// The job's newest epoch: one begins with each rank that is lost or is another process's.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub epoch: u64,
     /// Keys in the table; 0 before InitService.
     pub keys: u64,
     /// Bytes of one worker's gradients; 0 before InitService.

@@ -1,10 +1,10 @@
 //! The streams of one job at a hub: which are admitted, and to which place.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{StreamSecrets, check_attempt};
+use super::{StaleStream, StreamSecrets, check_attempt};
 use crate::auth::Incarnation;
 use crate::composition::{Composed, Neighbour, SiteId};
 use crate::placement::RouteId;
@@ -38,6 +38,10 @@ pub struct JobStreams {
     terms: StreamTerms,
     /// The process that holds each rank.
     incarnations: HashMap<u32, Incarnation>,
+    /// The epoch since which each rank is lost, or has been another process's than at first.
+    changed: BTreeMap<u32, u64>,
+    /// The ranks that are lost.
+    lost: BTreeSet<u32>,
     /// The ports that have their stream.
     taken: HashMap<(RouteId, u32), TakenPort>,
 }
@@ -84,7 +88,13 @@ pub struct StreamPlace {
 impl JobStreams {
     /// A job without streams.
     pub fn new(terms: StreamTerms) -> JobStreams {
-        JobStreams { terms, incarnations: HashMap::new(), taken: HashMap::new() }
+        JobStreams {
+            terms,
+            incarnations: HashMap::new(),
+            changed: BTreeMap::new(),
+            lost: BTreeSet::new(),
+            taken: HashMap::new(),
+        }
     }
 
     /// With what its streams are proved.
@@ -106,14 +116,32 @@ impl JobStreams {
         &self.terms.name
     }
 
-    /// Returns the workers by rank, then the sites, that lack a stream on some route. It leaves out the sites above,
-    /// because this hub dials them.
+    /// Notes that a rank is lost since `epoch`. Streams of its process are refused from now on.
+    pub fn lose_rank(&mut self, rank: u32, epoch: u64) {
+        self.changed.insert(rank, epoch);
+        self.lost.insert(rank);
+        self.incarnations.remove(&rank);
+        let ports = &self.terms.ports;
+        self.taken.retain(|(route, port), _| ports[route].of_rank(rank) != Some(*port));
+    }
+
+    /// Notes that another process has a lost rank since `epoch`. Its streams are admitted from now on.
+    pub fn admit_rank(&mut self, rank: u32, epoch: u64) {
+        self.changed.insert(rank, epoch);
+        self.lost.remove(&rank);
+    }
+
+    /// Returns the workers by rank, then the sites, that lack a stream on some route. It leaves out lost ranks, and
+    /// the sites above, because this hub dials them.
     pub fn missing(&self) -> Vec<Neighbour> {
         let mut missing = BTreeSet::new();
+        let is_lost = |neighbour: &Neighbour| neighbour.rank().is_some_and(|rank| self.lost.contains(&rank));
         for (&route, ports) in &self.terms.ports {
             let open = (0..ports.len()).filter(|&port| !self.taken.contains_key(&(route, port)));
             missing.extend(
-                open.filter(|&port| ports.side(port) != Side::Above).map(|port| ports.neighbour(port)),
+                open.filter(|&port| ports.side(port) != Side::Above)
+                    .map(|port| ports.neighbour(port))
+                    .filter(|neighbour| !is_lost(neighbour)),
             );
         }
         missing.into_iter().collect()
@@ -190,6 +218,21 @@ impl JobStreams {
             let why = format!("{who} of job `{name}` exchanges elsewhere, not at this hub");
             return refused(Refusal::Rank, why);
         };
+        if let Caller::Worker { rank, .. } = hello.caller
+            && self.lost.contains(&rank)
+        {
+            let why = format!(
+                "{who} of job `{name}` is lost since epoch {}: another process may take the rank, which begins with \
+                 ConnectService",
+                self.epoch_of(hello.caller)
+            );
+            return refused(Refusal::Stale, why);
+        }
+        let epoch = self.epoch_of(hello.caller);
+        // A former process of the rank must not be taken for the present one before that has come.
+        if let Err(stale @ StaleStream::Epoch { .. }) = check_attempt(epoch, None, hello.attempt) {
+            return refused(Refusal::Stale, format!("{who} of job `{name}`: {stale}"));
+        }
         let is_other = match hello.caller {
             Caller::Worker { rank, .. } => {
                 *self.incarnations.entry(rank).or_insert(hello.incarnation) != hello.incarnation
@@ -201,7 +244,6 @@ impl JobStreams {
             let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
         }
-        let epoch = terms.secrets.epoch.number;
         let attempt = match check_attempt(epoch, taken.map(|taken| taken.attempt), hello.attempt) {
             Ok(attempt) => attempt,
             Err(stale) => return refused(Refusal::Stale, format!("{who} of job `{name}`: {stale}")),
@@ -219,6 +261,15 @@ impl JobStreams {
         }
         let by = by(hello, origin);
         Ok(StreamPlace { route, port, attempt, epoch, resumed_by: by.filter(|_| taken.is_some()) })
+    }
+
+    /// The epoch since which a caller is in the job.
+    fn epoch_of(&self, caller: Caller) -> u64 {
+        let changed = match caller {
+            Caller::Worker { rank, .. } => self.changed.get(&rank).copied(),
+            Caller::Hub { .. } | Caller::Prober => None,
+        };
+        changed.unwrap_or(self.terms.secrets.epoch.number)
     }
 
     /// The stream has its place from now on.

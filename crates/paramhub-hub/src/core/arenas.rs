@@ -48,6 +48,13 @@ impl Arenas {
         is_first
     }
 
+    /// Has `member` exchange through no arena from now on. Returns its arenas, which take long to unmap if they are
+    /// large.
+    pub(crate) fn detach(&mut self, member: u32) -> Option<RankArenas> {
+        self.members.retain(|&other| other != member);
+        self.of_member[member as usize].take()
+    }
+
     /// Returns whether tensors to and from a member stay in an arena; those of sites never do.
     pub(crate) fn has(&self, member: u32) -> bool {
         self.of_member.get(member as usize).is_some_and(Option::is_some)
@@ -58,11 +65,11 @@ impl Arenas {
         !self.members.is_empty()
     }
 
-    /// Finds the contributions to a chunk: of every member that has an arena, or of the `only` one.
-    pub(crate) fn find_sources(&mut self, extent: &Extent, only: Option<u32>) {
+    /// Finds the contributions to a chunk, of those members that have an arena and have contributed.
+    pub(crate) fn find_sources(&mut self, extent: &Extent, has_contributed: impl Fn(u32) -> bool) {
         self.sources.clear();
-        // If the `only` member has no arena, its contribution came over TCP and is in the sum already.
-        for &member in self.members.iter().filter(|&&member| only.is_none_or(|only| only == member)) {
+        // A member without an arena has contributed over TCP, and that is in the sum already.
+        for &member in self.members.iter().filter(|&&member| has_contributed(member)) {
             let arenas = self.of_member[member as usize].as_ref().expect("a listed member has an arena");
             self.sources.push((member, arenas.layout.gradient_chunk(extent)));
         }

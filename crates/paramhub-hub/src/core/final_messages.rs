@@ -57,6 +57,15 @@ impl FinalMessages {
         }
     }
 
+    /// Sends the worker of a stream the reason why its job goes on without it, after the rest of the frame that has
+    /// `begun` to leave.
+    pub(super) fn dismiss(&mut self, mut lane: Lane, begun: Option<Header>, failure: &Failure, now: Instant) {
+        // If the reason cannot be sent, the worker finds the stream closed.
+        if lane.send_final(begun, &failure.encode()).is_ok() {
+            self.keep(lane, now);
+        }
+    }
+
     /// Gives a stream with the reason time to read it.
     pub(super) fn keep(&mut self, lane: Lane, now: Instant) {
         if self.lanes.len() < READERS_MAX {

@@ -193,7 +193,7 @@ impl Layout {
                 reproducible: settings.reproducible,
                 has_parameters: settings.has_parameters(),
                 two_phase: settings.is_two_phase(),
-                quorum: plan.stragglers.quorum(plan.workers()),
+                quorum: plan.quorum,
             },
             slots,
         }

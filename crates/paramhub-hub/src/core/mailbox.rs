@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::composition::Neighbour;
-use paramhub_core::job_control::{FaultCause, LateRank, OverdueEvent};
+use paramhub_core::job_control::{FaultCause, LateRank, OverdueEvent, RankChange};
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{CoreCounters, JobCounters};
 use paramhub_core::wire::{Failure, Notice};
@@ -29,12 +29,14 @@ pub(crate) enum CoreCommand {
     /// The core answers with [`CoreEvent::Opened`], unless the job ends before.
     Open { plan: Box<ShardPlan>, restored: Option<Box<Restored>> },
     /// Serve a stream whose handshake is done. A stream that was `resumed_by` an interface replaces the
-    /// port's stream. If the port has had a stream with a higher `attempt`, this one is closed.
+    /// port's stream. If the port has had a stream of a later epoch, or of the same epoch with a higher
+    /// `attempt`, this one is closed.
     Adopt {
         namespace: Namespace,
         route: RouteId,
         port: u32,
         stream: AcceptedStream,
+        epoch: u64,
         attempt: u32,
         resumed_by: Option<u16>,
     },
@@ -47,6 +49,9 @@ pub(crate) enum CoreCommand {
     Arm { namespace: Namespace, target: SnapshotTarget, snapshot: Box<Snapshot> },
     /// Cancel a snapshot, if it is still being taken.
     Disarm { namespace: Namespace, route: RouteId },
+    /// Change the membership of a job's chunks. The core answers with [`CoreEvent::RankExpected`] or
+    /// [`CoreEvent::RankJoined`].
+    ChangeRank { namespace: Namespace, rank: u32, epoch: u64, change: RankChange },
     /// Free all memory of a job and close its streams, with the reason if it failed. The core answers with
     /// [`CoreEvent::Closed`] for each route.
     End { namespace: Namespace, failure: Option<Failure> },
@@ -72,6 +77,11 @@ pub(crate) enum CoreEvent {
     Silence { namespace: Namespace, neighbour: Neighbour, seconds: Option<f64> },
     /// A neighbour's stream continues over this interface.
     Moved { namespace: Namespace, neighbour: Neighbour, by: u16 },
+    /// The chunks of this core expect the process that takes a rank; `step` is the first to which it may contribute
+    /// here.
+    RankExpected { namespace: Namespace, rank: u32, epoch: u64, step: u32 },
+    /// The process that takes a rank has its step at all chunks of this core.
+    RankJoined { namespace: Namespace, rank: u32, epoch: u64 },
     /// Steps end without this rank.
     Late { namespace: Namespace, late: LateRank },
     /// A rank or a site keeps the others waiting at a route, or no longer does.

@@ -20,6 +20,7 @@ mod making;
 mod outbox;
 mod plan;
 mod quantised;
+mod ranks;
 mod restart;
 mod restored;
 mod resume;
@@ -111,8 +112,8 @@ struct HostedShard {
     /// The job's number in [`JobScheduler`].
     job: usize,
     lane_of: Vec<Option<u64>>,
-    /// The attempt of each port's newest stream; `None` before its first.
-    attempts: Vec<Option<u32>>,
+    /// The epoch and the attempt of each port's newest stream; `None` before its first.
+    newest_streams: Vec<Option<(u64, u32)>>,
     memory: MemoryState,
     /// `true` if the job is over.
     ending: bool,
@@ -122,6 +123,8 @@ struct HostedShard {
     copies: bool,
     /// `true` if a gradient waits to be made of factors.
     makes: bool,
+    /// `true` if steps may wait to be ended without members that are lost.
+    ends_steps: bool,
 }
 
 /// The part of a shard's memory that has been taken, or given back.
@@ -271,6 +274,7 @@ impl Core {
                 WorkUnit::UpdateReleased(shard) => self.release(shard, now),
                 WorkUnit::CopySnapshot(shard) => self.copy(shard),
                 WorkUnit::SumFactors(shard) => self.make(shard, now),
+                WorkUnit::EndSteps(shard) => self.end_steps(shard, now),
                 WorkUnit::Memory(shard) => self.take_or_give_memory(shard),
             }
             served = Some(job);
@@ -314,8 +318,8 @@ impl Core {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open { plan, restored } => self.open(*plan, restored.map(|restored| *restored)),
-                CoreCommand::Adopt { namespace, route, port, stream, attempt, resumed_by } => {
-                    if self.is_stale(namespace, route, port, attempt) {
+                CoreCommand::Adopt { namespace, route, port, stream, epoch, attempt, resumed_by } => {
+                    if self.is_stale(namespace, route, port, (epoch, attempt)) {
                         continue;
                     }
                     if let Some(by) = resumed_by {
@@ -327,6 +331,9 @@ impl Core {
                 CoreCommand::NotifyAll { namespace, notice } => self.notify_all(namespace, &notice, now),
                 CoreCommand::Arm { namespace, target, snapshot } => self.arm(namespace, target, snapshot),
                 CoreCommand::Disarm { namespace, route } => self.disarm(namespace, route),
+                CoreCommand::ChangeRank { namespace, rank, epoch, change } => {
+                    self.change_rank(namespace, rank, epoch, change, now);
+                }
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
                 CoreCommand::Stop => return true,
             }

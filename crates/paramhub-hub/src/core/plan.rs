@@ -12,7 +12,7 @@ use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::ports::Ports;
 use paramhub_core::settings::Settings;
-use paramhub_core::stragglers::Stragglers;
+use paramhub_core::stragglers::{Quorum, Stragglers};
 use paramhub_core::wire::STATE_HEAD_BYTES;
 use paramhub_kernels::{Aggregator, Optimizer};
 
@@ -25,6 +25,8 @@ pub(crate) struct ShardPlan {
     /// `true` if a stream that breaks is replaced over another interface.
     pub(crate) continues: bool,
     pub(crate) stragglers: Stragglers,
+    /// The condition that ends a chunk's step without some workers, if it may.
+    pub(crate) quorum: Option<Quorum>,
     /// The time that members may wait for one of them, if a longer wait ends the job.
     pub(crate) progress_timeout: Option<Duration>,
     /// The job's share of the core's time, relative to other jobs' weights.

@@ -33,12 +33,13 @@ impl Core {
                     route,
                     job,
                     lane_of: vec![None; ports],
-                    attempts: vec![None; ports],
+                    newest_streams: vec![None; ports],
                     memory: MemoryState::Opening,
                     ending: false,
                     releases: false,
                     copies: false,
                     makes: false,
+                    ends_steps: false,
                 });
                 self.shard_of.insert((namespace, route), index);
                 self.scheduler.add(job, WorkUnit::Memory(index));

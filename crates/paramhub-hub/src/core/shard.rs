@@ -6,6 +6,7 @@ mod checks;
 mod copying;
 mod factors;
 mod late;
+mod losses;
 mod memory;
 mod model;
 mod outgoing;
@@ -68,6 +69,8 @@ pub(crate) struct Shard {
     counters: JobCounters,
     /// The time of the newest frames, if steps end by time.
     pub(crate) now: Instant,
+    /// The next slot whose step may wait to be ended because the membership has changed, if any may.
+    steps_to_end: Option<u32>,
     /// The time that members have waited for others.
     watch: LatenessMonitor,
     /// The snapshot that is being taken.
@@ -118,6 +121,7 @@ impl Shard {
             left: vec![false; plan.ports.len() as usize],
             counters: JobCounters::default(),
             now,
+            steps_to_end: None,
             watch: LatenessMonitor::new(layout.slots.len(), plan.progress_timeout),
             armed: None,
             spare_snapshot,
@@ -290,7 +294,7 @@ impl Shard {
             && !self.sums.keeps_totals()
         {
             // Contributions that still lie in arenas are summed in the pass that updates the parameters.
-            self.sums.find_sources(&mut self.arenas, &slot, member);
+            self.find_sources(index, slot, Some(member), header.step);
             self.optimise(index, slot, update);
             return Ok(());
         }
@@ -301,6 +305,14 @@ impl Shard {
             self.sums.gather(index, slot, member, &mut self.arenas, &*self.plan.aggregator);
         }
         self.go_on(index, slot, arrival.then)
+    }
+
+    /// Finds the contributions to `step` that still lie in arenas.
+    fn find_sources(&mut self, index: u32, slot: ChunkPlace, last: Option<u32>, step: u32) {
+        let (exchange, waits_for_all) = (&self.exchange, self.plan.quorum.is_none());
+        self.sums.find_sources(&mut self.arenas, &slot, last, |member| {
+            waits_for_all || exchange.has_contributed(index, member, step)
+        });
     }
 
     /// Continues with a sum that lacks contributions, or that is complete and at its place.

@@ -50,6 +50,7 @@ pub(crate) fn plan_with(
         dead_after: Duration::from_secs(30),
         continues: false,
         stragglers,
+        quorum: stragglers.quorum(workers),
         progress_timeout: None,
         weight: 1,
         encrypts: false,

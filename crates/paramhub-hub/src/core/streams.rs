@@ -93,6 +93,9 @@ impl Core {
         if hosted.shard.is_making() && !std::mem::replace(&mut hosted.makes, true) {
             self.scheduler.add(hosted.job, WorkUnit::SumFactors(shard));
         }
+        if hosted.shard.has_steps_to_end() && !std::mem::replace(&mut hosted.ends_steps, true) {
+            self.scheduler.add(hosted.job, WorkUnit::EndSteps(shard));
+        }
         if hosted.shard.has_left(port) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
             self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
@@ -202,12 +205,19 @@ impl Core {
     }
 
     pub(super) fn drop_lane(&mut self, token: u64) {
-        let Some(lane) = self.lanes.remove(token) else { return };
+        if let Some(lane) = self.take_lane(token) {
+            self.close_if_over(lane.shard);
+        }
+    }
+
+    /// Removes a stream from its port.
+    pub(super) fn take_lane(&mut self, token: u64) -> Option<Lane> {
+        let lane = self.lanes.remove(token)?;
         // This fails only if the descriptor is not in the set; then there is nothing to remove.
         let _ = self.poller.remove(&lane);
         let hosted = self.shards.index_mut(lane.shard);
         hosted.lane_of[lane.port as usize] = None;
         self.scheduler.remove_lane(hosted.job, token);
-        self.close_if_over(lane.shard);
+        Some(lane)
     }
 }

@@ -45,6 +45,15 @@ impl JobController {
                     Recipient::All => CoreCommand::NotifyAll { namespace, notice },
                 },
             ),
+            Output::RefuseRank { namespace, rank, epoch } => {
+                self.directory.refuse_rank(namespace, rank, epoch);
+            }
+            Output::AdmitRank { namespace, rank, epoch } => {
+                self.directory.admit_rank(namespace, rank, epoch);
+            }
+            Output::ChangeRank { namespace, core, rank, epoch, change } => {
+                self.send_to_core(core, CoreCommand::ChangeRank { namespace, rank, epoch, change });
+            }
             Output::End { namespace, core, failure } => {
                 self.send_to_core(core, CoreCommand::End { namespace, failure });
             }

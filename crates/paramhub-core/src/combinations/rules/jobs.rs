@@ -9,7 +9,7 @@ use crate::combinations::Feature::{
     FactorCodec, Factors, FactorsInPyTorch, FactorsToHub, FlatReduction, HalfPrecisionKey,
     HierarchicalReduction, HubCores, LateLeftOut, LayerWithoutFactors, NoCheckpointFolder,
     NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer, NoPeerAddress, OnlySharedMemory, OptimizerAtOwner,
-    ProgressTimeout, PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer,
+    OutlivesWorkers, ProgressTimeout, PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer,
     RejectNonFinite, Reproducible, Resume, RunningHub, SeveralHubs, SeveralSites, SharedMemory,
     SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
     WholeChunkOptimizer,
@@ -345,6 +345,81 @@ pub(super) const STRAGGLERS: &[Rule] = &[
     },
 ];
 
+pub(super) const WORKER_LOSS: &[Rule] = &[
+    Rule {
+        these: &[OutlivesWorkers],
+        those: &[LateLeftOut],
+        verdict: Refused,
+        why: "a worker that is left out of steps could not be told from one that is lost",
+        remedy: "use `stragglers = wait`, or `on_worker_loss = fail`",
+        callers: &[CreateService],
+    },
+    Rule {
+        these: &[OutlivesWorkers],
+        those: &[ContinuesOverInterfaces],
+        verdict: Refused,
+        why: "a stream that ends is taken for the loss of its worker, and would not be waited for",
+        remedy: "use `on_interface_down = fail`, or `on_worker_loss = fail`",
+        callers: &[CreateService],
+    },
+    Rule {
+        these: &[OutlivesWorkers],
+        those: &[SeveralSites],
+        verdict: Refused,
+        why: "a site knows only the number of workers that the job began with, by which the mean divides",
+        remedy: "use the reduction flat, or `on_worker_loss = fail`",
+        callers: &[InitService],
+    },
+    Rule {
+        these: &[OutlivesWorkers],
+        those: &[Asynchronous, BoundedStaleness],
+        verdict: Refused,
+        why: "a process that takes a rank begins at a step that all workers have in common",
+        remedy: "use synchronous consistency, or `on_worker_loss = fail`",
+        callers: &[InitService],
+    },
+    Rule {
+        these: &[OutlivesWorkers],
+        those: &[NoOptimizer],
+        verdict: Refused,
+        why: "a process that takes a rank gets its parameters from the hubs, which have none",
+        remedy: "choose an optimizer, or use `on_worker_loss = fail`",
+        callers: &[InitService],
+    },
+    Rule {
+        these: &[OutlivesWorkers],
+        those: &[Reproducible],
+        verdict: Refused,
+        why: "the moment at which a worker is lost differs from run to run",
+        remedy: "leave `reproducible` out, or use `on_worker_loss = fail`",
+        callers: &[InitService],
+    },
+    Rule {
+        these: &[OutlivesWorkers],
+        those: &[TwoPhase],
+        verdict: Refused,
+        why: "the norm, as clipping needs it, is that of the same workers' gradients in every chunk",
+        remedy: "do without clipping by the global norm, or use `on_worker_loss = fail`",
+        callers: &[InitService],
+    },
+    Rule {
+        these: &[OutlivesWorkers],
+        those: &[Quantised],
+        verdict: Refused,
+        why: "a process that takes a rank has not had the changes that quantised keys travel as",
+        remedy: "use f32, or `on_worker_loss = fail`",
+        callers: &[InitService],
+    },
+    Rule {
+        these: &[Factors, FactorsToHub],
+        those: &[OutlivesWorkers],
+        verdict: Refused,
+        why: "every step waits for the factors of all workers",
+        remedy: "ask for the scheme hub, or use `on_worker_loss = fail`",
+        callers: &[InitService],
+    },
+];
+
 pub(super) const CHECKPOINTS: &[Rule] = &[
     Rule {
         these: &[CheckpointFolder],
@@ -461,6 +536,7 @@ pub(super) const NO_HUBS: &[Rule] = &[
             CheckpointEvery,
             Resume,
             LateLeftOut,
+            OutlivesWorkers,
             ProgressTimeout,
             FlatReduction,
             HierarchicalReduction,

@@ -76,7 +76,9 @@ impl Job {
     pub(crate) fn take_answers(&mut self, now: Now) -> Vec<(CallId, Answer)> {
         let is_due = |call: &JobCall| match call {
             JobCall::Connect { .. } => self.phase > JobPhase::Connecting,
-            JobCall::Init { .. } => self.phase > JobPhase::Initialising,
+            JobCall::Init { rank, .. } => {
+                self.phase > JobPhase::Initialising && (self.state.has_ended() || !self.is_joining(*rank))
+            }
             JobCall::Stop(StopWhen::WorkersEnding) => self.is_kept(),
             JobCall::Stop(StopWhen::Now | StopWhen::WorkersEnded) => self.is_cleared(),
         };
@@ -115,6 +117,10 @@ impl Job {
                 let refused = self.connect_timed_out(rank, ticket, hubs);
                 (Answer::Connected(Err(refused)), Transition::None)
             }
+            JobCall::Init { rank, .. } if self.is_joining(rank) => {
+                let refused = self.join_timed_out(rank);
+                (Answer::Initialised(Err(refused)), self.rank_lost_again(rank, now))
+            }
             JobCall::Init { rank, .. } => {
                 let transition = self.init_timed_out(now);
                 let answer = self.init_answer(rank, &mut AnswersBySite::new());
@@ -131,6 +137,11 @@ impl Job {
             Some(JobCall::Init { rank, ticket }) => self.init_dropped(rank, ticket, now),
             Some(JobCall::Stop(_)) | None => {}
         }
+    }
+
+    /// A call does not wait any longer: it is refused.
+    pub(crate) fn end_refused(&mut self, id: CallId, now: Now) {
+        self.end_call(id, now);
     }
 
     /// A call does not wait any longer. Until now that of a rank was a sign of life.

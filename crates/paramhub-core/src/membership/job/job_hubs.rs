@@ -86,8 +86,10 @@ impl Job {
         let Some(placed) = self.placements.get(usize::from(self.job_hubs[index].site)) else {
             return Transition::None;
         };
-        if self.state != JobState::Initialising {
-            return Transition::None;
+        match self.state {
+            JobState::Initialising => {}
+            JobState::Running => return self.repeat_losses(),
+            _ => return Transition::None,
         }
         if placed.hash != placement_hash {
             let message = format!(

@@ -37,6 +37,39 @@ pub(super) struct RankRecord {
     host: String,
     process: u32,
     finished: bool,
+    /// The epoch since which it holds the rank, or since which it is lost.
+    #[serde(default = "first_epoch", skip_serializing_if = "is_first_epoch")]
+    since: u64,
+    #[serde(default, skip_serializing_if = "is_member")]
+    standing: Standing,
+    /// The step at which it joined the running job, if it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    joined_at: Option<u32>,
+}
+
+fn first_epoch() -> u64 {
+    1
+}
+
+fn is_first_epoch(epoch: &u64) -> bool {
+    *epoch == first_epoch()
+}
+
+fn is_member(standing: &Standing) -> bool {
+    *standing == Standing::Member
+}
+
+/// Whether a process takes part in its job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Standing {
+    /// It does, or waits for the job to begin.
+    #[default]
+    Member,
+    /// It is lost, and another process may take the rank.
+    Lost,
+    /// It takes the rank of a process that was lost.
+    Joining,
 }
 
 /// The process that holds a rank.
@@ -51,7 +84,13 @@ pub(super) struct RankHolder {
     submitted: bool,
     /// `true` if the rank has finished its work without a hub.
     finished: bool,
+    /// When a connection on which it waited broke, or when a process that is joining last called.
     lost_at: Option<Now>,
+    /// The epoch since which it holds the rank, or since which it is lost.
+    pub(super) since: u64,
+    pub(super) standing: Standing,
+    /// The step at which it joined the running job, if it did.
+    pub(super) joined_at: Option<u32>,
 }
 
 impl RankAssignments {
@@ -69,13 +108,16 @@ impl RankAssignments {
             host: holder.host.clone(),
             process: holder.process,
             finished: holder.finished,
+            since: holder.since,
+            standing: holder.standing,
+            joined_at: holder.joined_at,
         };
         holders.map(record).collect()
     }
 
     /// Restores the processes that an earlier manager recorded. They have yet to hand in their settings, unless the
     /// job runs.
-    pub(super) fn restore(&mut self, ranks: Vec<RankRecord>) {
+    pub(super) fn restore(&mut self, ranks: Vec<RankRecord>, now: Now) {
         self.assigned = ranks.len() as u32;
         let holder = |record: RankRecord| RankHolder {
             incarnation: record.incarnation,
@@ -85,7 +127,10 @@ impl RankAssignments {
             ticket: 0,
             submitted: false,
             finished: record.finished,
-            lost_at: None,
+            lost_at: (record.standing == Standing::Joining).then_some(now),
+            since: record.since,
+            standing: record.standing,
+            joined_at: record.joined_at,
         };
         self.assignments = ranks.into_iter().map(|record| RankAssignment::Assigned(holder(record))).collect();
     }
@@ -116,19 +161,59 @@ impl RankAssignments {
         if self.holder(call.rank).is_some() {
             return self.renew_ticket(call.rank);
         }
-        let ticket = self.draw_ticket();
-        self.assignments[call.rank as usize] = RankAssignment::Assigned(RankHolder {
+        let holder = self.new_holder(call, first_epoch(), Standing::Member);
+        let ticket = holder.ticket;
+        self.assignments[call.rank as usize] = RankAssignment::Assigned(holder);
+        self.assigned += 1;
+        ticket
+    }
+
+    /// Gives a lost rank to another process, since this epoch.
+    pub(super) fn replace(&mut self, call: &ConnectService, since: u64, now: Now) -> u64 {
+        let holder = self.new_holder(call, since, Standing::Joining);
+        let ticket = holder.ticket;
+        let holder = RankHolder { submitted: true, lost_at: Some(now), ..holder };
+        self.assignments[call.rank as usize] = RankAssignment::Assigned(holder);
+        ticket
+    }
+
+    fn new_holder(&mut self, call: &ConnectService, since: u64, standing: Standing) -> RankHolder {
+        RankHolder {
             incarnation: call.incarnation,
             claim: call.claim,
             host: printable(&call.host),
             process: call.process,
-            ticket,
+            ticket: self.draw_ticket(),
             submitted: false,
             finished: false,
             lost_at: None,
-        });
-        self.assigned += 1;
-        ticket
+            since,
+            standing,
+            joined_at: None,
+        }
+    }
+
+    pub(super) fn holder_mut(&mut self, rank: u32) -> Option<&mut RankHolder> {
+        match self.assignments.get_mut(rank as usize)? {
+            RankAssignment::Assigned(holder) => Some(holder),
+            _ => None,
+        }
+    }
+
+    /// The ranks whose processes have this standing, ascending.
+    pub(super) fn standing(&self, standing: Standing) -> Vec<u32> {
+        self.ranks(|assignment| {
+            matches!(assignment, RankAssignment::Assigned(holder) if holder.standing == standing)
+        })
+    }
+
+    /// The newest epoch in which a rank has changed, or the first.
+    pub(super) fn newest_epoch(&self) -> u64 {
+        let since = |assignment: &RankAssignment| match assignment {
+            RankAssignment::Assigned(holder) => Some(holder.since),
+            _ => None,
+        };
+        self.assignments.iter().filter_map(since).max().unwrap_or(first_epoch())
     }
 
     /// Gives an assigned rank's newest call its ticket; older calls cannot change the assignment any more.
@@ -164,6 +249,14 @@ impl RankAssignments {
         if let RankAssignment::Assigned(holder) = &mut self.assignments[rank as usize] {
             holder.lost_at = Some(now);
         }
+    }
+
+    /// The processes that are joining and have not been heard, on any connection, for this long.
+    pub(super) fn joining_for(&self, seconds: f64, now: Now) -> Vec<u32> {
+        let is_silent = |holder: &RankHolder| {
+            holder.standing == Standing::Joining && holder.is_silent(seconds, now)
+        };
+        self.ranks(|assignment| matches!(assignment, RankAssignment::Assigned(holder) if is_silent(holder)))
     }
 
     /// A rank whose connection broke in InitService and which has not come back in time.
@@ -221,7 +314,11 @@ impl RankAssignments {
 
     pub(super) fn connected(&self) -> Vec<u32> {
         self.ranks(|assignment| {
-            matches!(assignment, RankAssignment::Assigned(_) | RankAssignment::WasAssigned)
+            match assignment {
+                RankAssignment::Assigned(holder) => holder.standing != Standing::Lost,
+                RankAssignment::WasAssigned => true,
+                RankAssignment::Unassigned | RankAssignment::GaveUp => false,
+            }
         })
     }
 
@@ -285,6 +382,11 @@ impl RankHolder {
             _ => false,
         };
         self.is(call.incarnation) && has_same_claim
+    }
+
+    /// Whether it has not been heard, on any connection, for this long.
+    pub(super) fn is_silent(&self, seconds: f64, now: Now) -> bool {
+        self.lost_at.is_some_and(|at| now.seconds_since(at) >= seconds)
     }
 
     /// Whether the process has claimed its rank, and so has a secret of its own.

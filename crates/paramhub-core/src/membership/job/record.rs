@@ -68,6 +68,9 @@ struct PlacedRecord {
     information_book: Arc<InformationBook>,
     /// The step of the checkpoint with which the job began.
     resumed_step: Option<u32>,
+    /// The digest of the settings; a store of an earlier release has none.
+    #[serde(default)]
+    digest: String,
 }
 
 impl Job {
@@ -102,6 +105,7 @@ impl Job {
                 placements: self.placements.clone(),
                 information_book,
                 resumed_step: self.resumed_step(),
+                digest: self.summary.digest.clone(),
             }),
         }
     }
@@ -121,11 +125,12 @@ impl Job {
             bytes: status.bytes,
             optimizer: status.optimizer,
             consistency: status.consistency,
+            digest: String::new(),
         };
         match (status.state, members) {
             (JobState::Connecting, _) => return (job, Transition::None),
             (JobState::Initialising | JobState::Running, Some(members)) if members.fit(status.workers) => {
-                job.restore_members(status.state, *members);
+                job.restore_members(status.state, *members, now);
                 return (job, Transition::None);
             }
             _ => {}
@@ -146,8 +151,8 @@ impl Job {
         (job, transition)
     }
 
-    fn restore_members(&mut self, state: JobState, members: MembersRecord) {
-        self.assignments.restore(members.ranks);
+    fn restore_members(&mut self, state: JobState, members: MembersRecord, now: Now) {
+        self.assignments.restore(members.ranks, now);
         self.places = members.places;
         self.peer_addresses = members.peer_addresses;
         let sites = members.composition.iter().flat_map(|composition| (0..).zip(&composition.sites));
@@ -166,8 +171,10 @@ impl Job {
         if state == JobState::Running {
             (self.state, self.phase) = (JobState::Running, JobPhase::Running);
             self.agreed = true;
+            self.note_presence(now);
             if let Some(placed) = members.placed {
                 self.placements = placed.placements;
+                self.summary.digest = placed.digest;
                 self.information_book = Some(placed.information_book);
                 for job_hub in &mut self.job_hubs {
                     job_hub.allocated = true;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use super::calls::AnswersBySite;
 use super::job_hubs::JobHub;
-use super::rank_assignments::{RankHolder, describe_process, list_ranks, list_ranks_with_verb};
+use super::rank_assignments::{describe_process, list_ranks, list_ranks_with_verb};
 use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
-use crate::auth::{Incarnation, Purpose, StreamSecret};
+use crate::auth::{Epoch, Incarnation, Purpose, StreamSecret};
 use crate::membership::hubs::{OfferedHub, check_place};
 use crate::membership::{Connected, Now};
 use crate::placement::HubShape;
@@ -27,6 +27,9 @@ pub(crate) enum InitNext {
     /// The call waits. The manager compares its settings with those of rank `first`, and calls
     /// [`agree`](Job::agree) if they agree.
     Compare { ticket: u64, first: u32, settings: Arc<Settings> },
+    /// The call waits, of a process that takes a lost rank. The manager compares the digest of its settings with that
+    /// of the job, and calls [`join`](Job::join) if they agree.
+    Join { ticket: u64, digest: String },
 }
 
 impl Job {
@@ -40,6 +43,9 @@ impl Job {
         self.check_rank(call.rank)?;
         check_place(&call.place)?;
         match self.assignments.holder(call.rank) {
+            Some(holder) if !holder.has_called(call) && self.may_replace(holder, now) => {
+                self.replace_rank(call, now)
+            }
             Some(holder) if !holder.has_called(call) => Err(refusal(
                 ErrorCode::RankTaken,
                 format!(
@@ -69,8 +75,8 @@ impl Job {
             return Err(self.failure_refusal());
         }
         self.check_holder(rank, incarnation)?;
-        let has_claim = self.assignments.holder(rank).is_some_and(RankHolder::has_claim);
-        let secret = self.epoch.filter(|_| has_claim).map(|epoch| epoch.secret);
+        let holder = self.assignments.holder(rank).filter(|holder| holder.has_claim());
+        let secret = self.epoch.zip(holder).map(|(epoch, holder)| (epoch, holder.since));
         if self.is_rendezvous_only() {
             let shared = answers.of(0, || self.connected_to(Vec::new()));
             return Ok(Connected { shared, rank, secret });
@@ -98,7 +104,9 @@ impl Job {
     /// nonce may be replaced meanwhile. A rank of protocol version 1 has no secret of its own. Once the job has ended it is forgotten which rank had, and
     /// all that a call gets is the reason of the end.
     pub(crate) fn call_secrets(&self, rank: u32, purpose: Purpose) -> [Option<StreamSecret>; 2] {
-        let (nonce, own) = (self.nonce.into(), self.epoch.map(|epoch| epoch.secret.of_rank(rank)));
+        let since = self.assignments.holder(rank).map(|holder| holder.since);
+        let own = |epoch: Epoch| epoch.of_rank(rank, since.unwrap_or(epoch.number));
+        let (nonce, own) = (self.nonce.into(), self.epoch.map(own));
         match (purpose, self.assignments.holder(rank)) {
             (Purpose::Connect, _) | (_, None) => [Some(nonce), own],
             (_, Some(holder)) if holder.has_claim() => [own, None],
@@ -187,6 +195,9 @@ impl Job {
             return Err(refusal(ErrorCode::BadRequest, message));
         }
         let ticket = self.assignments.renew_ticket(rank);
+        if self.is_joining(rank) {
+            return Ok(InitNext::Join { ticket, digest: self.summary.digest.clone() });
+        }
         if self.agreed {
             return Ok(InitNext::Wait { ticket });
         }
@@ -218,7 +229,7 @@ impl Job {
     /// The connection on which a rank waited in InitService is gone. The rank may call again within
     /// [`COME_BACK_S`](super::COME_BACK_S).
     pub(crate) fn init_dropped(&mut self, rank: u32, ticket: u64, now: Now) {
-        if self.state == JobState::Initialising {
+        if self.state == JobState::Initialising || self.is_joining(rank) {
             self.assignments.mark_lost(rank, ticket, now);
         }
     }
@@ -274,12 +285,16 @@ impl Job {
         let placed = site.and_then(|site| Some((site, self.placements.get(usize::from(site))?)));
         match (placed, &self.information_book, self.state) {
             (Some((site, placed)), Some(information_book), JobState::Running) => {
-                Ok(answers.of(site, || ServiceInitialised {
-                    resumed_step: self.resumed_step(),
+                let answer = |resumed_step| ServiceInitialised {
+                    resumed_step,
                     placement_hash: placed.hash.clone(),
                     imbalance: placed.imbalance,
                     roster: information_book.roster.clone(),
-                }))
+                };
+                Ok(match self.joined_at(rank) {
+                    Some(step) => Arc::new(answer(Some(step))),
+                    None => answers.of(site, || answer(self.resumed_step())),
+                })
             }
             _ => Err(self.failure_refusal()),
         }

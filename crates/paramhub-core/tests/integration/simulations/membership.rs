@@ -536,6 +536,7 @@ impl Simulation {
                     let hub = self.hubs.get_mut(&hub).expect("only hubs that are here get commands");
                     hub.commands.push_back(Order::Command(command));
                 }
+                Output::ChangeMembership { .. } => panic!("no rank of these jobs is replaced"),
                 Output::Save(namespace) => {
                     // The store saves the newest state, and a job that is forgotten by then not at all.
                     if let Ok(job) = self.membership.job(namespace) {

@@ -59,7 +59,7 @@ impl Shard {
     /// Ends the steps that waited only for a worker that has left.
     pub(super) fn end_without_it(&mut self) {
         if self.timing.late_ranks().is_none() {
-            return;
+            return self.look_for_steps_to_end();
         }
         for index in 0..self.slots.len() as u32 {
             match self.exchange.end_if_complete(index) {
@@ -70,9 +70,9 @@ impl Shard {
     }
 
     /// Updates a chunk with the contributions in its sum.
-    fn end_step(&mut self, index: u32, update: Update) -> usize {
+    pub(super) fn end_step(&mut self, index: u32, update: Update) -> usize {
         let slot = self.slots[index as usize];
-        self.arenas.find_no_sources();
+        self.find_sources(index, slot, None, update.step);
         self.optimise(index, slot, update);
         slot.elements as usize
     }

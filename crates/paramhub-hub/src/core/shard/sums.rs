@@ -118,14 +118,36 @@ impl Sums {
         }
     }
 
-    /// Finds the contributions that still lie in arenas, of the step that a contribution of `last` completes.
-    pub(super) fn find_sources(&self, arenas: &mut Arenas, slot: &ChunkPlace, last: u32) {
+    /// Finds the contributions that still lie in arenas, of the step that ends. `last` is the member whose contribution
+    /// completes it, if one does, and `has_contributed` says which others have.
+    pub(super) fn find_sources(
+        &self,
+        arenas: &mut Arenas,
+        slot: &ChunkPlace,
+        last: Option<u32>,
+        has_contributed: impl Fn(u32) -> bool,
+    ) {
         match self.accumulation {
-            Accumulation::OnArrival => arenas.find_sources(&slot.extent(), None),
-            Accumulation::EachAlone => arenas.find_sources(&slot.extent(), Some(last)),
+            Accumulation::OnArrival => arenas.find_sources(&slot.extent(), has_contributed),
+            Accumulation::EachAlone => arenas.find_sources(&slot.extent(), |member| Some(member) == last),
             Accumulation::OnArrivalFromArenas | Accumulation::InMemberOrder { .. } => {
                 arenas.find_no_sources()
             }
+        }
+    }
+
+    /// Adds the contribution of a member that is lost, which still lies in its arena, to the sum under way.
+    pub(super) fn take_from_arena(
+        &mut self,
+        index: u32,
+        slot: ChunkPlace,
+        member: u32,
+        arenas: &Arenas,
+        aggregator: &dyn Aggregator,
+    ) {
+        if let Accumulation::OnArrival = self.accumulation {
+            let first = !std::mem::replace(&mut self.has_part[index as usize], true);
+            add_from_arena(arenas, member, aggregator, slot, &mut self.merge[slot.range()], first);
         }
     }
 
@@ -139,7 +161,8 @@ impl Sums {
         aggregator: &dyn Aggregator,
     ) {
         let adds = std::mem::replace(&mut self.has_part[index as usize], true);
-        self.find_sources(arenas, &slot, last);
+        // Where sums are gathered before they are complete, a step waits for all members.
+        self.find_sources(arenas, &slot, Some(last), |_| true);
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let sum = &mut self.merge[slot.array_offset + block.start..slot.array_offset + block.end];
             arenas.gather(aggregator, slot.gradient, block.start, sum, adds);

@@ -75,6 +75,9 @@ impl Simulation {
                 let routes = &self.here(namespace).terms.routes;
                 assert!(routes.iter().any(|route| route.core == core));
             }
+            Output::RefuseRank { .. } | Output::AdmitRank { .. } | Output::ChangeRank { .. } => {
+                panic!("no rank of these jobs is replaced")
+            }
             Output::End { namespace, failure, .. } => {
                 let job = self.here(namespace);
                 assert_ne!(job.writer, Writer::Running, "it copies what is freed");

@@ -93,6 +93,8 @@ impl SimulatedJob {
             dead_after: Duration::from_secs(15),
             progress_timeout: None,
             continues,
+            min_workers: None,
+            epoch: 1,
             stragglers: Stragglers::Wait,
             weight: 1,
             memory_bytes: 1,

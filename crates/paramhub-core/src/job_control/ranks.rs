@@ -1,0 +1,280 @@
+//! Workers that are lost while their job goes on, and the processes that take their ranks.
+//!
+//! A hub that loses a worker reports it, and the manager decides: it begins a new epoch without the rank, and all
+//! hubs of the job [lose](JobControl::lose_rank) the rank then. So all hubs have the same members. A process that
+//! takes the rank begins another epoch. Every hub [expects](JobControl::expect_rank) it and names the first step to
+//! which it may contribute there. The manager chooses the latest of them, and every hub lets the rank
+//! [join](JobControl::join_rank) at it. Only then does the process get its answer from the manager and open its
+//! streams.
+//!
+//! Commands can come twice: epochs only grow, and a command of an epoch that is over changes nothing.
+//!
+//! Such a job has one site, so that a worker's port on each route is its rank.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::job::Phase;
+use super::{AdmittedStreams, JobControl, Output, RankChange};
+use crate::auth::Namespace;
+use crate::composition::Neighbour;
+use crate::service::{CauseKind, HubEvent};
+
+/// The ranks of a job whose process is lost, or is not the one with which the job began.
+#[derive(Debug, Default)]
+pub(super) struct ChangedRanks(BTreeMap<u32, ChangedRank>);
+
+#[derive(Debug)]
+struct ChangedRank {
+    /// The epoch since which the rank is lost or has its process.
+    epoch: u64,
+    phase: RankPhase,
+}
+
+/// How far a rank has come, in this order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum RankPhase {
+    /// Its worker is lost to this hub, for this reason, and the manager has not decided yet.
+    Reported(String),
+    /// It is lost.
+    Lost,
+    /// Another process takes it. This many cores have not named their step; the latest so far is `step`.
+    Expected { cores: usize, step: u32 },
+    /// All cores have named their steps, of which this is the latest.
+    Named { step: u32 },
+    /// The process joins at `step`, which this many cores do not have yet.
+    Joining { cores: usize, step: u32 },
+    /// The process is to open its streams; after `until` it counts as lost.
+    Connecting { until: Duration, step: u32 },
+    /// All streams of the process are here. It joined at `step`.
+    Present { step: u32 },
+}
+
+impl ChangedRanks {
+    /// Whether a rank is lost and the process that takes it, if any, has not joined.
+    pub(super) fn is_lost(&self, rank: u32) -> bool {
+        self.0.get(&rank).is_some_and(|changed| changed.is_lost())
+    }
+
+    /// The ranks that are lost, ascending.
+    pub(super) fn lost(&self) -> impl Iterator<Item = u32> + '_ {
+        self.0.iter().filter(|(_, changed)| changed.is_lost()).map(|(&rank, _)| rank)
+    }
+
+    /// The lowest rank that is not lost, as far as there is one.
+    pub(super) fn first_present(&self) -> u32 {
+        (0..).find(|&rank| !self.is_lost(rank)).unwrap_or(0)
+    }
+
+    /// The rank if this is its epoch.
+    fn of_epoch(&mut self, rank: u32, epoch: u64) -> Option<&mut RankPhase> {
+        let changed = self.0.get_mut(&rank)?;
+        (changed.epoch == epoch).then_some(&mut changed.phase)
+    }
+
+    fn begin(&mut self, rank: u32, epoch: u64, phase: RankPhase) {
+        self.0.insert(rank, ChangedRank { epoch, phase });
+    }
+}
+
+impl RankPhase {
+    /// The step at which the rank joins or has joined, as far as this hub has one.
+    fn step(&self) -> Option<u32> {
+        match *self {
+            RankPhase::Reported(_) | RankPhase::Lost | RankPhase::Expected { .. } => None,
+            RankPhase::Named { step }
+            | RankPhase::Joining { step, .. }
+            | RankPhase::Connecting { step, .. }
+            | RankPhase::Present { step } => Some(step),
+        }
+    }
+}
+
+impl ChangedRank {
+    fn is_lost(&self) -> bool {
+        use RankPhase::{Connecting, Expected, Joining, Lost, Named, Present, Reported};
+        match self.phase {
+            Reported(_) | Connecting { .. } | Present { .. } => false,
+            Lost | Expected { .. } | Named { .. } | Joining { .. } => true,
+        }
+    }
+}
+
+impl JobControl {
+    /// Whether a job goes on if one of its workers is lost for a reason of this kind. A worker that breaks the rules
+    /// ends the job: another process would break them as well.
+    pub(super) fn may_lose(&self, namespace: Namespace, cause: CauseKind) -> bool {
+        let is_loss = matches!(cause, CauseKind::PeerLost | CauseKind::GaveUp);
+        let runs = |phase: &Phase| matches!(phase, Phase::Connecting { .. } | Phase::Running);
+        let may = |job: &super::Job| {
+            job.terms.min_workers.is_some() && runs(&job.phase) && job.announced_end.is_none()
+        };
+        is_loss && self.jobs.get(&namespace).is_some_and(may)
+    }
+
+    /// Reports that a worker is lost to this hub. The manager decides what follows.
+    pub(super) fn worker_lost(&mut self, namespace: Namespace, rank: u32, reason: String) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let epoch = match job.ranks.0.get(&rank) {
+            None => job.terms.epoch,
+            Some(changed) if matches!(changed.phase, RankPhase::Connecting { .. } | RankPhase::Present { .. }) => {
+                changed.epoch
+            }
+            // It is known.
+            Some(_) => return,
+        };
+        job.ranks.begin(rank, epoch, RankPhase::Reported(reason.clone()));
+        self.warn(format!("job `{}`: {reason}", self.jobs[&namespace].terms.name));
+        self.report(HubEvent::WorkerLost { namespace, rank, epoch, reason });
+    }
+
+    /// Reports once more what the manager has not decided: it has restarted, and may not have had the report.
+    pub(super) fn report_lost_workers_again(&mut self, namespace: Namespace) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        let reported = job.ranks.0.iter().filter_map(|(&rank, changed)| match &changed.phase {
+            RankPhase::Reported(reason) => {
+                Some(HubEvent::WorkerLost { namespace, rank, epoch: changed.epoch, reason: reason.clone() })
+            }
+            _ => None,
+        });
+        let again: Vec<HubEvent> = reported.collect();
+        again.into_iter().for_each(|event| self.report(event));
+    }
+
+    /// The manager has decided that a rank is lost, since an epoch that begins with it.
+    pub(super) fn lose_rank(
+        &mut self,
+        namespace: Namespace,
+        (rank, epoch): (u32, u64),
+        reason: &str,
+        now: Duration,
+    ) {
+        let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
+        if job.ranks.0.get(&rank).map_or(job.terms.epoch, |changed| changed.epoch) >= epoch {
+            return;
+        }
+        job.ranks.begin(rank, epoch, RankPhase::Lost);
+        let workers = job.terms.composed.composition.workers();
+        let left = workers - job.ranks.lost().count() as u32;
+        let least = job.terms.min_workers.unwrap_or(workers);
+        let message = match left < least {
+            true => format!(
+                "job `{}` waits: {reason}. It has {left} of its {workers} workers, and goes on with {least} or more",
+                job.terms.name
+            ),
+            false => format!(
+                "job `{}` goes on with {left} of its {workers} workers: {reason}",
+                job.terms.name
+            ),
+        };
+        self.outputs.push(Output::RefuseRank { namespace, rank, epoch });
+        self.change_rank(namespace, (rank, epoch), RankChange::Lose);
+        self.notify_all(namespace, Some(rank), &message);
+        self.finish_if_all_left(namespace, now);
+    }
+
+    /// Another process takes a lost rank, in an epoch that begins with it.
+    pub(super) fn expect_rank(&mut self, namespace: Namespace, rank: u32, epoch: u64) {
+        let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
+        let cores = job.terms.cores().len();
+        let Some(changed) = job.ranks.0.get(&rank) else { return };
+        if changed.epoch < epoch && changed.phase == RankPhase::Lost {
+            job.ranks.begin(rank, epoch, RankPhase::Expected { cores, step: 0 });
+            return self.change_rank(namespace, (rank, epoch), RankChange::Expect);
+        }
+        // The command comes again: the manager has restarted since the first.
+        if changed.epoch == epoch
+            && let Some(step) = changed.phase.step()
+        {
+            self.report(HubEvent::RankExpected { namespace, rank, epoch, step });
+        }
+    }
+
+    /// A core has named the first step to which the process that takes a rank may contribute.
+    pub(super) fn rank_expected(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), named: u32) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
+        if let RankPhase::Expected { cores, step } = phase {
+            *cores -= 1;
+            *step = named.max(*step);
+            if *cores == 0 {
+                let step = *step;
+                *phase = RankPhase::Named { step };
+                self.report(HubEvent::RankExpected { namespace, rank, epoch, step });
+            }
+        }
+    }
+
+    /// The process that takes a rank contributes from `step` on.
+    pub(super) fn join_rank(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), step: u32) {
+        let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
+        let cores = job.terms.cores().len();
+        let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
+        match phase {
+            RankPhase::Named { .. } => {
+                *phase = RankPhase::Joining { cores, step };
+                self.change_rank(namespace, (rank, epoch), RankChange::Join { step });
+            }
+            // The command comes again: the manager has restarted since the first.
+            RankPhase::Connecting { .. } | RankPhase::Present { .. } => {
+                self.report(HubEvent::RankJoined { namespace, rank, epoch });
+            }
+            _ => {}
+        }
+    }
+
+    /// All chunks of a core have the step at which a rank joins. When all cores have it, the streams of its process
+    /// are admitted.
+    pub(super) fn rank_joined(
+        &mut self,
+        namespace: Namespace,
+        (rank, epoch): (u32, u64),
+        now: Duration,
+    ) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let until = now.saturating_add(job.terms.rendezvous);
+        let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
+        let RankPhase::Joining { cores, step } = phase else { return };
+        *cores -= 1;
+        if *cores > 0 {
+            return;
+        }
+        *phase = RankPhase::Connecting { until, step: *step };
+        job.left.retain(|&(_, port)| port != rank);
+        let name = job.terms.name.clone();
+        self.outputs.push(Output::AdmitRank { namespace, rank, epoch });
+        self.report(HubEvent::RankJoined { namespace, rank, epoch });
+        self.notify_all(namespace, Some(rank), &format!("rank {rank} of job `{name}` is back: another process has it"));
+    }
+
+    /// Takes for lost the processes that have joined and do not open their streams in time.
+    pub(super) fn check_joining(&mut self, now: Duration, streams: &impl AdmittedStreams) {
+        let mut late = Vec::new();
+        for (&namespace, job) in &mut self.jobs {
+            let is_connecting = |changed: &ChangedRank| matches!(changed.phase, RankPhase::Connecting { .. });
+            if !job.ranks.0.values().any(is_connecting) {
+                continue;
+            }
+            let missing = streams.missing(namespace);
+            for (&rank, changed) in &mut job.ranks.0 {
+                let RankPhase::Connecting { until, step } = changed.phase else { continue };
+                if !missing.contains(&Neighbour::Worker(rank)) {
+                    changed.phase = RankPhase::Present { step };
+                } else if now >= until {
+                    late.push((namespace, rank, job.terms.rendezvous));
+                }
+            }
+        }
+        for (namespace, rank, limit) in late {
+            let seconds = limit.as_secs_f64();
+            let reason = format!("rank {rank} was lost: it has joined, and did not open all streams within {seconds:.0} s");
+            self.worker_lost(namespace, rank, reason);
+        }
+    }
+
+    fn change_rank(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), change: RankChange) {
+        let cores = self.jobs[&namespace].terms.cores();
+        let command = |core| Output::ChangeRank { namespace, core, rank, epoch, change };
+        self.outputs.extend(cores.into_iter().map(command));
+    }
+}

@@ -1,0 +1,264 @@
+//! Ranks that are lost while their job runs, and the processes that take them.
+//!
+//! A hub reports that it has lost a worker; the job then begins an epoch without the rank, and tells all hubs. A
+//! process that calls ConnectService for a lost rank begins another epoch. When it calls InitService, every hub is
+//! asked for the first step to which the process may contribute there, and then told the latest of these steps. The
+//! process is answered when all hubs have it.
+//!
+//! The record of the job is saved before a hub hears of a change. A process that repeats its call after the manager
+//! has restarted is expected once more in the same epoch, and hubs answer as before.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::rank_assignments::{RankHolder, Standing, describe_process, list_ranks_with_verb};
+use super::{COME_BACK_S, Job, Transition};
+use crate::auth::Namespace;
+use crate::membership::Now;
+use crate::service::{ConnectService, ErrorCode, HubCommand, JobState, ServiceError, refusal};
+
+/// A process that joins a running job.
+#[derive(Debug, Default)]
+pub(super) struct PendingJoin {
+    /// The step that each hub has named.
+    named: BTreeMap<u32, u32>,
+    /// The hubs at which it has joined.
+    joined: BTreeSet<u32>,
+}
+
+/// A change of the membership, as the hubs of a job hear of it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum MembershipChange {
+    /// A rank is lost.
+    Lose { rank: u32, epoch: u64, reason: String },
+    /// Another process takes a lost rank.
+    Expect { rank: u32, epoch: u64 },
+    /// That process contributes from this step on.
+    Join { rank: u32, epoch: u64, step: u32 },
+}
+
+impl MembershipChange {
+    /// The command for a hub of the job.
+    pub(crate) fn command(&self, namespace: Namespace) -> HubCommand {
+        match *self {
+            MembershipChange::Lose { rank, epoch, ref reason } => {
+                HubCommand::LoseRank { namespace, rank, epoch, reason: reason.clone() }
+            }
+            MembershipChange::Expect { rank, epoch } => HubCommand::ExpectRank { namespace, rank, epoch },
+            MembershipChange::Join { rank, epoch, step } => {
+                HubCommand::JoinRank { namespace, rank, epoch, step }
+            }
+        }
+    }
+}
+
+impl Job {
+    /// A hub has lost the process that has had a rank since this epoch.
+    pub(crate) fn worker_lost(&mut self, (rank, epoch): (u32, u64), reason: &str, now: Now) -> Transition {
+        let is_current = |holder: &RankHolder| holder.since == epoch && holder.standing != Standing::Lost;
+        let may_go_on = self.options.outlives_workers() && self.state == JobState::Running;
+        if !may_go_on || !self.assignments.holder(rank).is_some_and(is_current) {
+            return Transition::None;
+        }
+        self.lose(rank, reason, now)
+    }
+
+    /// Tells the hubs once more which ranks are lost, since one of them has reported the job to a manager that has
+    /// restarted, and may not have heard what the earlier one had decided. Hubs that know it ignore it.
+    pub(super) fn repeat_losses(&self) -> Transition {
+        let lost = self.lost_ranks().into_iter().filter_map(|rank| {
+            let holder = self.assignments.holder(rank)?;
+            // The epoch of a process that is joining begins after the loss.
+            let epoch = holder.since - u64::from(holder.standing == Standing::Joining);
+            Some(MembershipChange::Lose { rank, epoch, reason: format!("rank {rank} was lost") })
+        });
+        let changes: Vec<MembershipChange> = lost.collect();
+        if changes.is_empty() {
+            return Transition::None;
+        }
+        let message = list_ranks_with_verb(&self.lost_ranks(), "is lost", "are lost");
+        Transition::MembershipChanged { changes, epoch: self.assignments.newest_epoch(), message }
+    }
+
+    /// Another process that would have taken a rank will not come.
+    pub(crate) fn rank_lost_again(&mut self, rank: u32, now: Now) -> Transition {
+        let Some(holder) = self.assignments.holder(rank) else { return Transition::None };
+        let reason = format!("rank {rank} was lost: {holder} did not join");
+        self.lose(rank, &reason, now)
+    }
+
+    fn lose(&mut self, rank: u32, reason: &str, now: Now) -> Transition {
+        let epoch = self.assignments.newest_epoch() + 1;
+        let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
+        (holder.standing, holder.since) = (Standing::Lost, epoch);
+        self.joins.remove(&rank);
+        self.message = reason.to_owned();
+        let present = self.note_presence(now);
+        let then = match present < self.options.min_workers {
+            true => format!(
+                "it waits {} s for other processes, since it goes on with {} workers or more",
+                self.options.linger_s, self.options.min_workers
+            ),
+            false => format!("it goes on with {present} of its {} workers", self.workers),
+        };
+        let message = format!("{reason}; {then}");
+        let changes = vec![MembershipChange::Lose { rank, epoch, reason: reason.to_owned() }];
+        Transition::MembershipChanged { changes, epoch, message }
+    }
+
+    /// Whether a process may take the rank of this one: it is lost, or it was about to take the rank and has not been
+    /// heard for a while.
+    pub(super) fn may_replace(&self, holder: &RankHolder, now: Now) -> bool {
+        self.state == JobState::Running
+            && match holder.standing {
+                Standing::Member => false,
+                Standing::Lost => true,
+                Standing::Joining => holder.is_silent(COME_BACK_S, now),
+            }
+    }
+
+    /// Gives a lost rank to the process that calls, which begins an epoch. Returns the call's ticket.
+    pub(super) fn replace_rank(&mut self, call: &ConnectService, now: Now) -> Result<u64, ServiceError> {
+        let rank = call.rank;
+        if call.claim.is_none() {
+            let message = format!(
+                "rank {rank} of job `{}` was lost, and only a worker that claims it can take it: use this release of \
+                 paramhub for the worker, too",
+                self.name
+            );
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+        if self.joins.contains_key(&rank) {
+            let message = format!(
+                "rank {rank} of job `{}` is being taken by another process, so {} cannot have it: start every rank once",
+                self.name,
+                describe_process(&call.host, call.process)
+            );
+            return Err(refusal(ErrorCode::RankTaken, message));
+        }
+        let epoch = self.assignments.newest_epoch() + 1;
+        Ok(self.assignments.replace(call, epoch, now))
+    }
+
+    /// Whether the process that holds a rank takes it from one that was lost, and has not joined.
+    pub(super) fn is_joining(&self, rank: u32) -> bool {
+        self.assignments.holder(rank).is_some_and(|holder| holder.standing == Standing::Joining)
+    }
+
+    /// The step at which the process of a rank has joined the running job, if it has.
+    pub(super) fn joined_at(&self, rank: u32) -> Option<u32> {
+        self.assignments.holder(rank)?.joined_at
+    }
+
+    /// The settings of a process that takes a lost rank agree with the job's: its hubs are to expect it.
+    pub(crate) fn join(&mut self, rank: u32) -> Transition {
+        let Some(holder) = self.assignments.holder(rank).filter(|_| self.is_joining(rank)) else {
+            return Transition::None;
+        };
+        let (epoch, message) = (holder.since, format!("rank {rank} is taken by {holder}"));
+        self.joins.insert(rank, PendingJoin::default());
+        let changes = vec![MembershipChange::Expect { rank, epoch }];
+        Transition::MembershipChanged { changes, epoch, message }
+    }
+
+    /// A hub has named the first step to which the process that takes a rank may contribute.
+    pub(crate) fn rank_expected(&mut self, hub: u32, (rank, epoch): (u32, u64), step: u32) -> Transition {
+        let serving: Vec<u32> = self.hubs_of_members().collect();
+        let is_current = self.assignments.holder(rank).is_some_and(|holder| holder.since == epoch);
+        let Some(join) = self.joins.get_mut(&rank).filter(|_| is_current) else { return Transition::None };
+        join.named.insert(hub, step);
+        if !serving.iter().all(|hub| join.named.contains_key(hub)) {
+            return Transition::None;
+        }
+        let step = join.named.values().max().copied().unwrap_or(0);
+        let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
+        holder.joined_at = Some(step);
+        let message = format!("rank {rank} joins at step {step}");
+        let changes = vec![MembershipChange::Join { rank, epoch, step }];
+        Transition::MembershipChanged { changes, epoch, message }
+    }
+
+    /// The process that takes a rank has joined at a hub. Its call is answered when it has at all.
+    pub(crate) fn rank_joined(&mut self, hub: u32, (rank, epoch): (u32, u64), now: Now) -> Transition {
+        let serving: Vec<u32> = self.hubs_of_members().collect();
+        let is_current = self.assignments.holder(rank).is_some_and(|holder| holder.since == epoch);
+        let Some(join) = self.joins.get_mut(&rank).filter(|_| is_current) else { return Transition::None };
+        join.joined.insert(hub);
+        if !serving.iter().all(|hub| join.joined.contains(hub)) {
+            return Transition::None;
+        }
+        self.joins.remove(&rank);
+        let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
+        holder.standing = Standing::Member;
+        let present = self.note_presence(now);
+        self.message = format!("rank {rank} is back: another process has it");
+        // The record, with a rank that is a member, is saved before the process hears of it.
+        let message = format!("rank {rank} is back: {present} of {} workers", self.workers);
+        Transition::MembershipChanged { changes: Vec::new(), epoch, message }
+    }
+
+    /// Takes for lost the processes that were to take a rank and have gone, and fails a job that has waited long enough
+    /// for others.
+    pub(super) fn check_ranks(&mut self, now: Now) -> Transition {
+        let mut gone = self.assignments.joining_for(COME_BACK_S, now).into_iter();
+        let asked = gone.find(|rank| self.joins.contains_key(rank));
+        let never_asked = self.assignments.joining_for(self.options.rendezvous_timeout_s, now).first().copied();
+        if let Some(rank) = asked.or(never_asked) {
+            return self.rank_lost_again(rank, now);
+        }
+        let linger_s = self.options.linger_s;
+        match self.waits_since {
+            Some(since) if now.seconds_since(since) >= linger_s => {
+                let lost = list_ranks_with_verb(&self.lost_ranks(), "was lost", "were lost");
+                let (least, last) = (self.options.min_workers, &self.message);
+                let message = format!(
+                    "{lost}, and no other process has come for {linger_s} s (linger_s), while the job goes on with {least} \
+                     workers or more (min_workers). The last loss: {last}"
+                );
+                self.fail(ErrorCode::JobEnded, message, now)
+            }
+            _ => Transition::None,
+        }
+    }
+
+    /// The refusal of a process that takes a lost rank with other settings than the job's.
+    pub(crate) fn refuse_other_settings(&self, rank: u32) -> ServiceError {
+        let message = format!(
+            "rank {rank} of job `{}` cannot be taken: the settings of the process that came are not those on which the \
+             ranks agreed when the job began (key table, optimizer, codecs)",
+            self.name
+        );
+        refusal(ErrorCode::Disagreement, message)
+    }
+
+    /// The refusal of a process that has waited as long as it may to take a lost rank.
+    pub(super) fn join_timed_out(&self, rank: u32) -> ServiceError {
+        let message = format!(
+            "the hubs of job `{}` did not let rank {rank} join within {} s: `paramhub hubs` shows whether they are heard",
+            self.name, self.options.rendezvous_timeout_s
+        );
+        refusal(ErrorCode::Missing, message)
+    }
+
+    /// The hubs that have chunks of the job and so know its members.
+    pub(crate) fn hubs_of_members(&self) -> impl Iterator<Item = u32> + '_ {
+        self.job_hubs.iter().filter(|job_hub| !job_hub.ended).map(|job_hub| job_hub.hub)
+    }
+
+    /// The ranks that are lost and that no process has taken, ascending.
+    pub(super) fn lost_ranks(&self) -> Vec<u32> {
+        let mut lost = self.assignments.standing(Standing::Lost);
+        lost.extend(self.assignments.standing(Standing::Joining));
+        lost.sort_unstable();
+        lost
+    }
+
+    /// Notes since when there are too few workers, if there are, and returns how many there are.
+    pub(super) fn note_presence(&mut self, now: Now) -> u32 {
+        let present = self.assignments.standing(Standing::Member).len() as u32;
+        self.waits_since = match present < self.options.min_workers {
+            true => self.waits_since.or(Some(now)),
+            false => None,
+        };
+        present
+    }
+}

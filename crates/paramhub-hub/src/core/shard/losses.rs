@@ -1,0 +1,73 @@
+//! Workers that are lost while their job goes on, and the processes that take their places.
+//!
+//! Such a job has one site: a worker's port is its number as a member, and its rank.
+
+use paramhub_core::exchange::LostBeforeStart;
+
+use super::Shard;
+use crate::local::RankArenas;
+
+impl Shard {
+    /// Notes that a worker is lost. Nothing leaves by its port any more. The steps that only waited for it are to be
+    /// [ended](Self::end_steps).
+    pub(crate) fn lose(&mut self, worker: u32) -> Result<(), LostBeforeStart> {
+        self.exchange.lose(worker)?;
+        self.outboxes[worker as usize].start_again();
+        self.left[worker as usize] = true;
+        self.look_for_steps_to_end();
+        Ok(())
+    }
+
+    /// Gives the place of a lost worker to another process. Returns the first step to which that may contribute here,
+    /// and the arenas of the former process.
+    pub(crate) fn expect(&mut self, worker: u32) -> (u32, Option<RankArenas>) {
+        if self.arenas.has(worker) {
+            for (&slot, index) in self.slots.iter().zip(0..) {
+                if self.exchange.has_contributed(index, worker, self.exchange.step(index)) {
+                    let aggregator = &*self.plan.aggregator;
+                    self.sums.take_from_arena(index, slot, worker, &self.arenas, aggregator);
+                }
+            }
+        }
+        let arenas = self.arenas.detach(worker);
+        let step = self.exchange.rejoin(worker);
+        self.left[worker as usize] = false;
+        self.look_for_steps_to_end();
+        (step, arenas)
+    }
+
+    /// Has the process that takes a worker's place contribute from `step` on.
+    pub(crate) fn join(&mut self, worker: u32, step: u32) {
+        self.exchange.join_at(worker, step);
+        self.look_for_steps_to_end();
+    }
+
+    /// Notes that the membership has changed: any step may have to end.
+    pub(super) fn look_for_steps_to_end(&mut self) {
+        self.steps_to_end = self.plan.quorum.is_some().then_some(0);
+    }
+
+    /// Returns whether steps may wait for [`end_steps`](Self::end_steps).
+    pub(crate) fn has_steps_to_end(&self) -> bool {
+        self.steps_to_end.is_some()
+    }
+
+    /// Ends the next steps that wait for no member any more, of chunks of about `elements` elements.
+    pub(crate) fn end_steps(&mut self, elements: usize) {
+        let mut done = 0;
+        while let Some(index) = self.steps_to_end.filter(|_| done < elements) {
+            self.steps_to_end = Some(index + 1).filter(|&next| (next as usize) < self.slots.len());
+            while let Some(update) = self.exchange.end_if_complete(index) {
+                done += self.end_step(index, update);
+            }
+            if self.exchange.skip_missed_steps(index) {
+                let slot = self.slots[index as usize];
+                self.settle(index);
+                if self.arenas.has_targets() {
+                    self.deliver(slot, false);
+                }
+                done += slot.elements as usize;
+            }
+        }
+    }
+}
