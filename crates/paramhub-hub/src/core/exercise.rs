@@ -2,7 +2,8 @@
 //! memory, with resumed streams, Leave frames, ends of jobs and invalid frames. Every sum that comes back is
 //! computed again.
 //!
-//! A module of its own because two programs run it: libFuzzer (`fuzz/fuzz_targets/hub_core.rs`) and a seeded test of this crate.
+//! A module of its own because three programs run it: libFuzzer (`fuzz/fuzz_targets/hub_core.rs`), the example `exercise`
+//! and a seeded test of this crate.
 
 mod sums;
 mod worker;
