@@ -44,13 +44,22 @@ pub use paramhub_core::job_control::JobLimits;
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_transport::interface::{Rate, Selector};
 
-/// Entry points of fuzz targets.
+/// Entry points of fuzz targets, and of the example `exercise`.
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing {
+    use crate::core::exercise::{exercise, exercise_seeded};
+
     /// Drives a core as `data` selects, and returns how many frames it has accepted.
     pub fn hub_core(data: &[u8]) -> u64 {
         let mut bytes = data.iter().copied();
-        crate::core::exercise::exercise(|| bytes.next())
+        exercise(|| bytes.next()).accepted
+    }
+
+    /// Drives a core as `choices` pseudorandom bytes select, which follow from `seed`. Returns how many frames it has
+    /// accepted, and in how many jobs.
+    pub fn hub_core_seeded(seed: u64, choices: u64) -> (u64, u64) {
+        let exercised = exercise_seeded(seed, choices);
+        (exercised.accepted, exercised.jobs)
     }
 
     /// Plays a stream's handshake as `data` selects.

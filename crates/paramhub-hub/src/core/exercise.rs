@@ -2,12 +2,17 @@
 //! memory, with resumed streams, Leave frames, ends of jobs and invalid frames. Every sum that comes back is
 //! computed again.
 //!
-//! A module of its own because two programs run it: libFuzzer (`fuzz/fuzz_targets/hub_core.rs`) and a seeded test of this crate.
+//! A module of its own because three programs run it: libFuzzer (`fuzz/fuzz_targets/hub_core.rs`), the example `exercise`
+//! and a seeded test of this crate.
+
+mod sums;
+mod worker;
 
 use std::collections::VecDeque;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,10 +27,13 @@ use paramhub_core::wire::{
     Attempt, CHALLENGE_BYTES, Caller, Capabilities, Direction, Failure, Header, Hello, Operation,
 };
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings};
-use paramhub_transport::{Connection, FrameSink, Landing, Outgoing, Scratch, ShmStream, Stream, TcpStream};
+use paramhub_transport::{Connection, Scratch, ShmStream, Stream, TcpStream};
 use paramhub_trust::{Cipher, StreamKeys};
 
-use super::stepped_hub::{SteppedHub, TURNS_MAX, floats, plan_with};
+use sums::ChunkSums;
+use worker::{Inbox, Worker};
+
+use super::stepped_hub::{SteppedHub, TURNS_MAX, plan_with};
 use super::{AcceptedStream, Carrier, CoreCommand, CoreEvent, ShardPlan};
 use crate::directory::{Directory, JobEntry, Origin};
 use crate::local::JobMemory;
@@ -36,20 +44,56 @@ const LARGE_CHUNK_BYTES: u32 = 512 << 10;
 /// The epoch of the jobs.
 const EPOCH: u64 = 3;
 
-/// Drives a core as the bytes of `random` select until there are none left, and returns how many frames the
-/// core has accepted: each counts when its answer has come and was right.
-pub(crate) fn exercise(mut random: impl FnMut() -> Option<u8>) -> u64 {
+/// Drives a core as the bytes of `random` select until there are none left.
+pub(crate) fn exercise(mut random: impl FnMut() -> Option<u8>) -> Exercised {
     let mut hub = SteppedHub::new();
-    let mut accepted = 0;
-    let mut number = 0_u64;
-    while let Some(first) = random() {
-        number += 1;
-        let mut job = FuzzJob::begin(&mut hub, number, first);
+    let listener = Rc::new(TcpListener::bind("127.0.0.1:0").expect("a port"));
+    let mut exercised = Exercised { accepted: 0, jobs: 0 };
+    while let (Some(shape), Some(length)) = (random(), random()) {
+        exercised.jobs += 1;
+        let mut job = FuzzJob::begin(&mut hub, listener.clone(), exercised.jobs, shape, length % 2 == 1);
         while !job.is_over && job.step(&mut hub, &mut random).is_some() {}
         job.end(&mut hub);
-        accepted += job.accepted;
+        exercised.accepted += job.accepted;
     }
-    accepted
+    exercised
+}
+
+/// Drives a core as so many pseudorandom bytes select, which follow from the seed alone.
+pub(crate) fn exercise_seeded(seed: u64, choices: u64) -> Exercised {
+    let (mut random, mut left) = (RandomBytes::new(seed), choices);
+    exercise(|| {
+        left = left.checked_sub(1)?;
+        Some(random.next())
+    })
+}
+
+/// What a core has done.
+pub(crate) struct Exercised {
+    /// Frames that the core has accepted: each counts when its answer has come and was right.
+    pub(crate) accepted: u64,
+    pub(crate) jobs: u64,
+}
+
+/// Pseudorandom bytes.
+struct RandomBytes(u64);
+
+impl RandomBytes {
+    /// The seed's bits are mixed, because consecutive seeds would otherwise begin alike.
+    fn new(seed: u64) -> RandomBytes {
+        let mut mixed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        // The generator must not begin with 0.
+        RandomBytes((mixed ^ mixed >> 31).max(1))
+    }
+
+    fn next(&mut self) -> u8 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 32) as u8
+    }
 }
 
 /// One job.
@@ -57,8 +101,12 @@ struct FuzzJob {
     plan: ShardPlan,
     directory: Directory,
     workers: Vec<Worker>,
-    /// The sum of what workers have pushed, for each chunk and step.
-    sums: Vec<Vec<Vec<f32>>>,
+    /// `true` if little of what it does ends it, or its checks.
+    is_long: bool,
+    /// Where its streams are accepted.
+    listener: Rc<TcpListener>,
+    /// What each chunk must be.
+    sums: Vec<ChunkSums>,
     /// `true` if a worker has violated the protocol or has left while others wait: it may fail, and sums are
     /// not checked.
     is_invalid: bool,
@@ -67,51 +115,14 @@ struct FuzzJob {
     scratch: Scratch,
 }
 
-/// A worker and its end of the stream.
-struct Worker {
-    stream: Connection,
-    /// The stream's number among those of the worker.
-    attempt: u32,
-    /// Streams that others have replaced, kept open until the newest has brought something.
-    retired: Vec<Connection>,
-    /// The worker's arena, if it exchanges over shared memory.
-    arena: Option<Segment>,
-    to_send: VecDeque<(Header, Vec<u8>)>,
-    /// The request for each chunk that was not answered.
-    asked: Vec<Option<(Header, Vec<u8>)>>,
-    steps: Vec<u32>,
-    /// `true` if it has sent Leave, or is about to.
-    has_left: bool,
-    /// `true` if the core has received that Leave.
-    is_gone: bool,
-    has_ended: bool,
-}
-
-#[derive(Default)]
-struct Inbox {
-    frames: Vec<(Header, Option<Vec<u8>>)>,
-}
-
-impl FrameSink for Inbox {
-    type Error = ();
-
-    fn landing(&mut self, _: &Header) -> Result<Landing<'_>, ()> {
-        Ok(Landing::Staged)
-    }
-
-    fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), ()> {
-        self.frames.push((*header, Some(payload.unwrap_or_default().to_vec())));
-        Ok(())
-    }
-
-    fn placed(&mut self, header: &Header) -> Result<(), ()> {
-        self.frames.push((*header, None));
-        Ok(())
-    }
-}
-
 impl FuzzJob {
-    fn begin(hub: &mut SteppedHub, number: u64, shape: u8) -> FuzzJob {
+    fn begin(
+        hub: &mut SteppedHub,
+        listener: Rc<TcpListener>,
+        number: u64,
+        shape: u8,
+        is_long: bool,
+    ) -> FuzzJob {
         let workers = u32::from(shape % 3) + 1;
         // Large chunks do not fit into a socket's buffers, so a resumed stream may cut their frames anywhere.
         let (chunk_bytes, more) = match shape / 18 % 4 {
@@ -154,11 +165,15 @@ impl FuzzJob {
         let entry = JobEntry { streams: JobStreams::new(terms), state_slots: 0, memory };
         directory.insert(plan.namespace, entry);
         let chunks = plan.placement().chunks(0).len();
+        let elements = |chunk| plan.map.extent(chunk).expect("it is placed").elements;
+        let sums = (0..chunks as u32).map(|chunk| ChunkSums::new(chunk, elements(chunk))).collect();
         let mut job = FuzzJob {
             plan,
             directory,
             workers: Vec::new(),
-            sums: vec![Vec::new(); chunks],
+            is_long,
+            listener,
+            sums,
             is_invalid: false,
             is_over: false,
             accepted: 0,
@@ -209,12 +224,11 @@ impl FuzzJob {
     fn connect(&self, rank: u32, attempt: u32) -> Option<(Connection, CoreCommand)> {
         let admitted =
             self.directory.admit(&self.hello(rank, attempt), Origin::Interfaces(0..1), false).ok()?;
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let worker =
-            std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a stream");
+        let address = self.listener.local_addr().expect("an address");
+        let worker = std::net::TcpStream::connect(address).expect("a stream");
         // Closing by reset keeps the ports from running out.
         rustix::net::sockopt::set_socket_linger(&worker, Some(Duration::ZERO)).expect("a socket");
-        let socket = OwnedFd::from(listener.accept().expect("a stream").0);
+        let socket = OwnedFd::from(self.listener.accept().expect("a stream").0);
         // The streams of every other rank are encrypted.
         let keys = (rank % 2 == 1).then_some(StreamKeys {
             cipher: Cipher::Aes128Gcm,
@@ -267,24 +281,34 @@ impl FuzzJob {
         let what = random()?;
         let rank = usize::from(what >> 4) % self.workers.len();
         match what & 15 {
-            0..=6 => self.ask(rank, random()?, Operation::PushPull),
+            0..=3 => self.ask(rank, random()?, Operation::PushPull),
+            4..=6 => self.ask_for_all(rank, random()?),
             7 => self.ask(rank, random()?, Operation::Pull),
-            8..=10 => hub.turn(),
-            11..=12 => self.read(rank),
-            13 => self.resume(hub, rank, random()? % 2 == 1),
+            8..=9 => hub.turn(),
+            10..=12 => self.read(rank),
+            // A new stream takes longer than anything else.
+            13 => match random()? {
+                how @ 0..32 => self.resume(hub, rank, how % 2 == 1),
+                _ => self.read(rank),
+            },
             14 => match random()? {
-                0..8 => self.corrupt(rank, random)?,
-                8..16 => self.leave(rank),
-                _ => self.send(rank, Header::bare(Operation::Heartbeat), Vec::new()),
+                0..8 if self.may_end(random)? => self.corrupt(rank, random)?,
+                8..16 if self.may_end(random)? => self.leave(rank),
+                _ => self.send(rank, Header::bare(Operation::Heartbeat), Rc::default()),
             },
             _ => match random()? {
-                0..4 => self.is_over = true,
-                4..12 => self.finish(hub),
+                0..4 if self.may_end(random)? => self.is_over = true,
+                4..12 if self.may_end(random)? => self.finish(hub),
                 _ => hub.turn(),
             },
         }
         self.look(hub);
         Some(())
+    }
+
+    /// Selects whether something may happen that ends the job, or after which its sums are not checked.
+    fn may_end(&self, random: &mut impl FnMut() -> Option<u8>) -> Option<bool> {
+        Some(!self.is_long || self.is_invalid || random()? < 8)
     }
 
     /// Does what the job controller would do about the core's events.
@@ -308,7 +332,20 @@ impl FuzzJob {
         }
     }
 
+    /// Asks for every chunk, as a worker does in each step of a training.
+    fn ask_for_all(&mut self, rank: usize, first: u8) {
+        for choice in (0..self.sums.len()).map(|chunk| first.wrapping_add(chunk as u8)) {
+            self.queue_ask(rank, choice, Operation::PushPull);
+        }
+        self.workers[rank].flush();
+    }
+
     fn ask(&mut self, rank: usize, choice: u8, operation: Operation) {
+        self.queue_ask(rank, choice, operation);
+        self.workers[rank].flush();
+    }
+
+    fn queue_ask(&mut self, rank: usize, choice: u8, operation: Operation) {
         let worker = &mut self.workers[rank];
         let chunk = usize::from(choice) % worker.asked.len();
         if worker.asked[chunk].is_some() || worker.has_left || worker.has_ended {
@@ -317,27 +354,25 @@ impl FuzzJob {
         let step = worker.steps[chunk];
         let extent = self.plan.map.extent(chunk as u32).expect("it is placed");
         let mut header = Header { chunk: chunk as u32, step, ..Header::bare(operation) };
-        let mut payload = Vec::new();
+        let mut payload: Rc<[u8]> = Rc::default();
         if operation == Operation::PushPull {
             // The sums of whole numbers are the same in any order.
             let values: Vec<f32> = (0..extent.elements)
                 .map(|element| ((u32::from(choice) + element * 7 + rank as u32 * 31 + step) % 1009) as f32)
                 .collect();
-            let sums = &mut self.sums[chunk];
-            sums.resize(sums.len().max(step as usize + 1), vec![0.0; extent.elements as usize]);
-            sums[step as usize].iter_mut().zip(&values).for_each(|(sum, value)| *sum += value);
-            payload = bytemuck::cast_slice(&values).to_vec();
+            self.sums[chunk].add(step, &values);
+            payload = bytemuck::cast_slice(&values).into();
             (header.codec, header.length) = (Codec::F32, payload.len() as u32);
             if let Some(arena) = &worker.arena {
                 arena.write(ArenaLayout::new(&self.plan.settings).gradient_chunk(&extent), &payload);
-                payload.clear();
+                payload = Rc::default();
             }
         }
         worker.asked[chunk] = Some((header, payload.clone()));
-        self.send(rank, header, payload);
+        worker.to_send.push_back((header, payload));
     }
 
-    fn send(&mut self, rank: usize, header: Header, payload: Vec<u8>) {
+    fn send(&mut self, rank: usize, header: Header, payload: Rc<[u8]>) {
         let worker = &mut self.workers[rank];
         if !worker.has_left && !worker.has_ended {
             // The core takes every Leave as valid, also one that `corrupt` has made.
@@ -358,6 +393,7 @@ impl FuzzJob {
         }
         worker.has_ended |= received.as_ref().map_or(true, |received| received.closed);
         let layout = ArenaLayout::new(&self.plan.settings);
+        let mut answered = Vec::new();
         for (header, payload) in inbox.frames {
             if header.operation == Operation::Failure {
                 assert!(
@@ -377,16 +413,17 @@ impl FuzzJob {
                 arena.read(layout.parameters_chunk(&extent), &mut placed);
                 placed
             });
-            let found = floats(&payload);
-            let expected = match header.step.checked_sub(1) {
-                Some(step) => self.sums[chunk][step as usize].clone(),
-                None => vec![0.0; extent.elements as usize],
-            };
-            assert_eq!(found, expected, "rank {rank}, chunk {chunk}, version {}", header.step);
             let (asked, _) = worker.asked[chunk].take().expect("an answer to something that was asked");
             assert!(header.step >= asked.step + u32::from(asked.operation == Operation::PushPull));
+            self.sums[chunk].check(header.step, &payload);
             worker.steps[chunk] = header.step;
             self.accepted += 1;
+            answered.push(chunk);
+        }
+        // No worker is answered with older parameters than it has.
+        for chunk in answered {
+            let oldest = self.workers.iter().map(|worker| worker.steps[chunk]).min().unwrap_or_default();
+            self.sums[chunk].forget_before(oldest);
         }
     }
 
@@ -412,7 +449,7 @@ impl FuzzJob {
             worker.retired.push(std::mem::replace(&mut worker.stream, stream));
             worker.to_send = worker.asked.iter().flatten().cloned().collect();
             if worker.has_left {
-                worker.to_send.push_back((Header::bare(Operation::Leave), Vec::new()));
+                worker.to_send.push_back((Header::bare(Operation::Leave), Rc::default()));
             }
             worker.flush();
         }
@@ -442,14 +479,14 @@ impl FuzzJob {
         let codec = if random()? % 4 == 0 { Codec::F16 } else { Codec::F32 };
         let header = Header { operation, codec, chunk, step, length };
         let payload = vec![random()?; if has_arena { 0 } else { length as usize }];
-        self.send(rank, header, payload);
+        self.send(rank, header, payload.into());
         Some(())
     }
 
     fn leave(&mut self, rank: usize) {
         // Others may wait for this worker.
         self.is_invalid = true;
-        self.send(rank, Header::bare(Operation::Leave), Vec::new());
+        self.send(rank, Header::bare(Operation::Leave), Rc::default());
     }
 
     /// Every worker completes what it has begun, and leaves.
@@ -487,7 +524,7 @@ impl FuzzJob {
             }
         }
         for rank in 0..self.workers.len() {
-            self.send(rank, Header::bare(Operation::Leave), Vec::new());
+            self.send(rank, Header::bare(Operation::Leave), Rc::default());
         }
         for turn in 0.. {
             assert!(turn < TURNS_MAX, "a leave message has no effect");
@@ -522,33 +559,9 @@ impl FuzzJob {
     }
 }
 
-impl Worker {
-    fn flush(&mut self) {
-        let frames: Vec<Outgoing<'_>> =
-            self.to_send.iter().map(|(header, payload)| Outgoing { header: *header, payload }).collect();
-        match self.stream.send(&frames) {
-            Ok(sent) => drop(self.to_send.drain(..sent.frames)),
-            Err(_) => self.has_ended = true,
-        }
-        self.has_ended |= self.stream.announce().is_err();
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Pseudorandom bytes.
-    struct RandomBytes(u64);
-
-    impl RandomBytes {
-        fn next(&mut self) -> u8 {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            (self.0 >> 32) as u8
-        }
-    }
 
     #[test]
     fn a_core_is_right_whatever_workers_do() {
@@ -556,11 +569,7 @@ mod tests {
         let seed = seed.unwrap_or_else(|| std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64);
         println!("PARAMHUB_TEST_SEED={seed}");
         let choices = std::env::var("PARAMHUB_TEST_CHOICES").ok().and_then(|text| text.parse().ok());
-        let (mut random, mut left) = (RandomBytes(seed | 1), choices.unwrap_or(100_000_u64));
-        let accepted = exercise(|| {
-            left = left.checked_sub(1)?;
-            Some(random.next())
-        });
+        let Exercised { accepted, .. } = exercise_seeded(seed, choices.unwrap_or(100_000));
         println!("{accepted} frames accepted");
         assert!(accepted > 500, "{accepted} frames accepted");
     }
