@@ -432,7 +432,12 @@ impl Membership {
             }
             Transition::MembershipChanged { changes, epoch, message } => {
                 let hubs: Vec<u32> = job.hubs_of_members().collect();
-                self.outputs.push(Output::Log(LogEvent::RankChanged { job: name, namespace, epoch, message }));
+                self.outputs.push(Output::Log(LogEvent::RankChanged {
+                    job: name,
+                    namespace,
+                    epoch,
+                    message,
+                }));
                 self.outputs.push(Output::Save(namespace));
                 for hub in hubs.into_iter().filter(|&hub| self.hubs.has(hub)) {
                     for change in &changes {

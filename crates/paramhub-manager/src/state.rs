@@ -9,7 +9,9 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::combinations;
 use paramhub_core::membership::{Answer, CallId, HubRecord, JobRecord, Membership, Output};
-use paramhub_core::service::{CreateService, ErrorCode, HubCommand, JobOptions, STOP_REASON_CHARS_MAX, ServiceError};
+use paramhub_core::service::{
+    CreateService, ErrorCode, HubCommand, JobOptions, STOP_REASON_CHARS_MAX, ServiceError,
+};
 use tokio::sync::oneshot;
 
 use crate::clock::now;
@@ -94,12 +96,10 @@ impl ManagerState {
                 Output::Command { hub, command, unless_queued } => {
                     self.queues.push(hub, &command, unless_queued);
                 }
-                Output::ChangeMembership { hub, namespace, command } => {
-                    match self.records_of(namespace) {
-                        Some(records) => records.commands.push((hub, command)),
-                        None => self.queues.push(hub, &command, false),
-                    }
-                }
+                Output::ChangeMembership { hub, namespace, command } => match self.records_of(namespace) {
+                    Some(records) => records.commands.push((hub, command)),
+                    None => self.queues.push(hub, &command, false),
+                },
                 Output::Save(namespace) => drop(self.unsaved.jobs.insert(namespace)),
                 Output::Remove(namespace) => {
                     self.unsaved.jobs.remove(&namespace);

@@ -122,7 +122,10 @@ fn a_member_that_joins_later_waits_for_the_parameters_of_its_first_step() {
     exchange.pull(0, 1, 2).unwrap();
     assert!(answer_all(&mut exchange, 0).is_empty());
     for step in [0, 1] {
-        assert!(matches!(push(&mut exchange, 0, 0, step), SumAction::Update(Update { contributions: 1, .. })));
+        assert!(matches!(
+            push(&mut exchange, 0, 0, step),
+            SumAction::Update(Update { contributions: 1, .. })
+        ));
         assert_eq!(answer_all(&mut exchange, 0), if step == 0 { vec![0] } else { vec![0, 1] });
     }
     assert_eq!(push(&mut exchange, 0, 0, 2), SumAction::Wait, "it is there now");
@@ -324,7 +327,9 @@ impl Program {
     }
 
     fn is_done(&self) -> bool {
-        self.processes.iter().all(|process| process.as_ref().is_some_and(|process| process.step >= PROGRAM_STEPS))
+        self.processes
+            .iter()
+            .all(|process| process.as_ref().is_some_and(|process| process.step >= PROGRAM_STEPS))
     }
 }
 

@@ -117,7 +117,9 @@ impl JobControl {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         let epoch = match job.ranks.0.get(&rank) {
             None => job.terms.epoch,
-            Some(changed) if matches!(changed.phase, RankPhase::Connecting { .. } | RankPhase::Present { .. }) => {
+            Some(changed)
+                if matches!(changed.phase, RankPhase::Connecting { .. } | RankPhase::Present { .. }) =>
+            {
                 changed.epoch
             }
             // It is known.
@@ -162,10 +164,9 @@ impl JobControl {
                 "job `{}` waits: {reason}. It has {left} of its {workers} workers, and goes on with {least} or more",
                 job.terms.name
             ),
-            false => format!(
-                "job `{}` goes on with {left} of its {workers} workers: {reason}",
-                job.terms.name
-            ),
+            false => {
+                format!("job `{}` goes on with {left} of its {workers} workers: {reason}", job.terms.name)
+            }
         };
         self.outputs.push(Output::RefuseRank { namespace, rank, epoch });
         self.change_rank(namespace, (rank, epoch), RankChange::Lose);
@@ -225,12 +226,7 @@ impl JobControl {
 
     /// All chunks of a core have the step at which a rank joins. When all cores have it, the streams of its process
     /// are admitted.
-    pub(super) fn rank_joined(
-        &mut self,
-        namespace: Namespace,
-        (rank, epoch): (u32, u64),
-        now: Duration,
-    ) {
+    pub(super) fn rank_joined(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         let until = now.saturating_add(job.terms.rendezvous);
         let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
@@ -244,7 +240,11 @@ impl JobControl {
         let name = job.terms.name.clone();
         self.outputs.push(Output::AdmitRank { namespace, rank, epoch });
         self.report(HubEvent::RankJoined { namespace, rank, epoch });
-        self.notify_all(namespace, Some(rank), &format!("rank {rank} of job `{name}` is back: another process has it"));
+        self.notify_all(
+            namespace,
+            Some(rank),
+            &format!("rank {rank} of job `{name}` is back: another process has it"),
+        );
     }
 
     /// Takes for lost the processes that have joined and do not open their streams in time.
@@ -267,7 +267,9 @@ impl JobControl {
         }
         for (namespace, rank, limit) in late {
             let seconds = limit.as_secs_f64();
-            let reason = format!("rank {rank} was lost: it has joined, and did not open all streams within {seconds:.0} s");
+            let reason = format!(
+                "rank {rank} was lost: it has joined, and did not open all streams within {seconds:.0} s"
+            );
             self.worker_lost(namespace, rank, reason);
         }
     }

@@ -2,6 +2,7 @@ mod admission;
 mod ending;
 mod notices;
 mod opening;
+mod ranks;
 mod reports;
 mod shutdown;
 mod streams;

@@ -73,7 +73,8 @@ impl Membership {
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
         let deadline = arrived.monotonic + Duration::from_secs_f64(job.options.rendezvous_timeout_s);
         let next = job.submit(rank, incarnation, settings, now)?;
-        let (InitNext::Wait { ticket } | InitNext::Compare { ticket, .. } | InitNext::Join { ticket, .. }) = next;
+        let (InitNext::Wait { ticket } | InitNext::Compare { ticket, .. } | InitNext::Join { ticket, .. }) =
+            next;
         let call = self.wait(namespace, JobCall::Init { rank, ticket });
         let waiting = WaitingCall { call, deadline };
         Ok(match next {

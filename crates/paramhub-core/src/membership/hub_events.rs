@@ -127,7 +127,9 @@ impl Membership {
                 (namespace, job.hub_noticed(hub, message))
             }
             HubEvent::WorkerLost { namespace, rank, epoch, reason } => {
-                let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else { return };
+                let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
+                    return;
+                };
                 (namespace, job.worker_lost((rank, epoch), bounded(&reason), now))
             }
             HubEvent::RankExpected { namespace, rank, epoch, step } => {

@@ -9,6 +9,8 @@ pub(crate) mod cause;
 mod ending;
 mod information_book;
 pub(crate) mod job_hubs;
+#[cfg(test)]
+mod loss_tests;
 mod losses;
 mod rank_assignments;
 mod record;

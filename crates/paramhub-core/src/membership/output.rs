@@ -62,10 +62,10 @@ impl Connected {
             };
             pairs
         });
-        let secrets = self.secret.zip(secrets).map(|((epoch, since), pairs)| RankSecrets {
-            rank: epoch.of_rank(rank, since),
-            pairs,
-        });
+        let secrets = self
+            .secret
+            .zip(secrets)
+            .map(|((epoch, since), pairs)| RankSecrets { rank: epoch.of_rank(rank, since), pairs });
         let epoch = self.secret.map_or(self.shared.epoch, |(_, since)| since);
         ServiceConnected { secrets, epoch, ..ServiceConnected::clone(&self.shared) }
     }

@@ -240,6 +240,7 @@ impl FuzzJob {
             route: admitted.place.route,
             port: admitted.place.port,
             stream: AcceptedStream { socket, carrier: Carrier::Tcp(keys.clone()) },
+            epoch: admitted.place.epoch,
             attempt: admitted.place.attempt,
             resumed_by: admitted.place.resumed_by,
         };
@@ -268,6 +269,7 @@ impl FuzzJob {
                 socket: socket.into(),
                 carrier: admitted.memory.map_or(Carrier::Tcp(None), Carrier::Memory),
             },
+            epoch: admitted.place.epoch,
             attempt: admitted.place.attempt,
             resumed_by: admitted.place.resumed_by,
         });

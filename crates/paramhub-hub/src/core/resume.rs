@@ -10,7 +10,13 @@ impl Core {
     /// Whether a port has had a newer stream than this, by epoch and attempt; if not, this is the newest from now on. The acceptor
     /// admits streams in order, but passes each on when its welcome has left, and that of an older one can
     /// leave later.
-    pub(super) fn is_stale(&mut self, namespace: Namespace, route: RouteId, port: u32, stream: (u64, u32)) -> bool {
+    pub(super) fn is_stale(
+        &mut self,
+        namespace: Namespace,
+        route: RouteId,
+        port: u32,
+        stream: (u64, u32),
+    ) -> bool {
         let Some(&shard) = self.shard_of.get(&(namespace, route)) else { return false };
         let newest = &mut self.shards.index_mut(shard).newest_streams[port as usize];
         if newest.is_some_and(|newest| stream < newest) {

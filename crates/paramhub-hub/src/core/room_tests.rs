@@ -17,7 +17,15 @@ fn connect(hub: &mut SteppedHub, namespace: Namespace) -> TcpStream {
     let socket = listener.accept().unwrap().0.into();
     let stream = AcceptedStream { socket, carrier: Carrier::Tcp(None) };
     let (attempt, resumed_by) = (0, None);
-    hub.handle.send(CoreCommand::Adopt { namespace, route: 0, port: 0, stream, epoch: 1, attempt, resumed_by });
+    hub.handle.send(CoreCommand::Adopt {
+        namespace,
+        route: 0,
+        port: 0,
+        stream,
+        epoch: 1,
+        attempt,
+        resumed_by,
+    });
     hub.turn();
     worker.set_nonblocking(true).unwrap();
     worker

@@ -28,6 +28,7 @@ mod in_place;
 mod information_book;
 mod kvstore;
 mod local;
+mod losses;
 mod meet;
 mod numerics;
 mod offences;

@@ -9,10 +9,10 @@ use crate::combinations::Feature::{
     FactorCodec, Factors, FactorsInPyTorch, FactorsToHub, FlatReduction, HalfPrecisionKey,
     HierarchicalReduction, HubCores, LateLeftOut, LayerWithoutFactors, NoCheckpointFolder,
     NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer, NoPeerAddress, OnlySharedMemory, OptimizerAtOwner,
-    OutlivesWorkers, ProgressTimeout, PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer,
-    RejectNonFinite, Reproducible, Resume, RunningHub, SeveralHubs, SeveralSites, SharedMemory,
-    SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
-    WholeChunkOptimizer,
+    OutlivesWorkers, ProgressTimeout, PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator,
+    RegisteredOptimizer, RejectNonFinite, Reproducible, Resume, RunningHub, SeveralHubs, SeveralSites,
+    SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs,
+    Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -398,7 +398,7 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         these: &[OutlivesWorkers],
         those: &[TwoPhase],
         verdict: Refused,
-        why: "the norm, as clipping needs it, is that of the same workers' gradients in every chunk",
+        why: "rank 0 releases such steps, and may be the one that is lost",
         remedy: "do without clipping by the global norm, or use `on_worker_loss = fail`",
         callers: &[InitService],
     },

@@ -87,7 +87,7 @@ impl Job {
     }
 
     fn lose(&mut self, rank: u32, reason: &str, now: Now) -> Transition {
-        let epoch = self.assignments.newest_epoch() + 1;
+        let epoch = self.assignments.begin_epoch();
         let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
         (holder.standing, holder.since) = (Standing::Lost, epoch);
         self.joins.remove(&rank);
@@ -135,8 +135,7 @@ impl Job {
             );
             return Err(refusal(ErrorCode::RankTaken, message));
         }
-        let epoch = self.assignments.newest_epoch() + 1;
-        Ok(self.assignments.replace(call, epoch, now))
+        Ok(self.assignments.replace(call, now))
     }
 
     /// Whether the process that holds a rank takes it from one that was lost, and has not joined.
@@ -201,7 +200,8 @@ impl Job {
     pub(super) fn check_ranks(&mut self, now: Now) -> Transition {
         let mut gone = self.assignments.joining_for(COME_BACK_S, now).into_iter();
         let asked = gone.find(|rank| self.joins.contains_key(rank));
-        let never_asked = self.assignments.joining_for(self.options.rendezvous_timeout_s, now).first().copied();
+        let never_asked =
+            self.assignments.joining_for(self.options.rendezvous_timeout_s, now).first().copied();
         if let Some(rank) = asked.or(never_asked) {
             return self.rank_lost_again(rank, now);
         }

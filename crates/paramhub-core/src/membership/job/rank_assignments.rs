@@ -17,6 +17,7 @@ pub(super) struct RankAssignments {
     assigned: u32,
     submitted: u32,
     next_ticket: u64,
+    newest_epoch: u64,
 }
 
 enum RankAssignment {
@@ -96,7 +97,13 @@ pub(super) struct RankHolder {
 impl RankAssignments {
     pub(super) fn new(workers: u32) -> Self {
         let assignments = (0..workers).map(|_| RankAssignment::Unassigned).collect();
-        RankAssignments { assignments, assigned: 0, submitted: 0, next_ticket: 1 }
+        RankAssignments {
+            assignments,
+            assigned: 0,
+            submitted: 0,
+            next_ticket: 1,
+            newest_epoch: first_epoch(),
+        }
     }
 
     /// The processes that hold the ranks, by rank, for the store. The processes of a job that is over are not recorded.
@@ -119,6 +126,7 @@ impl RankAssignments {
     /// job runs.
     pub(super) fn restore(&mut self, ranks: Vec<RankRecord>, now: Now) {
         self.assigned = ranks.len() as u32;
+        self.newest_epoch = ranks.iter().map(|record| record.since).max().unwrap_or(first_epoch());
         let holder = |record: RankRecord| RankHolder {
             incarnation: record.incarnation,
             claim: record.claim,
@@ -136,7 +144,8 @@ impl RankAssignments {
     }
 
     /// Marks the ranks that had connected to a job that ended under an earlier manager.
-    pub(super) fn restore_ended(&mut self, connected: &[u32]) {
+    pub(super) fn restore_ended(&mut self, connected: &[u32], newest_epoch: u64) {
+        self.newest_epoch = newest_epoch.max(first_epoch());
         for &rank in connected {
             if let Some(assignment) = self.assignments.get_mut(rank as usize) {
                 *assignment = RankAssignment::WasAssigned;
@@ -168,8 +177,9 @@ impl RankAssignments {
         ticket
     }
 
-    /// Gives a lost rank to another process, since this epoch.
-    pub(super) fn replace(&mut self, call: &ConnectService, since: u64, now: Now) -> u64 {
+    /// Gives a lost rank to another process, in an epoch that begins with it.
+    pub(super) fn replace(&mut self, call: &ConnectService, now: Now) -> u64 {
+        let since = self.begin_epoch();
         let holder = self.new_holder(call, since, Standing::Joining);
         let ticket = holder.ticket;
         let holder = RankHolder { submitted: true, lost_at: Some(now), ..holder };
@@ -209,11 +219,13 @@ impl RankAssignments {
 
     /// The newest epoch in which a rank has changed, or the first.
     pub(super) fn newest_epoch(&self) -> u64 {
-        let since = |assignment: &RankAssignment| match assignment {
-            RankAssignment::Assigned(holder) => Some(holder.since),
-            _ => None,
-        };
-        self.assignments.iter().filter_map(since).max().unwrap_or(first_epoch())
+        self.newest_epoch
+    }
+
+    /// Begins an epoch.
+    pub(super) fn begin_epoch(&mut self) -> u64 {
+        self.newest_epoch += 1;
+        self.newest_epoch
     }
 
     /// Gives an assigned rank's newest call its ticket; older calls cannot change the assignment any more.
@@ -253,9 +265,8 @@ impl RankAssignments {
 
     /// The processes that are joining and have not been heard, on any connection, for this long.
     pub(super) fn joining_for(&self, seconds: f64, now: Now) -> Vec<u32> {
-        let is_silent = |holder: &RankHolder| {
-            holder.standing == Standing::Joining && holder.is_silent(seconds, now)
-        };
+        let is_silent =
+            |holder: &RankHolder| holder.standing == Standing::Joining && holder.is_silent(seconds, now);
         self.ranks(|assignment| matches!(assignment, RankAssignment::Assigned(holder) if is_silent(holder)))
     }
 
@@ -313,12 +324,10 @@ impl RankAssignments {
     }
 
     pub(super) fn connected(&self) -> Vec<u32> {
-        self.ranks(|assignment| {
-            match assignment {
-                RankAssignment::Assigned(holder) => holder.standing != Standing::Lost,
-                RankAssignment::WasAssigned => true,
-                RankAssignment::Unassigned | RankAssignment::GaveUp => false,
-            }
+        self.ranks(|assignment| match assignment {
+            RankAssignment::Assigned(holder) => holder.standing != Standing::Lost,
+            RankAssignment::WasAssigned => true,
+            RankAssignment::Unassigned | RankAssignment::GaveUp => false,
         })
     }
 

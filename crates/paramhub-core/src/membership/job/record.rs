@@ -135,7 +135,7 @@ impl Job {
             }
             _ => {}
         }
-        job.assignments.restore_ended(&status.connected);
+        job.assignments.restore_ended(&status.connected, status.epoch);
         job.recorded_counters = status.counters;
         job.recorded_left_out = status.left_out;
         job.recorded_checkpoints = status.checkpoints;

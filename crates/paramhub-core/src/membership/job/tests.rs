@@ -10,16 +10,20 @@ use crate::placement::{HubShape, Imbalance, InterfaceShape};
 use crate::scheme::{HubPlace, Plan};
 use crate::service::{CauseKind, ConnectService, JobEnd, LeaveService, ServiceInitialised};
 
-fn now() -> Now {
+pub(super) fn now() -> Now {
     at(0.0)
 }
 
-fn later(seconds: f64) -> Now {
+pub(super) fn later(seconds: f64) -> Now {
     at(seconds)
 }
 
 fn job(workers: u32) -> Job {
-    let request = CreateService { name: "x".into(), workers, options: JobOptions::default() };
+    job_with(workers, JobOptions::default())
+}
+
+fn job_with(workers: u32, options: JobOptions) -> Job {
+    let request = CreateService { name: "x".into(), workers, options };
     Job::new(0, request, Namespace([1; 16]), Nonce([2; 32]), Some(epoch()), now())
 }
 
@@ -27,11 +31,11 @@ pub(in crate::membership) fn epoch() -> Epoch {
     Epoch { number: 1, secret: EpochSecret([3; 32]) }
 }
 
-fn process(number: u8) -> Incarnation {
+pub(super) fn process(number: u8) -> Incarnation {
     Incarnation([number; 16])
 }
 
-fn call(rank: u32, number: u8) -> ConnectService {
+pub(super) fn call(rank: u32, number: u8) -> ConnectService {
     let (incarnation, proof) = (process(number), Proof([0; 32]));
     ConnectService {
         rank,
@@ -59,7 +63,7 @@ fn hubs(count: u32) -> Vec<OfferedHub> {
     (0..count).map(shape).collect()
 }
 
-fn settings() -> Arc<Settings> {
+pub(super) fn settings() -> Arc<Settings> {
     Arc::new(Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap()))
 }
 
@@ -76,7 +80,7 @@ fn information_book(job: &Job) -> Arc<InformationBook> {
 }
 
 /// The answer to a rank that waits in InitService.
-fn init_answer(job: &Job, rank: u32) -> Result<Arc<ServiceInitialised>, ServiceError> {
+pub(super) fn init_answer(job: &Job, rank: u32) -> Result<Arc<ServiceInitialised>, ServiceError> {
     job.init_answer(rank, &mut AnswersBySite::new())
 }
 
@@ -86,7 +90,11 @@ fn phase(job: &Job) -> JobPhase {
 
 /// A job whose ranks have connected; rank r is process r.
 fn initialising(workers: u32, hub_count: u32) -> Job {
-    let mut job = job(workers);
+    initialising_with(workers, hub_count, JobOptions::default())
+}
+
+fn initialising_with(workers: u32, hub_count: u32, options: JobOptions) -> Job {
+    let mut job = job_with(workers, options);
     for rank in 0..workers {
         job.connect(&call(rank, rank as u8), now()).unwrap();
     }
@@ -96,7 +104,11 @@ fn initialising(workers: u32, hub_count: u32) -> Job {
 
 /// A job whose hubs have been asked to allocate.
 fn placing(workers: u32, hub_count: u32) -> Job {
-    let mut job = initialising(workers, hub_count);
+    placing_with(workers, hub_count, JobOptions::default())
+}
+
+fn placing_with(workers: u32, hub_count: u32, options: JobOptions) -> Job {
+    let mut job = initialising_with(workers, hub_count, options);
     for rank in 0..workers {
         job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
         assert_eq!(job.agree(rank).is_some(), rank + 1 == workers);
@@ -106,7 +118,11 @@ fn placing(workers: u32, hub_count: u32) -> Job {
 }
 
 fn running(workers: u32, hub_count: u32) -> Job {
-    let mut job = placing(workers, hub_count);
+    running_with(workers, hub_count, JobOptions::default())
+}
+
+pub(super) fn running_with(workers: u32, hub_count: u32, options: JobOptions) -> Job {
+    let mut job = placing_with(workers, hub_count, options);
     for hub in 0..hub_count {
         let expected = if hub + 1 == hub_count { Transition::Advanced } else { Transition::None };
         assert_eq!(job.hub_allocated(hub, "hash", None, now()), expected);

@@ -304,6 +304,7 @@ impl Simulation {
                 self.waits(waiting, Some(namespace), caller);
                 self.comparing.push(waiting.call);
             }
+            Ok(Submission::Join { .. }) => panic!("no rank of these jobs is replaced"),
             Err(_) => {}
         }
     }

@@ -313,6 +313,13 @@ fn serve(
                     event.into_iter().collect()
                 }
                 HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => Vec::new(),
+                HubCommand::LoseRank { .. } => Vec::new(),
+                &HubCommand::ExpectRank { namespace, rank, epoch } => {
+                    vec![HubEvent::RankExpected { namespace, rank, epoch, step: 7 }]
+                }
+                &HubCommand::JoinRank { namespace, rank, epoch, .. } => {
+                    vec![HubEvent::RankJoined { namespace, rank, epoch }]
+                }
                 HubCommand::ReportJobs => {
                     served.allocated.values().cloned().chain([HubEvent::AllReported]).collect()
                 }

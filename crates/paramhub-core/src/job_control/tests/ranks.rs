@@ -1,0 +1,189 @@
+use super::*;
+
+/// A running job that goes on with one worker.
+fn outliving() -> Hub {
+    Hub::running(|terms| terms.min_workers = Some(1))
+}
+
+fn lost(hub: &mut Hub) -> Vec<Output> {
+    hub.fault(FaultCause::Kind(CauseKind::PeerLost))
+}
+
+fn lose(hub: &mut Hub, epoch: u64) -> Vec<Output> {
+    let reason = "rank 1 was lost".into();
+    hub.handle(Event::LoseRank { namespace: job(1), rank: 1, epoch, reason })
+}
+
+fn expect(hub: &mut Hub, epoch: u64) -> Vec<Output> {
+    hub.handle(Event::ExpectRank { namespace: job(1), rank: 1, epoch })
+}
+
+fn join(hub: &mut Hub, epoch: u64, step: u32) -> Vec<Output> {
+    hub.handle(Event::JoinRank { namespace: job(1), rank: 1, epoch, step })
+}
+
+fn expected(hub: &mut Hub, epoch: u64, step: u32) -> Vec<Output> {
+    hub.core(1, CoreEvent::RankExpected { rank: 1, epoch, step })
+}
+
+fn joined(hub: &mut Hub, epoch: u64) -> Vec<Output> {
+    hub.core(1, CoreEvent::RankJoined { rank: 1, epoch })
+}
+
+/// The changes that all cores of the job are to make.
+fn changes(outputs: &[Output]) -> Vec<RankChange> {
+    let of_cores = outputs.iter().filter_map(|output| match output {
+        Output::ChangeRank { rank: 1, change, .. } => Some(*change),
+        _ => None,
+    });
+    let mut of_cores: Vec<RankChange> = of_cores.collect();
+    assert!(of_cores.len().is_multiple_of(ROUTES.len()), "every core changes: {outputs:?}");
+    of_cores.dedup();
+    of_cores
+}
+
+/// Lets a hub lose rank 1 and another process take it, in epochs 2 and 3.
+fn replaced() -> Hub {
+    let mut hub = outliving();
+    lost(&mut hub);
+    lose(&mut hub, 2);
+    expect(&mut hub, 3);
+    (0..2).for_each(|core| drop(expected(&mut hub, 3, 5 + core)));
+    join(&mut hub, 3, 7);
+    hub.streams.missing.insert(RANKS[1]);
+    (0..2).for_each(|_| drop(joined(&mut hub, 3)));
+    hub
+}
+
+#[test]
+fn the_manager_decides_whether_a_worker_is_lost() {
+    let mut hub = outliving();
+    let outputs = lost(&mut hub);
+    assert!(changes(&outputs).is_empty() && failures(&outputs).is_empty());
+    let [HubEvent::WorkerLost { rank: 1, epoch: 1, reason, .. }] = reports(&outputs)[..] else {
+        panic!("{outputs:?}")
+    };
+    assert_eq!(reason, "rank 1 was lost");
+    assert!(reports(&lost(&mut hub)).is_empty(), "every stream reports it");
+    // A manager that has restarted hears it again.
+    let again = hub.handle(Event::ReportJobs);
+    assert!(has!(again, Output::Report(HubEvent::WorkerLost { rank: 1, epoch: 1, .. })));
+    let outputs = lose(&mut hub, 2);
+    assert_eq!(changes(&outputs), [RankChange::Lose]);
+    assert!(has!(outputs, Output::RefuseRank { rank: 1, epoch: 2, .. }));
+    let told = "job `job-1` goes on with 1 of its 2 workers: rank 1 was lost";
+    assert!(has!(outputs, Output::Notify { notice, .. } if notice.message == told), "{outputs:?}");
+    assert!(lose(&mut hub, 2).is_empty(), "a command can come twice");
+    assert!(!has!(hub.handle(Event::ReportJobs), Output::Report(HubEvent::WorkerLost { .. })));
+}
+
+#[test]
+fn a_job_with_too_few_workers_says_that_it_waits() {
+    let mut hub = Hub::running(|terms| terms.min_workers = Some(2));
+    lost(&mut hub);
+    let told = "job `job-1` waits: rank 1 was lost. It has 1 of its 2 workers, and goes on with 2 or more";
+    assert!(has!(lose(&mut hub, 2), Output::Notify { notice, .. } if notice.message == told));
+}
+
+#[test]
+fn a_worker_that_breaks_the_rules_ends_the_job_all_the_same() {
+    let mut hub = outliving();
+    let outputs = hub.fault(FaultCause::Kind(CauseKind::Known));
+    assert_eq!(failure(&outputs), "job `job-1` failed: rank 1 was lost");
+    for cause in [FaultCause::Silence, FaultCause::Kind(CauseKind::GaveUp)] {
+        assert!(failures(&outliving().fault(cause)).is_empty());
+    }
+    let mut hub = Hub::running(|_| {});
+    assert_eq!(failures(&lost(&mut hub)).len(), ROUTES.len());
+}
+
+#[test]
+fn another_process_joins_at_the_latest_step_of_all_cores() {
+    let mut hub = outliving();
+    lost(&mut hub);
+    assert!(expect(&mut hub, 3).is_empty(), "the rank is not lost yet");
+    lose(&mut hub, 2);
+    assert_eq!(changes(&expect(&mut hub, 3)), [RankChange::Expect]);
+    assert!(expect(&mut hub, 3).is_empty(), "the cores have not answered");
+    assert!(reports(&expected(&mut hub, 3, 9)).is_empty());
+    let named = HubEvent::RankExpected { namespace: job(1), rank: 1, epoch: 3, step: 9 };
+    assert_eq!(reports(&expected(&mut hub, 3, 4)), [&named]);
+    assert_eq!(reports(&expect(&mut hub, 3)), [&named], "to a manager that has restarted");
+    assert!(join(&mut hub, 2, 12).is_empty(), "an epoch that is over");
+    assert_eq!(changes(&join(&mut hub, 3, 12)), [RankChange::Join { step: 12 }]);
+    let named = HubEvent::RankExpected { namespace: job(1), rank: 1, epoch: 3, step: 12 };
+    assert_eq!(reports(&expect(&mut hub, 3)), [&named], "the step at which it joins");
+    assert!(reports(&joined(&mut hub, 3)).is_empty());
+    let outputs = joined(&mut hub, 3);
+    let report = HubEvent::RankJoined { namespace: job(1), rank: 1, epoch: 3 };
+    assert_eq!(reports(&outputs), [&report]);
+    assert!(has!(outputs, Output::AdmitRank { rank: 1, epoch: 3, .. }));
+    assert_eq!(reports(&join(&mut hub, 3, 12)), [&report], "to a manager that has restarted");
+}
+
+#[test]
+fn a_process_that_has_joined_must_open_its_streams_in_time() {
+    let mut hub = replaced();
+    let outputs = hub.reach(RENDEZVOUS);
+    let [HubEvent::WorkerLost { rank: 1, epoch: 3, reason, .. }] = reports(&outputs)[..] else {
+        panic!("{outputs:?}")
+    };
+    assert!(reason.contains("did not open all streams within 30 s"), "{reason}");
+    assert_eq!(changes(&lose(&mut hub, 4)), [RankChange::Lose]);
+    let mut hub = replaced();
+    hub.streams.missing.clear();
+    assert!(hub.check().is_empty());
+    hub.streams.missing.insert(RANKS[1]);
+    hub.now += RENDEZVOUS * 2;
+    assert!(hub.check().is_empty(), "its streams were there");
+    let outputs = lost(&mut hub);
+    assert!(has!(outputs, Output::Report(HubEvent::WorkerLost { rank: 1, epoch: 3, .. })));
+}
+
+#[test]
+fn a_process_may_be_lost_before_it_has_joined() {
+    for answers in 0..2 {
+        let mut hub = outliving();
+        lost(&mut hub);
+        lose(&mut hub, 2);
+        expect(&mut hub, 3);
+        (0..answers).for_each(|_| drop(expected(&mut hub, 3, 5)));
+        assert_eq!(changes(&lose(&mut hub, 4)), [RankChange::Lose]);
+        assert!(expected(&mut hub, 3, 5).is_empty() && join(&mut hub, 3, 5).is_empty());
+        assert_eq!(changes(&expect(&mut hub, 5)), [RankChange::Expect]);
+    }
+}
+
+#[test]
+fn a_job_has_finished_when_those_who_remain_have_left() {
+    let leave = |hub: &mut Hub, port: u32| {
+        let left = |route: RouteId| CoreEvent::Left { route, port };
+        ROUTES.iter().flat_map(|&route| hub.core(1, left(route))).collect::<Vec<Output>>()
+    };
+    let mut hub = outliving();
+    lost(&mut hub);
+    lose(&mut hub, 2);
+    leave(&mut hub, 0);
+    assert!(end(&hub.close(1)).finished);
+    // The last who is lost decides if the others have left before.
+    let mut hub = outliving();
+    leave(&mut hub, 0);
+    lost(&mut hub);
+    lose(&mut hub, 2);
+    assert!(end(&hub.close(1)).finished);
+    // Another process must leave, too.
+    let mut hub = replaced();
+    hub.streams.missing.clear();
+    assert!(leave(&mut hub, 0).is_empty());
+    leave(&mut hub, 1);
+    assert!(end(&hub.close(1)).finished);
+}
+
+#[test]
+fn a_job_of_which_all_ranks_are_lost_has_not_finished() {
+    let mut hub = outliving();
+    lost(&mut hub);
+    lose(&mut hub, 2);
+    let all = hub.handle(Event::LoseRank { namespace: job(1), rank: 0, epoch: 3, reason: "rank 0".into() });
+    assert!(failures(&all).is_empty() && matches!(hub.phase(1), Phase::Running));
+}

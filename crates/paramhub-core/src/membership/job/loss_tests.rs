@@ -1,0 +1,151 @@
+//! Ranks that are lost while their job runs, and the processes that take them.
+
+use super::losses::MembershipChange;
+use super::tests::{call, init_answer, later, now, process, running_with, settings};
+use super::*;
+use crate::auth::Purpose;
+use crate::service::OnWorkerLoss;
+
+/// A running job of three workers and two hubs that goes on with so many workers.
+fn outliving(min_workers: u32) -> Job {
+    let options = JobOptions {
+        on_worker_loss: OnWorkerLoss::Continue,
+        min_workers,
+        linger_s: 10.0,
+        ..JobOptions::default()
+    };
+    running_with(3, 2, options)
+}
+
+fn changes(transition: Transition) -> Vec<MembershipChange> {
+    match transition {
+        Transition::MembershipChanged { changes, .. } => changes,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn lose(job: &mut Job, rank: u32, epoch: u64) -> Transition {
+    job.worker_lost((rank, epoch), &format!("rank {rank} was lost"), now())
+}
+
+fn lost(rank: u32, epoch: u64) -> Vec<MembershipChange> {
+    vec![MembershipChange::Lose { rank, epoch, reason: format!("rank {rank} was lost") }]
+}
+
+/// Rank 1 is lost, and process 7 calls for it.
+fn taken(min_workers: u32) -> Job {
+    let mut job = outliving(min_workers);
+    assert_eq!(changes(lose(&mut job, 1, 1)), lost(1, 2));
+    job.connect(&call(1, 7), later(1.0)).unwrap();
+    job
+}
+
+fn submit(job: &mut Job) -> InitNext {
+    job.submit(1, process(7), &settings(), later(1.0)).unwrap()
+}
+
+/// Lets both hubs answer.
+fn join(job: &mut Job) {
+    assert_eq!(changes(job.join(1)), [MembershipChange::Expect { rank: 1, epoch: 3 }]);
+    assert_eq!(job.rank_expected(0, (1, 3), 8), Transition::None);
+    let named = changes(job.rank_expected(1, (1, 3), 6));
+    assert_eq!(named, [MembershipChange::Join { rank: 1, epoch: 3, step: 8 }], "the latest of all hubs");
+    assert_eq!(job.rank_joined(1, (1, 3), later(1.0)), Transition::None);
+    assert!(job.is_joining(1));
+    assert!(changes(job.rank_joined(0, (1, 3), later(1.0))).is_empty());
+}
+
+#[test]
+fn a_lost_rank_begins_an_epoch_once() {
+    let mut job = outliving(1);
+    assert_eq!(changes(lose(&mut job, 1, 1)), lost(1, 2));
+    assert_eq!(lose(&mut job, 1, 1), Transition::None, "the other hub reports it, too");
+    assert_eq!(changes(lose(&mut job, 0, 1)), lost(0, 3));
+    let status = job.status(now());
+    assert_eq!((status.lost, status.connected, status.epoch), (vec![0, 1], vec![2], 3));
+    assert_eq!(job.state(), JobState::Running);
+    let mut job = running_with(3, 2, JobOptions::default());
+    assert_eq!(lose(&mut job, 1, 1), Transition::None, "its hubs end such a job");
+}
+
+#[test]
+fn another_process_takes_a_lost_rank_with_a_secret_of_its_own() {
+    let mut job = taken(1);
+    let [former, own] = [1, 3].map(|since| job.epoch.unwrap().of_rank(1, since));
+    assert_ne!(former, own);
+    assert_eq!(job.call_secrets(1, Purpose::Init), [Some(own), None]);
+    let answer = job.connect_answer(1, process(7), &mut calls::AnswersBySite::new()).unwrap().answer();
+    assert_eq!((answer.epoch, answer.secrets.unwrap().rank), (3, own));
+    assert!(job.connect(&call(1, 8), later(1.0)).is_err(), "one process has it");
+    assert!(job.connect(&call(2, 9), later(1.0)).is_err(), "rank 2 is not lost");
+    assert!(matches!(submit(&mut job), InitNext::Join { .. }));
+    join(&mut job);
+    assert_eq!(init_answer(&job, 1).unwrap().resumed_step, Some(8));
+    assert_eq!(init_answer(&job, 0).unwrap().resumed_step, None);
+    assert!(job.status(now()).lost.is_empty());
+    assert_eq!(lose(&mut job, 1, 1), Transition::None, "a late report about the former process");
+    assert_eq!(changes(lose(&mut job, 1, 3)), lost(1, 4));
+}
+
+#[test]
+fn a_process_that_goes_before_it_has_joined_gives_the_rank_up() {
+    // Nobody waits for a process that has only connected, but its rank is free for others soon.
+    let mut job = taken(1);
+    assert_eq!(job.check_time(later(30.0)), Transition::None);
+    job.connect(&call(1, 8), later(31.0)).unwrap();
+    assert_eq!(job.status(now()).epoch, 4);
+    // The hubs wait for a process that has sent its settings.
+    let mut job = taken(1);
+    let InitNext::Join { ticket, .. } = submit(&mut job) else { panic!("it joins") };
+    changes(job.join(1));
+    assert_eq!(job.rank_expected(0, (1, 3), 8), Transition::None);
+    job.init_dropped(1, ticket, later(2.0));
+    assert_eq!(job.check_time(later(3.9)), Transition::None);
+    let gone = changes(job.check_time(later(4.0)));
+    assert!(matches!(&gone[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]), "{gone:?}");
+    assert_eq!(job.rank_expected(1, (1, 3), 8), Transition::None);
+    job.connect(&call(1, 8), later(4.0)).unwrap();
+}
+
+#[test]
+fn a_job_waits_for_others_only_so_long() {
+    let mut job = outliving(2);
+    changes(lose(&mut job, 1, 1));
+    assert_eq!(job.check_time(later(100.0)), Transition::None, "two are enough");
+    changes(job.worker_lost((2, 1), "rank 2 was lost", later(100.0)));
+    assert_eq!(job.check_time(later(109.0)), Transition::None);
+    assert!(matches!(job.check_time(later(110.0)), Transition::Ended { .. }));
+    let expected = "ranks 1 and 2 were lost, and no other process has come for 10 s (linger_s)";
+    assert!(job.message().starts_with(expected), "{}", job.message());
+    // A process that takes a rank ends the wait.
+    let mut job = taken(3);
+    submit(&mut job);
+    join(&mut job);
+    assert_eq!(job.check_time(later(100.0)), Transition::None);
+}
+
+#[test]
+fn a_manager_that_restarts_knows_who_is_lost_and_who_was_about_to_come() {
+    let mut before = taken(2);
+    let (mut job, _) = Job::restore(before.record(now()), later(50.0));
+    assert_eq!((job.status(now()).lost, job.status(now()).epoch), (vec![1], 3));
+    // A hub that has the job hears of the loss again, for it may not have heard of it.
+    let again = changes(job.hub_allocated(0, "hash", None, later(50.0)));
+    assert!(matches!(&again[..], [MembershipChange::Lose { rank: 1, epoch: 2, .. }]), "{again:?}");
+    // The process repeats its call.
+    assert!(job.connect(&call(1, 8), later(50.0)).is_err());
+    job.connect(&call(1, 7), later(50.0)).unwrap();
+    assert!(matches!(submit(&mut job), InitNext::Join { .. }));
+    join(&mut job);
+    assert_eq!(init_answer(&job, 1).unwrap().resumed_step, Some(8));
+    let (job, _) = Job::restore(job.record(now()), later(90.0));
+    assert_eq!(init_answer(&job, 1).unwrap().resumed_step, Some(8), "for a process that asks again");
+    assert_eq!(job.status(now()).epoch, 3);
+    // A rank that is lost stays so.
+    changes(before.rank_lost_again(1, now()));
+    let (mut job, _) = Job::restore(before.record(now()), later(50.0));
+    let again = changes(job.hub_allocated(0, "hash", None, later(50.0)));
+    assert!(matches!(&again[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]), "{again:?}");
+    let (mut job, _) = Job::restore(outliving(3).record(now()), now());
+    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+}
