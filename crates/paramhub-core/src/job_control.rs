@@ -129,7 +129,7 @@ impl JobControl {
         match event {
             Event::Planned(terms) => self.admit(*terms, now),
             Event::AllocateAgain { namespace } => self.allocated_before(namespace),
-            Event::ReportJobs => self.report_jobs(),
+            Event::ReportJobs { question } => self.report_jobs(question),
             Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
             Event::Link { namespace } => self.link(namespace, now),
             Event::CannotLink { namespace, reason } => self.fail_as_known(namespace, reason, now),

@@ -48,7 +48,7 @@ impl JobControl {
     }
 
     /// Reports every job: the manager has restarted.
-    pub(super) fn report_jobs(&mut self) {
+    pub(super) fn report_jobs(&mut self, question: u32) {
         let open: Vec<Namespace> =
             self.jobs.iter().filter(|(_, job)| job.has_opened).map(|(&namespace, _)| namespace).collect();
         for namespace in open {
@@ -56,6 +56,6 @@ impl JobControl {
             self.report_lost_workers_again(namespace);
         }
         self.outputs.extend(self.ends.iter().cloned().map(Output::ReportEnd));
-        self.report(HubEvent::AllReported);
+        self.report(HubEvent::AllReported { question });
     }
 }

@@ -143,7 +143,7 @@ impl Membership {
                 job.hub_kept_last(hub);
                 (namespace, Transition::None)
             }
-            HubEvent::AllReported => return self.all_reported(hub, now),
+            HubEvent::AllReported { question } => return self.all_reported(hub, question, now),
             HubEvent::Ended(end) => {
                 let Some(job) = self.jobs.get_mut(&end.namespace) else { return };
                 let transition = match (job.is_served_by(hub), self.hubs.shape(hub)) {
@@ -175,8 +175,12 @@ impl Membership {
     }
 
     /// A hub has reported all jobs that it has, because this manager has restarted: those that it should have and has
-    /// not reported cannot go on.
-    fn all_reported(&mut self, hub: u32, now: Now) {
+    /// not reported cannot go on. The hub may still repeat an answer to an earlier manager, of which that one has taken
+    /// the reports before.
+    fn all_reported(&mut self, hub: u32, question: u32, now: Now) {
+        if question != self.question {
+            return;
+        }
         for namespace in self.served_by(hub) {
             if let Some(job) = self.jobs.get_mut(&namespace) {
                 let transition = job.hub_reported_all(hub, now);

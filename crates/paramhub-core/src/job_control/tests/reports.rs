@@ -19,8 +19,9 @@ fn a_manager_that_restarts_hears_of_every_job() {
     hub.core(2, CoreEvent::Panicked { reason: "index".into() });
     hub.now += seconds(9.0);
     hub.close(1);
-    let outputs = hub.handle(Event::ReportJobs);
-    let [HubEvent::Allocated { namespace, streams: 4, .. }, HubEvent::AllReported] = reports(&outputs)[..]
+    let outputs = hub.handle(Event::ReportJobs { question: 7 });
+    let [HubEvent::Allocated { namespace, streams: 4, .. }, HubEvent::AllReported { question: 7 }] =
+        reports(&outputs)[..]
     else {
         panic!("{outputs:?}");
     };
@@ -30,12 +31,12 @@ fn a_manager_that_restarts_hears_of_every_job() {
     assert_eq!(counters.namespace, job(1));
     // It may restart again.
     hub.close(2);
-    let outputs = hub.handle(Event::ReportJobs);
+    let outputs = hub.handle(Event::ReportJobs { question: 8 });
     assert_eq!(
         ends(&outputs).iter().map(|report| report.end.namespace).collect::<Vec<_>>(),
         [job(1), job(2)]
     );
-    assert!(matches!(reports(&outputs)[..], [HubEvent::AllReported]));
+    assert!(matches!(reports(&outputs)[..], [HubEvent::AllReported { question: 8 }]));
 }
 
 #[test]
@@ -47,7 +48,7 @@ fn the_newest_ends_are_kept() {
         terms.routes.clear();
         hub.handle(Event::Planned(Box::new(terms)));
     }
-    let outputs = hub.handle(Event::ReportJobs);
+    let outputs = hub.handle(Event::ReportJobs { question: 8 });
     let kept = ends(&outputs);
     assert_eq!((kept.len(), kept[0].end.namespace), (ENDS_KEPT, Namespace(1u128.to_le_bytes())));
 }

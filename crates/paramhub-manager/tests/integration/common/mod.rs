@@ -313,8 +313,9 @@ fn serve(
                     event.into_iter().collect()
                 }
                 HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => Vec::new(),
-                HubCommand::ReportJobs => {
-                    served.allocated.values().cloned().chain([HubEvent::AllReported]).collect()
+                &HubCommand::ReportJobs { question } => {
+                    let living = served.allocated.values().cloned();
+                    living.chain([HubEvent::AllReported { question }]).collect()
                 }
                 HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. } => {
                     vec![HubEvent::Kept { namespace: *namespace }]

@@ -121,7 +121,7 @@ impl Simulation {
             }
             // The answer to a stop of a job that the hub does not know.
             HubEvent::Ended(end) => assert!(self.job(end.namespace).is_over),
-            HubEvent::Kept { .. } | HubEvent::Probed(_) | HubEvent::AllReported => {}
+            HubEvent::Kept { .. } | HubEvent::Probed(_) | HubEvent::AllReported { .. } => {}
         }
     }
 
