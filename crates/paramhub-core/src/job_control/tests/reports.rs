@@ -64,3 +64,19 @@ fn a_job_that_is_to_be_allocated_again_is_reported_once_it_is_open() {
     assert_eq!(reports(&first), reports(&hub.handle(again())));
     assert!(hub.handle(Event::AllocateAgain { namespace: job(2) }).is_empty());
 }
+
+#[test]
+fn a_job_that_has_ended_is_not_allocated_again_unless_the_hub_had_none_of_it() {
+    let mut hub = Hub::running(|_| {});
+    hub.leave();
+    hub.close(1);
+    assert!(!hub.control.wants(job(1)), "the order came from a manager that has restarted since");
+    assert!(hub.handle(Event::Planned(Box::new(terms(1)))).is_empty());
+    let again = hub.handle(Event::AllocateAgain { namespace: job(1) });
+    assert!(again.is_empty() && !hub.is_here(1), "{again:?}");
+    let without_chunks = || Event::Planned(Box::new(JobTerms { routes: Vec::new(), ..terms(2) }));
+    let first = hub.handle(without_chunks());
+    let second = hub.handle(without_chunks());
+    assert!(matches!(reports(&first)[..], [HubEvent::Allocated { .. }]), "{first:?}");
+    assert_eq!((reports(&first), ends(&second).len()), (reports(&second), 1));
+}
