@@ -12,8 +12,7 @@ use crate::service::{
 };
 
 impl Membership {
-    /// Lets a hub join in place of any that had one of its addresses, and advances the jobs that waited for
-    /// it.
+    /// Lets a hub join in place of any that had one of its addresses. It takes jobs once it calls under its number.
     pub fn register_hub(&mut self, offer: RegisterHub, token: &str, now: Now) -> Result<u32, ServiceError> {
         let replaced = self.hubs.at_addresses_of(&offer.shape);
         let hub = self.hubs.register(offer, token, now)?;
@@ -21,7 +20,6 @@ impl Membership {
             self.lose_hub(lost, "was lost: another hub has joined at its address", now);
         }
         self.outputs.push(Output::HubJoined { hub });
-        self.advance_all_jobs(now);
         Ok(hub)
     }
 
@@ -35,7 +33,7 @@ impl Membership {
         Ok(())
     }
 
-    /// Advances the jobs that waited for a hub of an earlier manager, once it calls this one.
+    /// Advances the jobs that waited for a hub, once it calls under its number.
     fn welcome_back(&mut self, hub: u32, now: Now) {
         if self.hubs.came_back(hub) {
             self.advance_all_jobs(now);

@@ -17,8 +17,14 @@ fn new(now: Now) -> Membership {
     Membership::new(Vec::new(), Vec::new(), limits, Nonce([9; 32]), now)
 }
 
-/// A hub of one core that serves one rack, or all.
+/// A hub of one core that serves one rack, or all, and that has called.
 fn hub_at(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
+    let hub = join(state, address, rack, now);
+    state.admit_hub(hub, Some("token"), now).unwrap();
+    hub
+}
+
+fn join(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
     let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let place = Place { rack: rack.into(), host: String::new() };
@@ -179,6 +185,19 @@ fn an_answer_to_an_earlier_manager_ends_no_job() {
         reports(&mut state, hub, events.clone(), now);
         assert_eq!(state_of(&state), expected, "{events:?}");
     }
+}
+
+#[test]
+fn a_hub_that_joins_again_because_it_had_no_answer_ends_no_job() {
+    let now = at(0.0);
+    let mut state = new(now);
+    let waiting = create(&mut state, "waiting", 1).unwrap();
+    connect(&mut state, waiting, 0, "", now);
+    join(&mut state, "127.0.0.1:1", "", now);
+    assert!(!is_begun(&state, waiting), "the hub may not know that it has joined");
+    let hub = join(&mut state, "127.0.0.1:1", "", now);
+    state.admit_hub(hub, Some("token"), now).unwrap();
+    assert_eq!(state.job(waiting).unwrap().hubs().collect::<Vec<_>>(), [hub]);
 }
 
 fn teams(names: [&str; 2], quotas: TeamQuotas) -> Membership {
