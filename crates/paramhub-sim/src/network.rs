@@ -64,8 +64,10 @@ struct EndState {
     is_open: bool,
     /// When the newest message for this end arrives; the next does not arrive before it.
     newest: Duration,
-    /// What would have arrived while the direction was blocked.
-    waiting: VecDeque<Arrival>,
+    /// What is on its way to this end, in the order in which it was sent.
+    coming: VecDeque<Arrival>,
+    /// How many of these would have arrived while the direction was blocked.
+    stuck: usize,
 }
 
 impl Network {
@@ -76,8 +78,13 @@ impl Network {
 
     /// Opens a stream. The hub learns of it with the first message.
     pub(crate) fn open(&mut self, from: Process, to: Process) -> StreamId {
-        let end =
-            |process| EndState { process, is_open: true, newest: Duration::ZERO, waiting: VecDeque::new() };
+        let end = |process| EndState {
+            process,
+            is_open: true,
+            newest: Duration::ZERO,
+            coming: VecDeque::new(),
+            stuck: 0,
+        };
         self.streams.push(StreamState { ends: [end(from), end(to)], is_silent: false });
         StreamId(self.streams.len() - 1)
     }
@@ -154,36 +161,30 @@ impl Network {
         for (number, state) in self.streams.iter_mut().enumerate() {
             for side in 0..2 {
                 if state.ends[side].process == to && state.ends[1 - side].process == from {
-                    let waiting = std::mem::take(&mut state.ends[side].waiting);
-                    for arrival in waiting {
+                    for _ in 0..std::mem::take(&mut state.ends[side].stuck) {
                         // The sender repeats what was lost after a while.
                         let at = agenda.now() + self.random.time(&self.delay);
                         let at = at.max(state.ends[side].newest);
                         state.ends[side].newest = at;
-                        agenda.add(at, Event::Arrive { stream: StreamId(number), side, arrival });
+                        agenda.add(at, Event::Arrive { stream: StreamId(number), side });
                     }
                 }
             }
         }
     }
 
-    /// What has come to an end of a stream, and for whom, if it arrives.
-    pub(crate) fn arrive(
-        &mut self,
-        stream: StreamId,
-        side: usize,
-        arrival: Arrival,
-    ) -> Option<(Process, Arrival)> {
+    /// What has come to an end of a stream, and for whom, if anything arrives.
+    pub(crate) fn arrive(&mut self, stream: StreamId, side: usize) -> Option<(Process, Arrival)> {
         let state = &mut self.streams[stream.0];
         let (from, to) = (state.ends[1 - side].process, state.ends[side].process);
         if state.is_silent || !state.ends[side].is_open {
             return None;
         }
-        if self.blocked.contains(&(from, to)) || !state.ends[side].waiting.is_empty() {
-            state.ends[side].waiting.push_back(arrival);
+        if self.blocked.contains(&(from, to)) {
+            state.ends[side].stuck += 1;
             return None;
         }
-        Some((to, arrival))
+        Some((to, state.ends[side].coming.pop_front()?))
     }
 
     /// Who learns of a broken path, unless its end is closed.
@@ -203,7 +204,8 @@ impl Network {
         }
         let end = &mut self.streams[stream.0].ends[side];
         end.newest = end.newest.max(at);
-        agenda.add(end.newest, Event::Arrive { stream, side, arrival });
+        end.coming.push_back(arrival);
+        agenda.add(end.newest, Event::Arrive { stream, side });
     }
 
     fn side(&self, stream: StreamId, process: Process) -> usize {

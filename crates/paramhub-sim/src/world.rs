@@ -25,7 +25,7 @@ const BOUND: Duration = Duration::from_secs(120);
 #[derive(Debug)]
 pub(crate) enum Event {
     /// Something arrives at an end of a stream, unless it is stopped on the way.
-    Arrive { stream: StreamId, side: usize, arrival: Arrival },
+    Arrive { stream: StreamId, side: usize },
     /// An end of a stream learns of its path.
     Learn { stream: StreamId, side: usize, arrival: Arrival },
     /// A time comes for which a process has waited.
@@ -233,8 +233,8 @@ impl World<'_> {
             }
         }
         match event {
-            Event::Arrive { stream, side, arrival } => {
-                if let Some((process, arrival)) = self.network.arrive(stream, side, arrival) {
+            Event::Arrive { stream, side } => {
+                if let Some((process, arrival)) = self.network.arrive(stream, side) {
                     self.arrived(process, stream, arrival);
                 }
             }
