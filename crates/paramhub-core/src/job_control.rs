@@ -43,6 +43,7 @@ pub use event::{CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNei
 use job::Job;
 pub use opening::READING_SHARE;
 pub use output::{Output, RankChange, Recipient};
+use reports::KeptEnd;
 pub use reports::{ENDS_KEPT, EndReport};
 use shutdown::Shutdown;
 pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
@@ -63,7 +64,7 @@ pub struct JobControl {
     manager_lost: Option<Duration>,
     shutdown: Shutdown,
     /// How the last jobs have ended, oldest first.
-    ends: VecDeque<EndReport>,
+    ends: VecDeque<KeptEnd>,
     outputs: Vec<Output>,
 }
 
@@ -81,10 +82,10 @@ impl JobControl {
         }
     }
 
-    /// Whether the hub is to plan a job that the manager wants allocated. A command can come twice, since the
-    /// answer to the first may have been lost.
+    /// Whether the hub is to plan a job that the manager wants allocated. A command can come twice, since the answer to
+    /// the first may have been lost, or the manager has restarted: then the job may have ended here meanwhile.
     pub fn wants(&self, namespace: Namespace) -> bool {
-        self.is_serving() && !self.jobs.contains_key(&namespace)
+        self.is_serving() && !self.jobs.contains_key(&namespace) && !self.has_held(namespace)
     }
 
     /// Notes since when the manager has been out of reach, if it is.
@@ -129,7 +130,7 @@ impl JobControl {
         match event {
             Event::Planned(terms) => self.admit(*terms, now),
             Event::AllocateAgain { namespace } => self.allocated_before(namespace),
-            Event::ReportJobs => self.report_jobs(),
+            Event::ReportJobs { question } => self.report_jobs(question),
             Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
             Event::Link { namespace } => self.link(namespace, now),
             Event::CannotLink { namespace, reason } => self.fail_as_known(namespace, reason, now),

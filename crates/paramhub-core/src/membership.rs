@@ -78,6 +78,8 @@ pub struct Membership {
     ended: VecDeque<Namespace>,
     hubs: Hubs,
     probes: Probes,
+    /// The number of the question that this manager asks the hubs of an earlier one.
+    question: u32,
     limits: MembershipLimits,
     next_order: u64,
     next_call: u64,
@@ -93,15 +95,17 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Restores the state that an earlier manager left in its records of jobs and hubs. The secrets of probes are
-    /// derived from `probe_secret`.
+    /// Restores the state that an earlier manager left in its records of jobs and hubs. `drawn` is drawn anew for each
+    /// manager: the secrets of probes are derived from it, and the number of the question to the hubs of an earlier one.
     pub fn new(
         mut records: Vec<JobRecord>,
         hubs: Vec<HubRecord>,
         limits: MembershipLimits,
-        probe_secret: Nonce,
+        drawn: Nonce,
         now: Now,
     ) -> Self {
+        let [a, b, c, d, ..] = drawn.derive("report jobs").0;
+        let question = u32::from_le_bytes([a, b, c, d]);
         let mut state = Membership {
             jobs: BTreeMap::new(),
             living: BTreeMap::new(),
@@ -109,7 +113,8 @@ impl Membership {
             teams: BTreeMap::new(),
             ended: VecDeque::new(),
             hubs: Hubs::default(),
-            probes: Probes::new(probe_secret),
+            probes: Probes::new(drawn),
+            question,
             limits,
             next_order: 0,
             next_call: 0,
@@ -123,7 +128,7 @@ impl Membership {
             let hub = record.hub;
             state.hubs.restore(record, now);
             state.outputs.push(Output::HubRestored { hub });
-            state.command(hub, HubCommand::ReportJobs);
+            state.command(hub, HubCommand::ReportJobs { question });
         }
         records.sort_by_key(|record| record.order);
         for record in records {

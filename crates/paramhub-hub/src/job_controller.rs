@@ -124,7 +124,7 @@ impl JobController {
                     Err(reason) => Event::CannotPlan { namespace, reason },
                 }
             }
-            HubCommand::ReportJobs => Event::ReportJobs,
+            HubCommand::ReportJobs { question } => Event::ReportJobs { question },
             HubCommand::Link { namespace } => Event::Link { namespace },
             HubCommand::Tell { namespace, rank, message } => Event::Tell { namespace, rank, message },
             HubCommand::LoseRank { namespace, rank, epoch, reason } => {

@@ -1,84 +1,107 @@
-//! The job that is simulated.
+//! The job that is simulated, and the hubs that serve it.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use paramhub_core::auth::{Incarnation, Namespace};
+use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::placement::{HubShape, InterfaceShape, RouteId};
-use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
+use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::service::{CreateService, JobOptions, OnInterfaceDown};
+use paramhub_core::settings::{OptimizerChoice, Settings};
 
 use crate::scenario::Scenario;
 
 /// The job's name on the wire.
 pub(crate) const NAMESPACE: Namespace = Namespace([1; 16]);
-/// The job's epoch.
-pub(crate) const EPOCH: u64 = 1;
+/// The job's secret.
+pub(crate) const NONCE: Nonce = Nonce([2; 32]);
+/// The job's first epoch.
+pub(crate) const FIRST_EPOCH: Epoch = Epoch { number: 1, secret: EpochSecret([3; 32]) };
+/// How long ranks wait for one another in each call, and hubs for their streams.
+pub(crate) const RENDEZVOUS: Duration = Duration::from_secs(30);
+/// How long a job that does not run yet may be without a sign of life.
+pub(crate) const LEASE: Duration = Duration::from_secs(40);
 /// Bytes of a chunk.
 const CHUNK_BYTES: u32 = 1024;
 /// Elements of a key: two chunks and a part of one.
 const KEY_ELEMENTS: u64 = 600;
 
-/// What every process of the job knows.
+/// What is settled before the job begins.
 pub(crate) struct JobPlan {
     pub(crate) workers: u32,
     pub(crate) keys: u32,
     pub(crate) steps: u32,
     pub(crate) map: ChunkMap,
-    pub(crate) composed: Arc<Composed>,
+    /// The settings that every rank hands in.
+    pub(crate) settings: Arc<Settings>,
+    /// How the job is created.
+    pub(crate) request: CreateService,
     pub(crate) continues: bool,
     pub(crate) reproducible: bool,
     pub(crate) dead_after: Duration,
-    pub(crate) rendezvous: Duration,
 }
 
 impl JobPlan {
-    /// What the process of this number among those that ever had a rank says first on a stream.
-    pub(crate) fn hello(&self, rank: u32, incarnation: u8, route: RouteId, attempt: u32) -> Hello {
-        let placement = &self.composed.placements[0];
-        let place = placement.routes()[usize::from(route)];
-        Hello {
-            caller: Caller::Worker { rank, shares_parameters: false },
-            interface: place.interface,
-            core: place.core,
-            offered: Capabilities::default(),
-            required: Capabilities::default(),
-            attempt: Attempt::Numbered { epoch: EPOCH, number: attempt },
-            namespace: NAMESPACE,
-            incarnation: Incarnation([incarnation; 16]),
-            placement: *placement.hash().as_bytes(),
-            challenge: [0; CHALLENGE_BYTES],
-        }
-    }
-
     pub(crate) fn new(scenario: &Scenario) -> JobPlan {
         let keys = (0..scenario.keys).map(|key| Key::new(format!("k{key}"), [KEY_ELEMENTS]));
         let table = KeyTable::new(keys.collect()).expect("good keys");
         let map = ChunkMap::new(&table, CHUNK_BYTES).expect("few chunks");
-        let hub = |number: u16| HubShape {
-            interfaces: (0..scenario.routes_per_hub)
-                .map(|interface| InterfaceShape {
-                    address: format!("10.0.{number}.{interface}:1"),
-                    cores: vec![interface],
-                    weight: 1,
-                })
-                .collect(),
-            local: None,
+        let options = JobOptions {
+            rendezvous_timeout_s: RENDEZVOUS.as_secs_f64(),
+            lease_s: LEASE.as_secs_f64(),
+            dead_after_s: scenario.dead_after.as_secs_f64(),
+            hubs: Some(scenario.hubs.into()),
+            on_interface_down: match scenario.continues {
+                true => OnInterfaceDown::Continue,
+                false => OnInterfaceDown::Fail,
+            },
+            ..JobOptions::default()
         };
-        let composition = Composition::flat((0..scenario.hubs).map(hub).collect(), scenario.workers);
-        let composed = Composed::new(&table, &map, composition).expect("a composition");
+        let settings = Settings {
+            optimizer: OptimizerChoice::named("sgd"),
+            chunk_bytes: CHUNK_BYTES,
+            reproducible: scenario.reproducible,
+            ..Settings::new(table)
+        };
         JobPlan {
             workers: scenario.workers,
             keys: scenario.keys,
             steps: scenario.steps,
             map,
-            composed: Arc::new(composed),
+            settings: Arc::new(settings),
+            request: CreateService { name: "job".into(), workers: scenario.workers, options },
             continues: scenario.continues,
             reproducible: scenario.reproducible,
             dead_after: scenario.dead_after,
-            rendezvous: Duration::from_secs(30),
         }
     }
+
+    /// The placement of the job's chunks, as every process computes it.
+    pub(crate) fn compose(&self, composition: Composition) -> Arc<Composed> {
+        Arc::new(Composed::new(&self.settings.keys, &self.map, composition).expect("a composition"))
+    }
+}
+
+/// What the hub of a number offers.
+pub(crate) fn hub_shape(number: u16, routes: u16) -> HubShape {
+    let interface = |interface| InterfaceShape {
+        address: format!("10.0.{number}.{interface}:1"),
+        cores: vec![interface],
+        weight: 1,
+    };
+    HubShape { interfaces: (0..routes).map(interface).collect(), local: None }
+}
+
+/// The number of the hub that offers this.
+pub(crate) fn hub_at(shape: &HubShape) -> u16 {
+    let address = &shape.interfaces[0].address;
+    let number = address.split('.').nth(2).and_then(|number| number.parse().ok());
+    number.expect("the address of a simulated hub")
+}
+
+/// The incarnation of the process of this number among those that were started for a rank.
+pub(crate) fn incarnation(number: u8) -> Incarnation {
+    Incarnation([1 + number; 16])
 }

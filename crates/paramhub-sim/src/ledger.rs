@@ -1,11 +1,17 @@
-//! What must hold whatever fails: the record of every update that any hub has made, and of every answer.
+//! What must hold whatever fails: the record of every update that any hub has made, of every answer, and of what the
+//! manager has told.
+
+mod told;
 
 use std::collections::BTreeMap;
 
+use paramhub_core::auth::Incarnation;
 use paramhub_core::chunk::ChunkId;
+use paramhub_core::service::{JobState, ServiceConnected, ServiceError, ServiceInitialised};
 
 use crate::message::Contribution;
 use crate::random::mixed;
+use told::Told;
 
 /// All updates of a run.
 #[derive(Debug, Default)]
@@ -13,6 +19,7 @@ pub(crate) struct Ledger {
     /// The digests of each chunk's parameters, by version.
     versions: BTreeMap<ChunkId, Vec<u64>>,
     workers: u32,
+    told: Told,
     /// The first thing that must not be.
     violation: Option<String>,
 }
@@ -68,6 +75,36 @@ impl Ledger {
             self.violate(|| {
                 format!("rank {rank} has received parameters of chunk {chunk} that are not those of version {version}")
             });
+        }
+    }
+
+    /// The manager tells a process that it has its rank.
+    pub(crate) fn connected(&mut self, rank: u32, incarnation: Incarnation, connected: &ServiceConnected) {
+        let checked = self.told.connected(rank, incarnation, connected);
+        self.check(checked);
+    }
+
+    /// The manager tells a rank that the job runs.
+    pub(crate) fn told_that_it_runs(&mut self, initialised: &ServiceInitialised) {
+        let checked = self.told.initialised(initialised);
+        self.check(checked);
+    }
+
+    /// The manager refuses a call of a rank.
+    pub(crate) fn refused(&mut self, rank: u32, incarnation: Incarnation, refusal: &ServiceError) {
+        let checked = self.told.refused(rank, incarnation, refusal);
+        self.check(checked);
+    }
+
+    /// A manager has started, with the job in this state if it knows the job.
+    pub(crate) fn manager_started(&mut self, state: Option<JobState>) {
+        let checked = self.told.manager_started(state);
+        self.check(checked);
+    }
+
+    fn check(&mut self, checked: Result<(), String>) {
+        if let Err(violation) = checked {
+            self.violate(|| violation);
         }
     }
 }

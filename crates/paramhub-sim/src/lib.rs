@@ -1,26 +1,33 @@
-//! A simulator of paramhub: jobs, hubs and workers in one thread, with virtual time and a network that fails.
+//! A simulator of paramhub: a job, its connection manager, hubs and workers in one thread, with virtual time and a
+//! network that fails.
 //!
 //! The state machines are those of the product: [`exchange`](paramhub_core::exchange),
-//! [`job_control`](paramhub_core::job_control), [`stream_admission`](paramhub_core::stream_admission),
-//! [`requests`](paramhub_core::requests), [`worker_job`](paramhub_core::worker_job),
-//! [`resuming`](paramhub_core::resuming) and [`liveness`](paramhub_core::liveness). `hub` and `worker` do around them what
-//! threads and sockets do in the product. In place of its numbers, a gradient has its rank and step, so that a sum
-//! tells who is in it.
+//! [`job_control`](paramhub_core::job_control), [`membership`](paramhub_core::membership),
+//! [`stream_admission`](paramhub_core::stream_admission), [`requests`](paramhub_core::requests),
+//! [`worker_job`](paramhub_core::worker_job), [`resuming`](paramhub_core::resuming) and
+//! [`liveness`](paramhub_core::liveness). `manager`, `hub`, `member` and `worker` do around them what threads, sockets and
+//! the store do in the product. In place of its numbers, a gradient has its rank and step, so that a sum tells who is in
+//! it.
 //!
 //! A [`Scenario`] follows from a seed. [`run`] plays it and checks in the `ledger` that each contribution counts once,
-//! that versions grow by one, and that workers receive what hubs have made; and at the end, that a job has gone
-//! through if nothing has died, and is over everywhere within a bound otherwise. [`shrunk`] finds the faults without
-//! which a run would not fail. The connection manager and jobs of several sites are not simulated yet.
+//! that versions grow by one, that workers receive what hubs have made, and that what the manager has told survives
+//! it; and in the `verdict`, that a job has gone through if nobody has died but the manager, is over everywhere within a
+//! bound otherwise, and that the manager has recorded what has happened. [`shrunk`] finds the faults without which a run
+//! would not fail. Launchers, jobs of several sites and several jobs are not simulated yet.
 #![forbid(unsafe_code)]
 
 mod agenda;
+mod call;
 mod hub;
 mod job;
 mod ledger;
+mod manager;
+mod member;
 mod message;
 mod network;
 mod random;
 mod scenario;
+mod verdict;
 mod worker;
 mod world;
 
@@ -33,12 +40,18 @@ pub use world::{Plant, Summary, run};
 /// What has come of many seeds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Explored {
-    /// Jobs of which every worker has done all steps.
+    /// Jobs that have finished.
     pub finished: u64,
+    /// Jobs that had to finish although something failed.
+    pub had_to_finish: u64,
+    /// Those of them whose manager was away.
+    pub without_manager: u64,
     /// Steps that all workers have done.
     pub steps: u64,
     /// Streams that were broken by faults.
     pub broken_streams: u64,
+    /// Restarts of managers.
+    pub restarts: u64,
 }
 
 /// Runs the scenarios of these seeds.
@@ -56,26 +69,40 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
             return Err(format!("seed {seed}: {failure}\n{smallest:#?}"));
         };
         explored.finished += u64::from(summary.has_finished);
+        let had_to_finish = summary.had_to_finish && !scenario.faults.is_empty();
+        explored.had_to_finish += u64::from(had_to_finish);
+        explored.without_manager += u64::from(had_to_finish && summary.restarts > 0);
         explored.steps += summary.steps;
         explored.broken_streams += summary.broken as u64;
+        explored.restarts += u64::from(summary.restarts);
     }
     Ok(explored)
 }
 
-/// Leaves out faults as long as the scenario fails without them. Returns what is left, and how it fails.
+/// Leaves out late and lost messages and faults as long as the scenario fails without them. Returns what is left, and how
+/// it fails.
 ///
 /// # Panics
 /// If the scenario does not fail.
 pub fn shrunk(scenario: &Scenario) -> (Scenario, String) {
     let mut smallest = scenario.clone();
     let mut failure = run(scenario).expect_err("only a scenario that fails is made smaller");
+    let mut fails = |smaller: Scenario| match run(&smaller) {
+        Err(other) => {
+            (smallest, failure) = (smaller, other);
+            true
+        }
+        Ok(_) => false,
+    };
+    let quiet = Scenario { late_hellos: 0, lost_answers: 0, ..scenario.clone() };
+    let mut smaller = if fails(quiet.clone()) { quiet } else { scenario.clone() };
     let mut number = 0;
-    while number < smallest.faults.len() {
-        let mut smaller = smallest.clone();
-        smaller.faults.remove(number);
-        match run(&smaller) {
-            Err(other) => (smallest, failure) = (smaller, other),
-            Ok(_) => number += 1,
+    while number < smaller.faults.len() {
+        let mut without = smaller.clone();
+        without.faults.remove(number);
+        match fails(without.clone()) {
+            true => smaller = without,
+            false => number += 1,
         }
     }
     (smallest, failure)

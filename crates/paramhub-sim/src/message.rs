@@ -1,6 +1,10 @@
 //! What processes send one another. A tensor's numbers are replaced by what the simulator knows of them.
 
+use std::sync::Arc;
+
 use paramhub_core::wire::{Failure, Header, Hello, Refusal};
+
+use crate::call::{Answer, Request};
 
 /// A message on a stream.
 #[derive(Clone, Debug)]
@@ -13,6 +17,10 @@ pub(crate) enum Message {
     Refused(Refusal, String),
     /// A frame.
     Frame(Frame),
+    /// A call to the manager.
+    Call(Arc<Request>),
+    /// The manager answers a call.
+    Answer(Answer),
 }
 
 /// A frame.

@@ -1,4 +1,4 @@
-//! A network of streams: each brings messages in order, late, or not at all.
+//! A network of streams: each brings messages in order, late, or not at all. A call to the manager has a stream of its own.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
@@ -7,17 +7,20 @@ use std::time::Duration;
 use crate::agenda::Agenda;
 use crate::message::Message;
 use crate::random::Random;
+use crate::scenario::Scenario;
 use crate::world::Event;
 
 /// A process, and the host on which it runs alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Process {
-    /// The worker of this rank.
-    Worker(u32),
-    /// A second process that takes itself for the worker of this rank.
+    /// A worker: its rank, and its number among the processes that were started for this rank.
+    Worker(u32, u8),
+    /// A process that opens streams to hubs as if it were the worker of this rank, without having asked the manager.
     Twin(u32),
     /// The hub of this number.
     Hub(u16),
+    /// The connection manager.
+    Manager,
 }
 
 /// A stream.
@@ -33,6 +36,8 @@ pub(crate) enum Arrival {
     Closed,
     /// The path is broken, as when an interface goes down.
     Broken,
+    /// Nobody listens at the other end.
+    Refused,
 }
 
 /// All streams that there ever were.
@@ -45,6 +50,8 @@ pub(crate) struct Network {
     delay: Range<Duration>,
     /// How many streams that replace others may yet have a first message that takes up to [`LATE`] longer.
     late_hellos: u32,
+    /// How many answers of the manager may yet be lost with their stream.
+    lost_answers: u32,
     random: Random,
 }
 
@@ -64,20 +71,34 @@ struct EndState {
     is_open: bool,
     /// When the newest message for this end arrives; the next does not arrive before it.
     newest: Duration,
-    /// What would have arrived while the direction was blocked.
-    waiting: VecDeque<Arrival>,
+    /// What is on its way to this end, in the order in which it was sent.
+    coming: VecDeque<Arrival>,
+    /// How many of these would have arrived while the direction was blocked.
+    stuck: usize,
 }
 
 impl Network {
     /// A network without streams.
-    pub(crate) fn new(delay: Range<Duration>, late_hellos: u32, random: Random) -> Network {
-        Network { streams: Vec::new(), blocked: BTreeSet::new(), delay, late_hellos, random }
+    pub(crate) fn new(scenario: &Scenario, random: Random) -> Network {
+        Network {
+            streams: Vec::new(),
+            blocked: BTreeSet::new(),
+            delay: scenario.delay.clone(),
+            late_hellos: scenario.late_hellos,
+            lost_answers: scenario.lost_answers,
+            random,
+        }
     }
 
     /// Opens a stream. The hub learns of it with the first message.
     pub(crate) fn open(&mut self, from: Process, to: Process) -> StreamId {
-        let end =
-            |process| EndState { process, is_open: true, newest: Duration::ZERO, waiting: VecDeque::new() };
+        let end = |process| EndState {
+            process,
+            is_open: true,
+            newest: Duration::ZERO,
+            coming: VecDeque::new(),
+            stuck: 0,
+        };
         self.streams.push(StreamState { ends: [end(from), end(to)], is_silent: false });
         StreamId(self.streams.len() - 1)
     }
@@ -106,6 +127,13 @@ impl Network {
         if self.streams[stream.0].ends[side].is_open {
             self.pass(stream, by, Arrival::Closed, agenda);
         }
+    }
+
+    /// Nobody is there to take the stream that has come to this process.
+    pub(crate) fn refuse(&mut self, stream: StreamId, by: Process, agenda: &mut Agenda<Event>) {
+        self.pass(stream, by, Arrival::Refused, agenda);
+        let side = self.side(stream, by);
+        self.streams[stream.0].ends[side].is_open = false;
     }
 
     /// Ends all streams of a process as the system does when it dies.
@@ -154,36 +182,30 @@ impl Network {
         for (number, state) in self.streams.iter_mut().enumerate() {
             for side in 0..2 {
                 if state.ends[side].process == to && state.ends[1 - side].process == from {
-                    let waiting = std::mem::take(&mut state.ends[side].waiting);
-                    for arrival in waiting {
+                    for _ in 0..std::mem::take(&mut state.ends[side].stuck) {
                         // The sender repeats what was lost after a while.
                         let at = agenda.now() + self.random.time(&self.delay);
                         let at = at.max(state.ends[side].newest);
                         state.ends[side].newest = at;
-                        agenda.add(at, Event::Arrive { stream: StreamId(number), side, arrival });
+                        agenda.add(at, Event::Arrive { stream: StreamId(number), side });
                     }
                 }
             }
         }
     }
 
-    /// What has come to an end of a stream, and for whom, if it arrives.
-    pub(crate) fn arrive(
-        &mut self,
-        stream: StreamId,
-        side: usize,
-        arrival: Arrival,
-    ) -> Option<(Process, Arrival)> {
+    /// What has come to an end of a stream, and for whom, if anything arrives.
+    pub(crate) fn arrive(&mut self, stream: StreamId, side: usize) -> Option<(Process, Arrival)> {
         let state = &mut self.streams[stream.0];
         let (from, to) = (state.ends[1 - side].process, state.ends[side].process);
         if state.is_silent || !state.ends[side].is_open {
             return None;
         }
-        if self.blocked.contains(&(from, to)) || !state.ends[side].waiting.is_empty() {
-            state.ends[side].waiting.push_back(arrival);
+        if self.blocked.contains(&(from, to)) {
+            state.ends[side].stuck += 1;
             return None;
         }
-        Some((to, arrival))
+        Some((to, state.ends[side].coming.pop_front()?))
     }
 
     /// Who learns of a broken path, unless its end is closed.
@@ -201,9 +223,14 @@ impl Network {
             self.late_hellos -= 1;
             at += self.random.time(&(Duration::ZERO..LATE));
         }
+        let is_answer = matches!(arrival, Arrival::Message(Message::Answer(_)));
+        let is_lost = is_answer && self.lost_answers > 0 && self.random.happens(15);
+        self.lost_answers -= u32::from(is_lost);
+        let arrival = if is_lost { Arrival::Broken } else { arrival };
         let end = &mut self.streams[stream.0].ends[side];
         end.newest = end.newest.max(at);
-        agenda.add(end.newest, Event::Arrive { stream, side, arrival });
+        end.coming.push_back(arrival);
+        agenda.add(end.newest, Event::Arrive { stream, side });
     }
 
     fn side(&self, stream: StreamId, process: Process) -> usize {

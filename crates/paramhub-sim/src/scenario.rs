@@ -7,11 +7,6 @@ use crate::network::Process;
 use crate::random::Random;
 use crate::world::Plant;
 
-/// Outages of this length together are survived: a worker tries for 10 s to open a stream again.
-const BRIEF: Duration = Duration::from_millis(6_500);
-/// What a handshake costs whose stream is silent, or late: the time after which the worker dials once more.
-const SILENT_HANDSHAKE: Duration = Duration::from_secs(4);
-
 /// A job, a network, and what fails when. All of it follows from a seed.
 #[derive(Clone, Debug)]
 pub struct Scenario {
@@ -37,6 +32,12 @@ pub struct Scenario {
     pub delay: Range<Duration>,
     /// How many streams that replace others have a first message that takes seconds, so that newer ones overtake it.
     pub late_hellos: u32,
+    /// How many answers of the manager are lost because their connection breaks, so that the calls are made again.
+    pub lost_answers: u32,
+    /// After which time hubs and workers begin.
+    pub starting: Range<Duration>,
+    /// How long the manager's store takes to save.
+    pub saving: Range<Duration>,
     /// How long a worker computes in a step.
     pub compute: Range<Duration>,
     /// What fails, and when.
@@ -62,6 +63,19 @@ pub enum Fault {
     Kill(Process),
     /// A second process of a rank opens streams to all hubs.
     Twin(u32),
+    /// Nothing reaches one process from the other for a while.
+    Part(Process, Process, Duration),
+    /// The manager dies, and is started again with its store after a while.
+    Crash {
+        /// How long it is away.
+        away: Duration,
+        /// Whether what it is saving at that time is saved.
+        keeps_last: bool,
+    },
+    /// The newest process of a rank is killed, and another is started for the rank after a while.
+    Replace(u32, Duration),
+    /// Another process of a rank is started beside the first.
+    Rival(u32),
 }
 
 impl Scenario {
@@ -81,64 +95,117 @@ impl Scenario {
             steps: 1 + random.below(12) as u32,
             continues: random.happens(80),
             reproducible: random.happens(50),
-            dead_after: Duration::from_secs(10 + random.below(20)),
+            dead_after: Duration::from_secs(15 + random.below(15)),
             delay: Duration::from_micros(20)..if slow { ms(400) } else { ms(2) },
             late_hellos: u32::from(random.happens(50)),
+            lost_answers: random.below(3) as u32,
+            starting: ms(0)..ms(1 + random.below(1000)),
+            saving: ms(0)..if random.happens(20) { ms(2_000) } else { ms(30) },
             compute: ms(1)..ms(1 + random.below(1500)),
             faults: Vec::new(),
             plant: None,
             is_traced: false,
         };
+        // Ranks that gather take some seconds. What fails between workers and hubs is of interest after that.
         let span = scenario.compute.end * scenario.steps + ms(500);
+        let gathering = scenario.starting.end + scenario.saving.end * 3 + scenario.delay.end * 10 + ms(200);
         for _ in 0..random.below(8) {
-            let at = random.time(&(Duration::ZERO..span));
-            let (worker, hub) = (
-                Process::Worker(random.below(workers.into()) as u32),
-                Process::Hub(random.below(hubs.into()) as u16),
-            );
-            let any = if random.happens(50) { worker } else { hub };
-            let (from, to) = if random.happens(50) { (worker, hub) } else { (hub, worker) };
-            let longest = if random.happens(70) { 1_500 } else { 40_000 };
-            let length = random.time(&(ms(1)..ms(longest)));
-            let fault = match random.below(22) {
-                0..=6 => Fault::Break(worker, hub),
-                7..=10 => Fault::Silence(worker, hub),
-                11..=14 => Fault::Block(from, to, length),
-                15..=17 => Fault::Pause(any, length),
-                18..=19 => Fault::Twin(random.below(workers.into()) as u32),
-                _ => Fault::Kill(any),
+            let fault = match random.happens(40) {
+                true => Fault::of_manager(&mut random, workers, hubs),
+                false => Fault::of_streams(&mut random, workers, hubs),
+            };
+            let is_early = random.happens(if fault.is_of_manager() { 60 } else { 15 });
+            let at = match is_early {
+                true => random.time(&(ms(0)..gathering)),
+                false => gathering + random.time(&(ms(0)..span)),
             };
             scenario.faults.push((at, fault));
         }
         scenario
     }
-
-    /// Whether the job must go through whatever else happens: nothing dies, all outages together are shorter than any time
-    /// after which something gives up, and all streams were open (`connected`) before the first fault.
-    pub(crate) fn must_finish(&self, connected: Option<Duration>) -> bool {
-        let lengths: Duration = self.faults.iter().map(|&(_, fault)| fault.length()).sum();
-        let silences = self.faults.iter().filter(|(_, fault)| matches!(fault, Fault::Silence(..))).count();
-        // The first silence makes the worker dial; others may hit the handshakes that follow.
-        let outages = lengths + SILENT_HANDSHAKE * ((silences as u32).saturating_sub(1) + self.late_hellos);
-        let is_survived = |fault: Fault| match fault {
-            Fault::Break(..) | Fault::Silence(..) => self.continues,
-            Fault::Block(..) | Fault::Pause(..) | Fault::Twin(_) => true,
-            Fault::Kill(_) => false,
-        };
-        outages <= BRIEF
-            && self
-                .faults
-                .iter()
-                .all(|&(at, fault)| is_survived(fault) && connected.is_some_and(|connected| at > connected))
-    }
 }
 
 impl Fault {
+    /// Something that fails between workers and hubs, or in them.
+    fn of_streams(random: &mut Random, workers: u32, hubs: u16) -> Fault {
+        let (worker, hub) = (any_worker(random, workers), any_hub(random, hubs));
+        let any = if random.happens(50) { worker } else { hub };
+        let (from, to) = if random.happens(50) { (worker, hub) } else { (hub, worker) };
+        let length = any_length(random, 70, 40_000);
+        match random.below(22) {
+            0..=6 => Fault::Break(worker, hub),
+            7..=10 => Fault::Silence(worker, hub),
+            11..=14 => Fault::Block(from, to, length),
+            15..=17 => Fault::Pause(any, length),
+            18..=19 => Fault::Twin(random.below(workers.into()) as u32),
+            20 => Fault::Replace(random.below(workers.into()) as u32, length),
+            _ => Fault::Kill(any),
+        }
+    }
+
+    /// Something that fails between the manager and others, or in it.
+    fn of_manager(random: &mut Random, workers: u32, hubs: u16) -> Fault {
+        let (worker, hub) = (any_worker(random, workers), any_hub(random, hubs));
+        let any = if random.happens(50) { worker } else { hub };
+        let (from, to) = if random.happens(50) { (any, Process::Manager) } else { (Process::Manager, any) };
+        let length = any_length(random, 70, 40_000);
+        match random.below(20) {
+            0..=7 => Fault::Crash { away: length, keeps_last: random.happens(50) },
+            8..=11 => Fault::Break(any, Process::Manager),
+            12 => Fault::Silence(any, Process::Manager),
+            13..=14 => Fault::Block(from, to, length),
+            15..=16 => Fault::Part(any, Process::Manager, length),
+            17 => Fault::Pause(Process::Manager, length),
+            _ => Fault::Rival(random.below(workers.into()) as u32),
+        }
+    }
+
     /// How long it lasts; zero if it is not over by itself.
     pub(crate) fn length(self) -> Duration {
         match self {
-            Fault::Block(.., length) | Fault::Pause(_, length) => length,
-            Fault::Break(..) | Fault::Silence(..) | Fault::Kill(_) | Fault::Twin(_) => Duration::ZERO,
+            Fault::Block(.., length)
+            | Fault::Part(.., length)
+            | Fault::Pause(_, length)
+            | Fault::Replace(_, length) => length,
+            Fault::Crash { away, .. } => away,
+            Fault::Break(..) | Fault::Silence(..) | Fault::Kill(_) | Fault::Twin(_) | Fault::Rival(_) => {
+                Duration::ZERO
+            }
         }
     }
+
+    /// Whether nothing goes from one process to another while it lasts.
+    pub(crate) fn stops(self, from: Process, to: Process) -> bool {
+        match self {
+            Fault::Block(a, b, _) => (a, b) == (from, to),
+            Fault::Part(a, b, _) => (a, b) == (from, to) || (b, a) == (from, to),
+            _ => false,
+        }
+    }
+
+    /// Whether it is between the manager and others, or in it.
+    pub(crate) fn is_of_manager(self) -> bool {
+        match self {
+            Fault::Break(a, b) | Fault::Silence(a, b) | Fault::Block(a, b, _) | Fault::Part(a, b, _) => {
+                [a, b].contains(&Process::Manager)
+            }
+            Fault::Pause(process, _) => process == Process::Manager,
+            Fault::Crash { .. } | Fault::Rival(_) => true,
+            Fault::Kill(_) | Fault::Twin(_) | Fault::Replace(..) => false,
+        }
+    }
+}
+
+fn any_worker(random: &mut Random, workers: u32) -> Process {
+    Process::Worker(random.below(workers.into()) as u32, 0)
+}
+
+fn any_hub(random: &mut Random, hubs: u16) -> Process {
+    Process::Hub(random.below(hubs.into()) as u16)
+}
+
+/// A length that is short in this percentage of cases.
+fn any_length(random: &mut Random, short_percent: u64, longest_ms: u64) -> Duration {
+    let longest = if random.happens(short_percent) { 1_500 } else { longest_ms };
+    random.time(&(Duration::from_millis(1)..Duration::from_millis(longest)))
 }

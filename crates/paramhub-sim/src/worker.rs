@@ -1,24 +1,24 @@
 //! A worker: the production state machines of its requests, of its streams and of how it ends, and a program that trains.
+//! Before it has streams it is a [`Member`].
 
 mod streams;
 
-use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::{Codec, Dtype};
-use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, OwnPauses, PeerLiveness};
+use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, OwnPauses};
 use paramhub_core::requests::{Request, Requests};
 use paramhub_core::wire::{Failure, Header, Operation};
 use paramhub_core::worker_job::{Announcement, FailureCause, Output, Progress, WorkerJob};
 
 use crate::job::JobPlan;
+use crate::member::{Joined, Member};
 use crate::message::{Content, Contribution, Frame, Message};
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Wake};
 
-pub(crate) use streams::dial_as_twin;
 use streams::{Lane, LaneState};
 
 /// How long the last requests may take when the program leaves.
@@ -28,8 +28,10 @@ const LEAVING: Duration = Duration::from_secs(60);
 pub(crate) struct Worker {
     process: Process,
     rank: u32,
-    incarnation: u8,
     plan: Arc<JobPlan>,
+    member: Member,
+    /// What it knows of the job, once it has joined.
+    joined: Option<Joined>,
     job: WorkerJob<String>,
     requests: Requests,
     lanes: Vec<Lane>,
@@ -42,6 +44,8 @@ pub(crate) struct Worker {
 /// What the program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Program {
+    /// It joins the job at the manager.
+    Joining,
     /// It waits until all streams are open.
     Connecting,
     /// Rank 0 sends the initial parameters, and the others wait for them.
@@ -71,44 +75,41 @@ impl Progress<String> for LanesAndRequests<'_> {
 }
 
 impl Worker {
-    /// A worker that opens its streams now.
-    pub(crate) fn new(rank: u32, incarnation: u8, plan: &Arc<JobPlan>, context: &mut Context<'_>) -> Worker {
-        let process = Process::Worker(rank);
-        let placement = &plan.composed.placements[0];
-        let now = context.instant();
-        let lanes = (0..).zip(placement.routes()).filter(|&(id, _)| !placement.chunks(id).is_empty());
-        let lanes = lanes.map(|(route, place)| Lane {
-            hub: Process::Hub(place.hub),
-            route,
-            state: LaneState::Closed,
-            stream: None,
-            attempts: 0,
-            retired: None,
-            unheard: Vec::new(),
-            ready: BTreeSet::new(),
-            control: VecDeque::new(),
-            liveness: PeerLiveness::new(now),
-            has_ended_sending: false,
-        });
+    /// The process of this number among those that were started for a rank. It is about to join the job.
+    pub(crate) fn new(rank: u32, number: u8, plan: &Arc<JobPlan>, context: &mut Context<'_>) -> Worker {
+        let process = Process::Worker(rank, number);
         let keys = plan.keys as usize;
-        let mut worker = Worker {
+        let wait = context.random.time(&context.starting.clone());
+        context.wake_in(process, wait, Wake::Begin);
+        Worker {
             process,
             rank,
-            incarnation,
             plan: plan.clone(),
+            member: Member::new(rank, number, plan),
+            joined: None,
             job: WorkerJob::new(plan.continues),
             requests: Requests::new(plan.map.clone(), vec![Dtype::F32; keys], vec![Codec::F32; keys]),
-            lanes: lanes.collect(),
-            program: Program::Connecting,
+            lanes: Vec::new(),
+            program: Program::Joining,
             step: 0,
-            own_pauses: OwnPauses::new(now, HEARTBEAT),
+            own_pauses: OwnPauses::new(context.instant(), HEARTBEAT),
             outcome: None,
-        };
-        for index in 0..worker.lanes.len() {
-            worker.open(index, context);
         }
-        worker.next_tick(context);
-        worker
+    }
+
+    /// The manager has answered, or not: the streams are opened, or the worker ends.
+    fn join(&mut self, joined: Option<Result<Joined, String>>, context: &mut Context<'_>) {
+        match joined {
+            None => {}
+            Some(Err(error)) => self.outcome = Some(Err(error)),
+            Some(Ok(joined)) => {
+                self.joined = Some(joined);
+                self.program = Program::Connecting;
+                self.own_pauses = OwnPauses::new(context.instant(), HEARTBEAT);
+                self.open_all(context);
+                self.next_tick(context);
+            }
+        }
     }
 
     /// How the job has ended here, if it has.
@@ -118,7 +119,11 @@ impl Worker {
 
     /// Whether all first streams are open.
     pub(crate) fn is_connected(&self) -> bool {
-        self.program != Program::Connecting
+        !matches!(self.program, Program::Joining | Program::Connecting)
+    }
+
+    pub(crate) fn rank(&self) -> u32 {
+        self.rank
     }
 
     /// The steps that are done.
@@ -130,6 +135,11 @@ impl Worker {
         context.wake_in(self.process, self.rules().check_every(), Wake::Tick);
     }
 
+    /// What a worker that has streams knows of its job.
+    fn joined(&self) -> &Joined {
+        self.joined.as_ref().expect("only a worker that has joined has streams")
+    }
+
     fn rules(&self) -> LivenessRules {
         LivenessRules::of_stream(HEARTBEAT, self.plan.dead_after)
     }
@@ -138,6 +148,10 @@ impl Worker {
     pub(crate) fn arrived(&mut self, stream: StreamId, arrival: Arrival, context: &mut Context<'_>) {
         if self.outcome.is_some() {
             return;
+        }
+        if self.program == Program::Joining {
+            let joined = self.member.arrived(stream, &arrival, context);
+            return self.join(joined, context);
         }
         self.discount_own_pause(context.instant());
         let opening = |lane: &Lane| match lane.state {
@@ -154,7 +168,7 @@ impl Worker {
                 Arrival::Message(_) => {}
                 Arrival::Closed => self.end_lane(index, "it closed the connection", context),
                 Arrival::Broken if self.job.may_resume() => self.resume(index, context),
-                Arrival::Broken => self.end_lane(index, "the path is broken", context),
+                Arrival::Broken | Arrival::Refused => self.end_lane(index, "the path is broken", context),
             }
         }
         self.go_on(context);
@@ -171,6 +185,11 @@ impl Worker {
             Wake::Tick => {
                 self.tick(context);
                 self.next_tick(context);
+            }
+            Wake::Begin => self.member.begin(context),
+            Wake::Call(_, awaited) => {
+                let joined = self.member.woken(awaited, context);
+                self.join(joined, context);
             }
             Wake::Program if self.program == Program::Computing => self.push(context),
             Wake::Program => {}
@@ -190,7 +209,7 @@ impl Worker {
                 }
                 _ => {}
             },
-            Wake::Opened(_) | Wake::Adopt { .. } => unreachable!("these are of hubs"),
+            other => unreachable!("{other:?} is of others"),
         }
         self.go_on(context);
     }
@@ -250,7 +269,7 @@ impl Worker {
                     false => self.compute(context),
                 }
             }
-            Program::Connecting | Program::Computing | Program::Leaving => {}
+            Program::Joining | Program::Connecting | Program::Computing | Program::Leaving => {}
         }
     }
 
@@ -273,7 +292,7 @@ impl Worker {
     }
 
     fn mark_ready(&mut self, chunk: ChunkId) {
-        let (route, slot) = self.plan.composed.placements[0].locate(chunk).expect("a chunk of the job");
+        let (route, slot) = self.joined().composed.placements[0].locate(chunk).expect("a chunk of the job");
         let lane = self.lanes.iter_mut().find(|lane| lane.route == route).expect("a lane for each route");
         lane.ready.insert(slot);
     }
@@ -311,9 +330,10 @@ impl Worker {
     }
 
     fn send_ready(&mut self, context: &mut Context<'_>) {
-        if !self.job.is_sending() {
+        if !self.job.is_sending() || self.lanes.is_empty() {
             return;
         }
+        let composed = self.joined().composed.clone();
         for index in 0..self.lanes.len() {
             let lane = &mut self.lanes[index];
             let (LaneState::Open, Some(stream)) = (lane.state, lane.stream) else { continue };
@@ -322,7 +342,7 @@ impl Worker {
             }
             let mut frames: Vec<(Header, Content)> = lane.control.drain(..).collect();
             for slot in std::mem::take(&mut lane.ready) {
-                let chunk = self.plan.composed.placements[0].chunks(lane.route)[slot as usize];
+                let chunk = composed.placements[0].chunks(lane.route)[slot as usize];
                 let (header, _) = self.requests.header(chunk);
                 self.requests.sent(chunk);
                 let content = match header.operation {

@@ -1,31 +1,37 @@
 //! One run: processes, their network, and what fails.
 
+mod faults;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paramhub_core::placement::RouteId;
+use paramhub_core::service::{JobState, JobStatus};
 use paramhub_core::stream_admission::StreamPlace;
 
 use crate::agenda::Agenda;
+use crate::call::Line;
 use crate::hub::Hub;
 use crate::job::JobPlan;
 use crate::ledger::Ledger;
+use crate::manager::{Manager, ManagerWake};
 use crate::message::Message;
 use crate::network::{Arrival, Network, Process, StreamId};
 use crate::random::Random;
-use crate::scenario::{Fault, Scenario};
-use crate::worker::{self, Worker};
+use crate::scenario::Scenario;
+use crate::verdict::{Ends, WorkerEnd};
+use crate::worker::Worker;
 
 /// The time by which every run must be over, after its last fault and all its computing.
-const BOUND: Duration = Duration::from_secs(120);
+const BOUND: Duration = Duration::from_secs(300);
 
 /// Something that happens at a time.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// Something arrives at an end of a stream, unless it is stopped on the way.
-    Arrive { stream: StreamId, side: usize, arrival: Arrival },
+    Arrive { stream: StreamId, side: usize },
     /// An end of a stream learns of its path.
     Learn { stream: StreamId, side: usize, arrival: Arrival },
     /// A time comes for which a process has waited.
@@ -41,14 +47,22 @@ pub(crate) enum Event {
 pub(crate) enum Wake {
     /// The work of a few times a second.
     Tick,
+    /// A worker begins.
+    Begin,
+    /// A call to the manager has waited long enough; the number tells for what.
+    Call(Line, u64),
+    /// A hub calls its manager after a pause.
+    Resume(Line),
+    /// Something of the manager, since it was started for the time of this number.
+    Manager { start: u32, wake: ManagerWake },
     /// A worker's program goes on.
     Program,
     /// A worker dials again for this lane.
     Redial(usize),
     /// A worker has dialled long enough.
     DialTimeout { lane: usize, stream: StreamId },
-    /// A hub's core has allocated a route.
-    Opened(RouteId),
+    /// A hub's core has allocated a route, after the hub was asked to allocate for the time of this number.
+    Opened { allocation: u32, route: RouteId },
     /// A hub's acceptor passes a stream on to its core.
     Adopt { stream: StreamId, place: StreamPlace },
 }
@@ -64,6 +78,14 @@ pub enum Plant {
     RankTwice,
     /// A hub does not know that a stream was replaced.
     NoResume,
+    /// The manager answers before its store has saved what it tells.
+    AnswersUnsaved,
+    /// A manager that restarts has lost which process has which rank.
+    HoldersForgotten,
+    /// The manager sends a command once, and not until the hub has acknowledged it.
+    CommandsOnce,
+    /// A manager that restarts does not ask hubs for their jobs.
+    JobsNotAsked,
 }
 
 /// What a process may use while it handles an event.
@@ -73,6 +95,8 @@ pub(crate) struct Context<'a> {
     pub(crate) ledger: &'a mut Ledger,
     pub(crate) random: &'a mut Random,
     pub(crate) compute: Range<Duration>,
+    pub(crate) starting: Range<Duration>,
+    pub(crate) saving: Range<Duration>,
     pub(crate) plant: Option<Plant>,
     /// The moment from which times count.
     pub(crate) begun: Instant,
@@ -108,12 +132,16 @@ impl Context<'_> {
 /// How a run has gone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Whether every worker has done all steps.
+    /// Whether the job has finished.
     pub has_finished: bool,
+    /// Whether it had to.
+    pub had_to_finish: bool,
     /// Steps that all workers together have done.
     pub steps: u64,
     /// Streams that were broken by faults.
     pub broken: usize,
+    /// How often the manager was started again.
+    pub restarts: u32,
     /// The virtual time that it took.
     pub took: Duration,
 }
@@ -126,8 +154,12 @@ struct World<'a> {
     ledger: Ledger,
     random: Random,
     begun: Instant,
-    workers: BTreeMap<u32, Worker>,
+    workers: BTreeMap<Process, Worker>,
     hubs: BTreeMap<u16, Hub>,
+    manager: Option<Manager>,
+    /// How many crashes keep the manager away.
+    crashes: usize,
+    restarts: u32,
     killed: BTreeSet<Process>,
     /// The events that wait for processes which stand still.
     paused: BTreeMap<Process, (usize, Vec<Event>)>,
@@ -145,13 +177,16 @@ pub fn run(scenario: &Scenario) -> Result<Summary, String> {
     let mut world = World {
         scenario,
         plan: Arc::new(JobPlan::new(scenario)),
-        network: Network::new(scenario.delay.clone(), scenario.late_hellos, Random::new(random.number())),
+        network: Network::new(scenario, Random::new(random.number())),
         agenda: Agenda::default(),
         ledger: Ledger::new(scenario.workers),
         random,
         begun: Instant::now(),
         workers: BTreeMap::new(),
         hubs: BTreeMap::new(),
+        manager: None,
+        crashes: 0,
+        restarts: 0,
         killed: BTreeSet::new(),
         paused: BTreeMap::new(),
         broken: 0,
@@ -169,38 +204,41 @@ impl World<'_> {
         for (number, &(at, _)) in self.scenario.faults.iter().enumerate() {
             self.agenda.add(at, Event::Fault(number));
         }
+        let plan = self.plan.clone();
+        self.manager = Some(Manager::new(&plan, &mut self.context()));
         for number in 0..self.scenario.hubs {
-            let plan = self.plan.clone();
-            let hub = Hub::new(number, &plan, &mut self.context());
+            let hub = Hub::new(number, self.scenario.routes_per_hub, &plan, &mut self.context());
             self.hubs.insert(number, hub);
         }
+        for rank in 0..self.scenario.workers {
+            self.start_worker(rank);
+        }
         while let Some(event) = self.agenda.take() {
-            if self.workers.is_empty() && self.hubs.values().all(Hub::is_ready) {
-                // The connection manager lets the workers begin when every hub is ready.
-                for rank in 0..self.scenario.workers {
-                    let plan = self.plan.clone();
-                    let worker = Worker::new(rank, 0, &plan, &mut self.context());
-                    self.workers.insert(rank, worker);
-                }
-            }
             self.happen(event);
-            if self.connected.is_none()
-                && self.workers.len() == self.scenario.workers as usize
-                && self.workers.values().all(Worker::is_connected)
-            {
+            if self.connected.is_none() && self.workers.values().all(Worker::is_connected) {
                 self.connected = Some(self.agenda.now());
             }
             if let Some(violation) = self.ledger.violation() {
                 return Err(format!("at {:?}: {violation}", self.agenda.now()));
             }
-            if self.is_over() {
-                return self.summary();
+            if let Some(recorded) = self.over() {
+                return self.summary(recorded);
             }
             if self.agenda.now() > bound {
                 return Err(self.describe_stuck());
             }
         }
         Err("nothing is left to happen".into())
+    }
+
+    /// Starts another process for a rank.
+    fn start_worker(&mut self, rank: u32) {
+        let plan = self.plan.clone();
+        let number =
+            self.workers.keys().filter(|process| matches!(process, Process::Worker(of, _) if *of == rank));
+        let number = number.count() as u8;
+        let worker = Worker::new(rank, number, &plan, &mut self.context());
+        self.workers.insert(Process::Worker(rank, number), worker);
     }
 
     fn context(&mut self) -> Context<'_> {
@@ -210,6 +248,8 @@ impl World<'_> {
             ledger: &mut self.ledger,
             random: &mut self.random,
             compute: self.scenario.compute.clone(),
+            starting: self.scenario.starting.clone(),
+            saving: self.scenario.saving.clone(),
             plant: self.scenario.plant,
             begun: self.begun,
             is_traced: self.scenario.is_traced,
@@ -233,8 +273,8 @@ impl World<'_> {
             }
         }
         match event {
-            Event::Arrive { stream, side, arrival } => {
-                if let Some((process, arrival)) = self.network.arrive(stream, side, arrival) {
+            Event::Arrive { stream, side } => {
+                if let Some((process, arrival)) = self.network.arrive(stream, side) {
                     self.arrived(process, stream, arrival);
                 }
             }
@@ -246,6 +286,11 @@ impl World<'_> {
             Event::Wake(process, wake) => self.with(process, |process, context| match process {
                 Either::Worker(worker) => worker.wake(wake, context),
                 Either::Hub(hub) => hub.wake(wake, context),
+                Either::Manager(manager) => {
+                    if let Wake::Manager { start, wake } = wake {
+                        manager.wake(start, wake, context);
+                    }
+                }
             }),
             Event::Fault(number) => self.fail(number),
             Event::Heal(number) => self.heal(number),
@@ -259,15 +304,16 @@ impl World<'_> {
         self.with(process, |process, context| match process {
             Either::Worker(worker) => worker.arrived(stream, arrival, context),
             Either::Hub(hub) => hub.arrived(stream, arrival, context),
+            Either::Manager(manager) => manager.arrived(stream, arrival, context),
         });
     }
 
     fn with(&mut self, process: Process, act: impl FnOnce(Either<'_>, &mut Context<'_>)) {
         match process {
-            Process::Worker(rank) => {
-                let Some(mut worker) = self.workers.remove(&rank) else { return };
+            Process::Worker(..) => {
+                let Some(mut worker) = self.workers.remove(&process) else { return };
                 act(Either::Worker(&mut worker), &mut self.context());
-                self.workers.insert(rank, worker);
+                self.workers.insert(process, worker);
             }
             // It only waits.
             Process::Twin(_) => {}
@@ -276,129 +322,76 @@ impl World<'_> {
                 act(Either::Hub(&mut hub), &mut self.context());
                 self.hubs.insert(number, hub);
             }
+            Process::Manager => {
+                let Some(mut manager) = self.manager.take() else { return };
+                act(Either::Manager(&mut manager), &mut self.context());
+                self.manager = Some(manager);
+            }
         }
     }
 
-    fn fail(&mut self, number: usize) {
-        let fault = self.scenario.faults[number].1;
-        if self.scenario.is_traced {
-            println!("{:?} {fault:?}", self.agenda.now());
-        }
-        match fault {
-            Fault::Break(a, b) => self.broken += self.network.break_streams([a, b], false, &mut self.agenda),
-            Fault::Silence(a, b) => self.broken += self.network.break_streams([a, b], true, &mut self.agenda),
-            Fault::Block(from, to, _) => self.network.block(from, to, true, &mut self.agenda),
-            Fault::Pause(process, _) => {
-                self.paused.entry(process).or_default().0 += 1;
-            }
-            Fault::Kill(process) => {
-                if self.killed.insert(process) {
-                    self.network.kill(process, &mut self.agenda);
-                }
-            }
-            Fault::Twin(rank) => {
-                let plan = self.plan.clone();
-                worker::dial_as_twin(rank, &plan, &mut self.context());
-            }
-        }
-        let length = fault.length();
-        if !length.is_zero() {
-            self.agenda.add(self.agenda.now() + length, Event::Heal(number));
-        }
-    }
-
-    fn heal(&mut self, number: usize) {
-        match self.scenario.faults[number].1 {
-            Fault::Block(from, to, _) => {
-                // Another fault may block the same direction for longer.
-                let is_other = |(other, &(at, fault)): (usize, &(Duration, Fault))| {
-                    other != number
-                        && matches!(fault, Fault::Block(a, b, length) if (a, b) == (from, to)
-                            && at <= self.agenda.now() && at + length > self.agenda.now())
-                };
-                if !self.scenario.faults.iter().enumerate().any(is_other) {
-                    self.network.block(from, to, false, &mut self.agenda);
-                }
-            }
-            Fault::Pause(process, _) => {
-                let Some((pauses, _)) = self.paused.get_mut(&process) else { return };
-                *pauses -= 1;
-                if *pauses == 0 {
-                    let (_, waiting) = self.paused.remove(&process).expect("it was just here");
-                    waiting.into_iter().for_each(|event| self.happen(event));
-                }
-            }
-            Fault::Break(..) | Fault::Silence(..) | Fault::Kill(_) | Fault::Twin(_) => {}
-        }
-    }
-
-    fn is_over(&self) -> bool {
+    /// The record of the job, once everybody agrees that it is over.
+    fn over(&self) -> Option<JobStatus> {
         let is_dead = |process| self.killed.contains(&process);
-        let are_workers_over = self.workers.len() == self.scenario.workers as usize
-            && (self.workers.iter())
-                .all(|(&rank, worker)| worker.outcome().is_some() || is_dead(Process::Worker(rank)));
-        are_workers_over
-            && self.hubs.iter().all(|(&number, hub)| hub.is_over() || is_dead(Process::Hub(number)))
-            || self.workers.is_empty() && self.hubs.keys().any(|&number| is_dead(Process::Hub(number)))
+        let is_over =
+            |(&process, worker): (&Process, &Worker)| worker.outcome().is_some() || is_dead(process);
+        let is_idle = |(&number, hub): (&u16, &Hub)| hub.is_idle() || is_dead(Process::Hub(number));
+        let recorded = self.manager.as_ref()?.settled()?;
+        (self.workers.iter().all(is_over) && self.hubs.iter().all(is_idle)).then(|| recorded.clone())
     }
 
-    fn summary(&self) -> Result<Summary, String> {
-        let living =
-            || self.workers.iter().filter(|(rank, _)| !self.killed.contains(&Process::Worker(**rank)));
-        let has_finished =
-            self.killed.is_empty() && self.workers.values().all(|worker| worker.outcome() == Some(&Ok(())));
-        for (rank, worker) in living() {
-            match worker.outcome() {
-                Some(Ok(())) if worker.step() < self.scenario.steps => {
-                    return Err(format!("rank {rank} has ended well after {} steps", worker.step()));
-                }
-                Some(Err(error)) if self.scenario.must_finish(self.connected) => {
-                    return Err(format!("rank {rank} has failed although nobody died: {error}"));
-                }
-                Some(Err(error)) if !names_somebody(error) => {
-                    return Err(format!("rank {rank} has failed, and this names nobody: {error}"));
-                }
-                _ => {}
-            }
+    fn summary(&self, recorded: JobStatus) -> Result<Summary, String> {
+        let worker_end = |(&process, worker)| self.worker_end(process, worker);
+        let lives = |process: &Process| !self.killed.contains(process);
+        let ends = Ends {
+            scenario: self.scenario,
+            connected: self.connected,
+            workers: self.workers.iter().map(worker_end).collect(),
+            hubs: self
+                .hubs
+                .iter()
+                .filter(|(number, _)| lives(&Process::Hub(**number)))
+                .map(|(&number, hub)| (number, hub.end()))
+                .collect(),
+            recorded: &recorded,
+            has_lost_hubs: self.manager.as_ref().is_some_and(Manager::has_lost_hubs),
+        };
+        ends.check()?;
+        Ok(Summary {
+            had_to_finish: self.scenario.must_finish(self.connected),
+            has_finished: recorded.state == JobState::Finished,
+            steps: self.workers.values().map(|worker| u64::from(worker.step())).sum(),
+            broken: self.broken,
+            restarts: self.restarts,
+            took: self.agenda.now(),
+        })
+    }
+
+    fn worker_end<'a>(&self, process: Process, worker: &'a Worker) -> WorkerEnd<'a> {
+        WorkerEnd {
+            process,
+            rank: worker.rank(),
+            was_killed: self.killed.contains(&process),
+            steps: worker.step(),
+            outcome: worker.outcome(),
         }
-        for (number, hub) in
-            self.hubs.iter().filter(|(number, _)| !self.killed.contains(&Process::Hub(**number)))
-        {
-            match hub.end() {
-                Some(end) if !end.finished && self.scenario.must_finish(self.connected) => {
-                    return Err(format!(
-                        "hub {number} reports a failure although nobody died: {}",
-                        end.reason
-                    ));
-                }
-                Some(end) if !end.finished && !names_somebody(&end.reason) => {
-                    return Err(format!("hub {number} reports a failure that names nobody: {}", end.reason));
-                }
-                _ => {}
-            }
-        }
-        let steps = self.workers.values().map(|worker| u64::from(worker.step())).sum();
-        Ok(Summary { has_finished, steps, broken: self.broken, took: self.agenda.now() })
     }
 
     fn describe_stuck(&self) -> String {
         let workers: Vec<String> = self
             .workers
             .iter()
-            .map(|(rank, worker)| format!("rank {rank}: step {}, {:?}", worker.step(), worker.outcome()))
+            .map(|(process, worker)| format!("{process:?}: step {}, {:?}", worker.step(), worker.outcome()))
             .collect();
         let hubs: Vec<String> =
-            self.hubs.iter().map(|(number, hub)| format!("hub {number}: over {}", hub.is_over())).collect();
-        format!("the run is stuck: {}; {}", workers.join(", "), hubs.join(", "))
+            self.hubs.iter().map(|(number, hub)| format!("hub {number}: idle {}", hub.is_idle())).collect();
+        let recorded = self.manager.as_ref().and_then(Manager::recorded);
+        format!("the run is stuck: {}; {}; recorded {recorded:?}", workers.join(", "), hubs.join(", "))
     }
 }
 
 enum Either<'a> {
     Worker(&'a mut Worker),
     Hub(&'a mut Hub),
-}
-
-/// Whether a failure names the rank or the hub at fault.
-fn names_somebody(failure: &str) -> bool {
-    failure.contains("rank ") || failure.contains("hub ") || failure.contains("Hub(")
+    Manager(&'a mut Manager),
 }

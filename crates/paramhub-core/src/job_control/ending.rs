@@ -178,7 +178,7 @@ impl JobControl {
             self.info(format!("job `{}` finished", job.terms.name));
         }
         let counters = HubJobCounters { namespace, counters: job.counters, left_out: job.left_out };
-        self.report_end(EndReport { end, since, counters });
+        self.report_end(EndReport { end, since, counters }, !job.terms.routes.is_empty());
         self.outputs.push(Output::Forget(namespace));
     }
 }

@@ -21,7 +21,10 @@ pub enum Event {
         namespace: Namespace,
     },
     /// The manager has restarted and wants every job reported.
-    ReportJobs,
+    ReportJobs {
+        /// The number of the question, for the answer.
+        question: u32,
+    },
     /// The manager wants a job allocated, and the hub cannot plan it.
     CannotPlan {
         /// The job.

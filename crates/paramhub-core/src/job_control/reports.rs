@@ -20,7 +20,20 @@ pub struct EndReport {
     pub counters: HubJobCounters,
 }
 
+/// How a job has ended, for a manager that restarts.
+pub(super) struct KeptEnd {
+    report: EndReport,
+    /// Whether the hub had chunks of the job. One that had none was done as soon as it was asked, and is asked again by
+    /// a manager that restarts before the job runs.
+    held_chunks: bool,
+}
+
 impl JobControl {
+    /// Whether a job has ended here of which the hub had chunks.
+    pub(super) fn has_held(&self, namespace: Namespace) -> bool {
+        self.ends.iter().any(|end| end.held_chunks && end.report.end.namespace == namespace)
+    }
+
     /// The manager wants a job allocated that this hub has already: an earlier command has come twice, or the manager has
     /// restarted since. A job that still opens is reported when it is open.
     pub(super) fn allocated_before(&mut self, namespace: Namespace) {
@@ -39,23 +52,23 @@ impl JobControl {
     }
 
     /// Reports how a job has ended, and keeps that for a manager that restarts.
-    pub(super) fn report_end(&mut self, report: EndReport) {
+    pub(super) fn report_end(&mut self, report: EndReport, held_chunks: bool) {
         if self.ends.len() == ENDS_KEPT {
             self.ends.pop_front();
         }
-        self.ends.push_back(report.clone());
+        self.ends.push_back(KeptEnd { report: report.clone(), held_chunks });
         self.outputs.push(Output::ReportEnd(report));
     }
 
     /// Reports every job: the manager has restarted.
-    pub(super) fn report_jobs(&mut self) {
+    pub(super) fn report_jobs(&mut self, question: u32) {
         let open: Vec<Namespace> =
             self.jobs.iter().filter(|(_, job)| job.has_opened).map(|(&namespace, _)| namespace).collect();
         for namespace in open {
             self.report_allocated(namespace);
             self.report_lost_workers_again(namespace);
         }
-        self.outputs.extend(self.ends.iter().cloned().map(Output::ReportEnd));
-        self.report(HubEvent::AllReported);
+        self.outputs.extend(self.ends.iter().map(|end| Output::ReportEnd(end.report.clone())));
+        self.report(HubEvent::AllReported { question });
     }
 }

@@ -12,8 +12,7 @@ use crate::service::{
 };
 
 impl Membership {
-    /// Lets a hub join in place of any that had one of its addresses, and advances the jobs that waited for
-    /// it.
+    /// Lets a hub join in place of any that had one of its addresses. It takes jobs once it calls under its number.
     pub fn register_hub(&mut self, offer: RegisterHub, token: &str, now: Now) -> Result<u32, ServiceError> {
         let replaced = self.hubs.at_addresses_of(&offer.shape);
         let hub = self.hubs.register(offer, token, now)?;
@@ -21,7 +20,6 @@ impl Membership {
             self.lose_hub(lost, "was lost: another hub has joined at its address", now);
         }
         self.outputs.push(Output::HubJoined { hub });
-        self.advance_all_jobs(now);
         Ok(hub)
     }
 
@@ -35,7 +33,7 @@ impl Membership {
         Ok(())
     }
 
-    /// Advances the jobs that waited for a hub of an earlier manager, once it calls this one.
+    /// Advances the jobs that waited for a hub, once it calls under its number.
     fn welcome_back(&mut self, hub: u32, now: Now) {
         if self.hubs.came_back(hub) {
             self.advance_all_jobs(now);
@@ -145,7 +143,7 @@ impl Membership {
                 job.hub_kept_last(hub);
                 (namespace, Transition::None)
             }
-            HubEvent::AllReported => return self.all_reported(hub, now),
+            HubEvent::AllReported { question } => return self.all_reported(hub, question, now),
             HubEvent::Ended(end) => {
                 let Some(job) = self.jobs.get_mut(&end.namespace) else { return };
                 let transition = match (job.is_served_by(hub), self.hubs.shape(hub)) {
@@ -177,8 +175,12 @@ impl Membership {
     }
 
     /// A hub has reported all jobs that it has, because this manager has restarted: those that it should have and has
-    /// not reported cannot go on.
-    fn all_reported(&mut self, hub: u32, now: Now) {
+    /// not reported cannot go on. The hub may still repeat an answer to an earlier manager, of which that one has taken
+    /// the reports before.
+    fn all_reported(&mut self, hub: u32, question: u32, now: Now) {
+        if question != self.question {
+            return;
+        }
         for namespace in self.served_by(hub) {
             if let Some(job) = self.jobs.get_mut(&namespace) {
                 let transition = job.hub_reported_all(hub, now);

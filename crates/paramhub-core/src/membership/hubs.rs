@@ -48,7 +48,8 @@ pub(crate) struct Hub {
     heard: Now,
     /// `true` if the hub is about to stop. It takes no further jobs then.
     pub(crate) is_leaving: bool,
-    /// `true` if the hub joined an earlier manager and has not called this one. It takes no jobs before it calls.
+    /// `true` until the hub calls under its number. It takes no jobs before: one that joined an earlier manager may be
+    /// gone, and one that has not heard that it has joined joins again.
     is_expected: bool,
 }
 
@@ -76,19 +77,20 @@ impl Hubs {
             let message = format!("{HUBS_MAX} hubs have joined already, the most there can be");
             return Err(refusal(ErrorCode::DoesNotFit, message));
         }
-        self.add(HubRecord { hub, token_hash: tokens::hash(token), offer }, false, now);
+        self.add(HubRecord { hub, token_hash: tokens::hash(token), offer }, now);
         Ok(hub)
     }
 
     /// Restores a hub that joined an earlier manager. Its time to call begins now.
     pub(crate) fn restore(&mut self, record: HubRecord, now: Now) {
-        self.add(record, true, now);
+        self.add(record, now);
     }
 
-    fn add(&mut self, record: HubRecord, is_expected: bool, now: Now) {
+    fn add(&mut self, record: HubRecord, now: Now) {
         let HubRecord { hub, token_hash, offer } = record;
         self.next = self.next.max(hub + 1);
-        let joined = Hub { offer, token_hash, cores: Vec::new(), heard: now, is_leaving: false, is_expected };
+        let (is_leaving, is_expected) = (false, true);
+        let joined = Hub { offer, token_hash, cores: Vec::new(), heard: now, is_leaving, is_expected };
         self.hubs.insert(hub, joined);
     }
 

@@ -3,8 +3,11 @@ use super::time::at;
 use super::*;
 use crate::auth::{Incarnation, Proof, RankClaim};
 use crate::composition::{Place, Reduction};
-use crate::placement::{HubShape, InterfaceShape};
-use crate::service::{ConnectService, HubReport, JobOptions, RegisterHub, TeamQuotas};
+use crate::key::{Key, KeyTable};
+use crate::placement::{HubShape, Imbalance, InterfaceShape};
+use crate::scheme::Plan;
+use crate::service::{ConnectService, HubEvent, HubReport, JobEnd, JobOptions, RegisterHub, TeamQuotas};
+use crate::settings::Settings;
 use crate::teams::{TEAMS_MAX, TeamRecord};
 use crate::wire::VERSION;
 
@@ -14,8 +17,14 @@ fn new(now: Now) -> Membership {
     Membership::new(Vec::new(), Vec::new(), limits, Nonce([9; 32]), now)
 }
 
-/// A hub of one core that serves one rack, or all.
+/// A hub of one core that serves one rack, or all, and that has called.
 fn hub_at(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
+    let hub = join(state, address, rack, now);
+    state.admit_hub(hub, Some("token"), now).unwrap();
+    hub
+}
+
+fn join(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
     let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let place = Place { rack: rack.into(), host: String::new() };
@@ -92,12 +101,8 @@ fn a_hub_of_an_earlier_manager_takes_jobs_when_it_calls() {
     let mut before = new(now);
     let hub = hub_at(&mut before, "127.0.0.1:1", "", now);
     let waiting = create(&mut before, "waiting", 1).unwrap();
-    let jobs = before.jobs().map(|job| job.record(now)).collect();
-    let hubs = vec![before.hub_record(hub).unwrap()];
-    let mut state = Membership::new(jobs, hubs, before.limits, Nonce([9; 32]), now);
-    let is_asked =
-        |output: &Output| matches!(output, Output::Command { hub: 0, command: HubCommand::ReportJobs, .. });
-    assert!(state.take_outputs(now).iter().any(is_asked));
+    let mut state = restarted(&before, hub, 1, now);
+    assert!(question_to(&mut state, hub, now).is_some());
     connect(&mut state, waiting, 0, "", now);
     assert!(!is_begun(&state, waiting), "nobody knows whether the hub is still there");
     assert_eq!(state.admit_hub(hub, Some("wrong"), now).unwrap_err().code, ErrorCode::Unauthorized);
@@ -106,6 +111,93 @@ fn a_hub_of_an_earlier_manager_takes_jobs_when_it_calls() {
     assert!(is_begun(&state, waiting));
     // Its number is not given to another.
     assert_eq!(hub_at(&mut state, "127.0.0.1:2", "", now), 1);
+}
+
+/// The number of the question that a manager asks a hub of an earlier one.
+fn question_to(state: &mut Membership, asked: u32, now: Now) -> Option<u32> {
+    state.take_outputs(now).into_iter().find_map(|output| match output {
+        Output::Command { hub, command: HubCommand::ReportJobs { question }, .. } if hub == asked => {
+            Some(question)
+        }
+        _ => None,
+    })
+}
+
+/// What a manager knows that is started with the records of another.
+fn restarted(before: &Membership, hub: u32, drawn: u8, now: Now) -> Membership {
+    let jobs = before.jobs().map(|job| job.record(now)).collect();
+    let hubs = vec![before.hub_record(hub).unwrap()];
+    Membership::new(jobs, hubs, before.limits, Nonce([drawn; 32]), now)
+}
+
+/// A job of one rank that runs at one hub.
+fn running(state: &mut Membership, hub: u32, now: Now) -> Namespace {
+    let namespace = job_in(state, "runs", &[""], Reduction::Auto, now);
+    let settings = Arc::new(Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap()));
+    let submitted = state.submit(namespace, 0, Incarnation([0; 16]), &settings, now, now).unwrap();
+    let Submission::Wait(waiting) = submitted else { panic!("{submitted:?}") };
+    state.agree(waiting.call, now).unwrap();
+    let roster = state.roster(namespace).unwrap();
+    let plan = Plan::new(&settings, &roster.cluster());
+    let book = InformationBook { job: "runs".into(), roster, plan };
+    let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
+    let placed = SitePlacement { hash: "hash".into(), imbalance };
+    state.place(namespace, SettingsSummary::default(), vec![placed], Arc::new(book));
+    reports(state, hub, vec![allocated(namespace)], now);
+    assert_eq!(state.job(namespace).unwrap().state(), JobState::Running);
+    namespace
+}
+
+fn allocated(namespace: Namespace) -> HubEvent {
+    let (placement_hash, resumed_step) = ("hash".into(), None);
+    HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes: 1, streams: 1 }
+}
+
+fn reports(state: &mut Membership, hub: u32, events: Vec<HubEvent>, now: Now) {
+    state.report(hub, Some("token"), HubReport { events, ..HubReport::default() }, now).unwrap();
+}
+
+#[test]
+fn an_answer_to_an_earlier_manager_ends_no_job() {
+    let now = at(0.0);
+    let mut first = new(now);
+    let hub = hub_at(&mut first, "127.0.0.1:1", "", now);
+    let job = running(&mut first, hub, now);
+    let state_of = |state: &Membership| state.job(job).unwrap().state();
+    let mut second = restarted(&first, hub, 1, now);
+    let earlier = question_to(&mut second, hub, now).unwrap();
+    // The second manager takes the first part of the hub's answer, and the third one the rest.
+    reports(&mut second, hub, vec![allocated(job)], now);
+    let mut third = restarted(&second, hub, 2, now);
+    let question = question_to(&mut third, hub, now).unwrap();
+    reports(&mut third, hub, vec![HubEvent::AllReported { question: earlier }], now);
+    assert_eq!(state_of(&third), JobState::Running);
+    let answers = [
+        (vec![allocated(job), HubEvent::AllReported { question }], JobState::Running),
+        (
+            vec![HubEvent::Ended(JobEnd::finished(job)), HubEvent::AllReported { question }],
+            JobState::Finished,
+        ),
+        (vec![HubEvent::AllReported { question }], JobState::Failed),
+    ];
+    for (events, expected) in answers {
+        let mut state = restarted(&second, hub, 2, now);
+        reports(&mut state, hub, events.clone(), now);
+        assert_eq!(state_of(&state), expected, "{events:?}");
+    }
+}
+
+#[test]
+fn a_hub_that_joins_again_because_it_had_no_answer_ends_no_job() {
+    let now = at(0.0);
+    let mut state = new(now);
+    let waiting = create(&mut state, "waiting", 1).unwrap();
+    connect(&mut state, waiting, 0, "", now);
+    join(&mut state, "127.0.0.1:1", "", now);
+    assert!(!is_begun(&state, waiting), "the hub may not know that it has joined");
+    let hub = join(&mut state, "127.0.0.1:1", "", now);
+    state.admit_hub(hub, Some("token"), now).unwrap();
+    assert_eq!(state.job(waiting).unwrap().hubs().collect::<Vec<_>>(), [hub]);
 }
 
 fn teams(names: [&str; 2], quotas: TeamQuotas) -> Membership {

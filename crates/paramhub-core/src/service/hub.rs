@@ -155,7 +155,10 @@ pub enum HubCommand {
     Probe(ProbeOrder),
     /// Report every job: the manager has restarted. The hub answers with [`HubEvent::Allocated`] for each job that it
     /// has, [`HubEvent::Ended`] for those that have ended lately, and [`HubEvent::AllReported`].
-    ReportJobs,
+    ReportJobs {
+        /// A number that this manager has drawn, which the answer repeats.
+        question: u32,
+    },
 }
 
 /// All that a hub must know of a job.

@@ -93,7 +93,11 @@ pub enum HubEvent {
     /// The job is over at this hub and its memory is freed.
     Ended(JobEnd),
     /// The hub has reported all jobs that it has, as a manager that restarted has asked.
-    AllReported,
+    AllReported {
+        /// The number in the manager's question. A manager that has restarted again takes no answer to its predecessor
+        /// for its own, since that one may have taken a part of it.
+        question: u32,
+    },
 }
 
 /// The way in which a job has ended at a hub.

@@ -57,6 +57,7 @@ fn connecting() -> (ManagerState, u32, Namespace, WaitingCall) {
         encrypt: false,
     };
     let hub = state.membership.register_hub(offer, "token", now()).unwrap();
+    state.membership.admit_hub(hub, Some("token"), now()).unwrap();
     let namespace = Namespace([1; 16]);
     let request = CreateService { name: "x".into(), workers: 1, options: JobOptions::default() };
     state.membership.admit(Job::new(

@@ -16,10 +16,20 @@ use crate::world::{Context, Plant};
 
 /// A route: the chunks of one core, and the streams that lead to it.
 pub(super) struct Route {
-    pub(super) is_open: bool,
+    pub(super) core: u16,
+    pub(super) state: RouteState,
     pub(super) exchange: Exchange,
     chunks: Vec<Chunk>,
     pub(super) ports: Vec<Port>,
+}
+
+/// What the core has of a route.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RouteState {
+    /// It is about to allocate.
+    Opening,
+    Open,
+    Freed,
 }
 
 struct Chunk {
@@ -46,7 +56,7 @@ pub(super) struct Port {
 }
 
 impl Route {
-    pub(super) fn new(plan: &JobPlan, chunks: &[ChunkId]) -> Route {
+    pub(super) fn new(plan: &JobPlan, core: u16, chunks: &[ChunkId]) -> Route {
         let rules = Rules {
             workers: plan.workers,
             members: plan.workers,
@@ -63,7 +73,8 @@ impl Route {
             Chunk { id, sum: Vec::new(), parameters: 0, length }
         };
         Route {
-            is_open: false,
+            core,
+            state: RouteState::Opening,
             exchange: Exchange::new(rules, chunks.len() as u32),
             chunks: chunks.iter().map(chunk).collect(),
             ports: (0..plan.workers).map(|_| Port::default()).collect(),
@@ -73,13 +84,12 @@ impl Route {
     /// Takes a request for a chunk, as a shard does.
     pub(super) fn take_request(
         &mut self,
-        plan: &JobPlan,
+        slot: u32,
         rank: u32,
         header: &Header,
         content: &Content,
         context: &mut Context<'_>,
     ) -> Result<(), ProtocolViolation> {
-        let slot = plan.composed.placements[0].locate(header.chunk).expect("a chunk of the job").1;
         let chunk = &mut self.chunks[slot as usize];
         match header.operation {
             Operation::Initialise => {

@@ -3,14 +3,19 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
+use paramhub_core::auth::Incarnation;
+use paramhub_core::composition::Composed;
 use paramhub_core::liveness::PeerLiveness;
-use paramhub_core::placement::RouteId;
+use paramhub_core::placement::{HubShape, Route, RouteId};
 use paramhub_core::resuming::{AfterRound, Attempts};
-use paramhub_core::wire::{Header, Operation, Refusal};
+use paramhub_core::wire::{
+    Attempt, CHALLENGE_BYTES, Caller, Capabilities, Header, Hello, Operation, Refusal,
+};
 use paramhub_core::worker_job::{Consequence, Reopening};
 
 use super::Worker;
-use crate::job::JobPlan;
+use crate::job::{NAMESPACE, hub_at};
+use crate::member::Joined;
 use crate::message::{Content, Message};
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Wake};
@@ -52,18 +57,59 @@ pub(super) enum LaneState {
     Closed,
 }
 
-/// Opens streams to all hubs as a second process of a rank, which its hubs must refuse.
-pub(crate) fn dial_as_twin(rank: u32, plan: &JobPlan, context: &mut Context<'_>) {
-    let placement = &plan.composed.placements[0];
-    let routes = (0..).zip(placement.routes());
-    for (route, place) in routes.filter(|&(id, _)| !placement.chunks(id).is_empty()) {
-        let stream = context.network.open(Process::Twin(rank), Process::Hub(place.hub));
-        let hello = plan.hello(rank, 1, route, 0);
-        context.send(stream, Process::Twin(rank), Message::Hello(Box::new(hello)));
-    }
-}
-
 impl Worker {
+    /// Opens the first streams to all hubs.
+    pub(super) fn open_all(&mut self, context: &mut Context<'_>) {
+        let lane = |(route, place): (RouteId, Route), hubs: &[HubShape]| Lane {
+            hub: Process::Hub(hub_at(&hubs[usize::from(place.hub)])),
+            route,
+            state: LaneState::Closed,
+            stream: None,
+            attempts: 0,
+            retired: None,
+            unheard: Vec::new(),
+            ready: BTreeSet::new(),
+            control: VecDeque::new(),
+            liveness: PeerLiveness::new(context.instant()),
+            has_ended_sending: false,
+        };
+        let composed = self.joined().composed.clone();
+        let hubs = &composed.composition.sites[0].hubs;
+        self.lanes = routes(&composed).map(|route| lane(route, hubs)).collect();
+        for index in 0..self.lanes.len() {
+            self.open(index, context);
+        }
+    }
+
+    /// Opens streams to all hubs as another process of the rank, which its hubs must refuse.
+    pub(crate) fn dial_as_twin(&self, context: &mut Context<'_>) {
+        let twin = Process::Twin(self.rank);
+        for lane in &self.lanes {
+            let stream = context.network.open(twin, lane.hub);
+            let hello = Hello { incarnation: Incarnation([255; 16]), ..self.hello(lane.route, 0) };
+            context.send(stream, twin, Message::Hello(Box::new(hello)));
+        }
+    }
+
+    /// What the worker says first on a stream.
+    fn hello(&self, route: RouteId, attempt: u32) -> Hello {
+        let Joined { composed, epoch } = self.joined();
+        let placement = &composed.placements[0];
+        let place = placement.routes()[usize::from(route)];
+        Hello {
+            caller: Caller::Worker { rank: self.rank, shares_parameters: false },
+            interface: place.interface,
+            core: place.core,
+            offered: Capabilities::default(),
+            required: Capabilities::default(),
+            attempt: Attempt::Numbered { epoch: *epoch, number: attempt },
+            namespace: NAMESPACE,
+            incarnation: self.member.incarnation(),
+            placement: *placement.hash().as_bytes(),
+            challenge: [0; CHALLENGE_BYTES],
+        }
+    }
+
     /// Opens the first stream of a lane.
     pub(super) fn open(&mut self, index: usize, context: &mut Context<'_>) {
         let stream = self.dial(index, 0, context);
@@ -77,7 +123,7 @@ impl Worker {
         context.trace(|| {
             format!("{:?} dials {stream:?} to {:?} as attempt {attempt}", self.process, lane.route)
         });
-        let hello = self.plan.hello(self.rank, self.incarnation, lane.route, attempt);
+        let hello = self.hello(lane.route, attempt);
         context.send(stream, self.process, Message::Hello(Box::new(hello)));
         stream
     }
@@ -169,7 +215,8 @@ impl Worker {
                 lane.state = LaneState::Open;
                 lane.liveness = PeerLiveness::new(context.instant());
                 lane.has_ended_sending = false;
-                let again = self.requests.resend_route(&self.plan.composed.placements[0], lane.route);
+                let placement = &self.joined.as_ref().expect("it has streams").composed.placements[0];
+                let again = self.requests.resend_route(placement, lane.route);
                 lane.ready.extend(again);
                 if leaves {
                     lane.control.push_back((Header::bare(Operation::Leave), Content::Nothing));
@@ -196,4 +243,11 @@ impl Worker {
             context.close(stream, self.process);
         }
     }
+}
+
+/// The routes that carry chunks.
+fn routes(composed: &Composed) -> impl Iterator<Item = (RouteId, Route)> {
+    let placement = &composed.placements[0];
+    let all = (0..).zip(placement.routes().iter().copied());
+    all.filter(|&(id, _)| !placement.chunks(id).is_empty())
 }

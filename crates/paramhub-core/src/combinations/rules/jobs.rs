@@ -398,7 +398,7 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         these: &[OutlivesWorkers],
         those: &[TwoPhase],
         verdict: Refused,
-        why: "rank 0 releases such steps, and may be the one that is lost",
+        why: "rank 0 releases such steps, and nobody else could if it is lost",
         remedy: "do without clipping by the global norm, or use `on_worker_loss = fail`",
         callers: &[InitService],
     },

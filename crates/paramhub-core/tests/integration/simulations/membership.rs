@@ -380,10 +380,10 @@ impl Simulation {
             Order::Allocate { namespace, hash } => {
                 allocated(namespace, hub.jobs.entry(namespace).or_insert(hash))
             }
-            Order::Command(HubCommand::ReportJobs) => {
+            Order::Command(HubCommand::ReportJobs { question }) => {
                 let living = hub.jobs.iter().map(|(&namespace, hash)| allocated(namespace, hash));
                 let ended = hub.ends.iter().cloned().map(HubEvent::Ended);
-                let events = living.chain(ended).chain([HubEvent::AllReported]).collect();
+                let events = living.chain(ended).chain([HubEvent::AllReported { question }]).collect();
                 return self.report(number, HubReport { events, ..HubReport::default() });
             }
             Order::Command(HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. }) => {

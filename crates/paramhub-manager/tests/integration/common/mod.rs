@@ -320,8 +320,9 @@ fn serve(
                 &HubCommand::JoinRank { namespace, rank, epoch, .. } => {
                     vec![HubEvent::RankJoined { namespace, rank, epoch }]
                 }
-                HubCommand::ReportJobs => {
-                    served.allocated.values().cloned().chain([HubEvent::AllReported]).collect()
+                &HubCommand::ReportJobs { question } => {
+                    let living = served.allocated.values().cloned();
+                    living.chain([HubEvent::AllReported { question }]).collect()
                 }
                 HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. } => {
                     vec![HubEvent::Kept { namespace: *namespace }]

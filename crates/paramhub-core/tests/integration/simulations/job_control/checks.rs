@@ -124,7 +124,7 @@ impl Simulation {
             HubEvent::WorkerLost { .. } | HubEvent::RankExpected { .. } | HubEvent::RankJoined { .. } => {
                 panic!("no rank of these jobs is replaced")
             }
-            HubEvent::Kept { .. } | HubEvent::Probed(_) | HubEvent::AllReported => {}
+            HubEvent::Kept { .. } | HubEvent::Probed(_) | HubEvent::AllReported { .. } => {}
         }
     }
 

@@ -1,0 +1,137 @@
+//! A job as a hub has planned it: what the job control is told of it, its routes, and which streams are admitted.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::chunk::ChunkId;
+use paramhub_core::composition::{Composed, Neighbour};
+use paramhub_core::job_control::{AdmittedStreams, JobTerms, RouteTerms};
+use paramhub_core::placement::RouteId;
+use paramhub_core::ports::Ports;
+use paramhub_core::service;
+use paramhub_core::stream_admission::{JobStreams, StreamSecrets, StreamTerms};
+
+use super::route::{Port, Route};
+use crate::job::{JobPlan, RENDEZVOUS};
+use crate::network::{Arrival, StreamId};
+
+/// A job at a hub.
+pub(super) struct HubJob {
+    pub(super) plan: Arc<JobPlan>,
+    composed: Arc<Composed>,
+    pub(super) epoch: u64,
+    /// The routes that lead here.
+    pub(super) routes: BTreeMap<RouteId, Route>,
+    /// Which streams the acceptor admits, once it admits any.
+    pub(super) streams: JobStreams,
+    pub(super) is_open: bool,
+    /// What has come on streams that were admitted and not passed on yet: it waits in their sockets.
+    pub(super) admitted: BTreeMap<StreamId, Vec<Arrival>>,
+    /// Streams that came to a hub with a planted fault.
+    pub(super) planted: u32,
+    /// Nothing of the job is left here.
+    pub(super) is_forgotten: bool,
+}
+
+/// What is admitted at a hub that may have no job.
+pub(super) struct Admitted<'a>(pub(super) Option<&'a HubJob>);
+
+impl AdmittedStreams for Admitted<'_> {
+    fn missing(&self, _: Namespace) -> Vec<Neighbour> {
+        self.0.map(|job| job.streams.missing()).unwrap_or_default()
+    }
+
+    fn through(&self, _: Namespace, interface: u16) -> Vec<(RouteId, u32, Neighbour)> {
+        self.0.map(|job| job.streams.through(interface)).unwrap_or_default()
+    }
+}
+
+impl HubJob {
+    /// Plans a job that the manager wants allocated. Also returns what the job control is told of it.
+    pub(super) fn plan(plan: &Arc<JobPlan>, ordered: &service::JobPlan) -> (HubJob, JobTerms) {
+        let composed = plan.compose(ordered.composition.clone());
+        let placement = &composed.placements[usize::from(ordered.site)];
+        let own = (0..).zip(placement.routes());
+        let own = own
+            .filter(|&(id, route)| u32::from(route.hub) == ordered.hub && !placement.chunks(id).is_empty());
+        let own: Vec<(RouteId, u16)> = own.map(|(id, route)| (id, route.interface)).collect();
+        let route = |&(id, interface): &(RouteId, u16)| {
+            let slots = placement.chunks(id);
+            (id, Route::new(plan, interface, slots))
+        };
+        let streams = StreamTerms {
+            name: ordered.name.clone(),
+            secrets: StreamSecrets {
+                nonce: ordered.nonce,
+                epoch: ordered.epoch,
+                version_1_ranks: ordered.version_1_ranks.clone(),
+            },
+            composed: composed.clone(),
+            site: ordered.site,
+            ports: own
+                .iter()
+                .map(|&(id, _)| (id, Arc::new(Ports::new(&composed, ordered.site, id))))
+                .collect(),
+            routes: own.iter().map(|&(id, interface)| ((interface, interface), id)).collect(),
+            continues: ordered.options.continues(),
+            encrypts: ordered.options.encrypt,
+        };
+        let terms = JobTerms {
+            namespace: ordered.namespace,
+            name: ordered.name.clone(),
+            composed: composed.clone(),
+            site: ordered.site,
+            routes: own
+                .iter()
+                .map(|&(id, interface)| RouteTerms { id, core: interface, interface, streams: plan.workers })
+                .collect(),
+            rendezvous: RENDEZVOUS,
+            dead_after: plan.dead_after,
+            progress_timeout: None,
+            continues: ordered.options.continues(),
+            min_workers: None,
+            epoch: ordered.epoch.number,
+            stragglers: ordered.options.stragglers,
+            weight: ordered.options.weight,
+            memory_bytes: 1 << 20,
+            team: ordered.team.clone(),
+            resumes: false,
+            writes_checkpoints: false,
+            checkpoint_folder: String::new(),
+        };
+        let job = HubJob {
+            plan: plan.clone(),
+            epoch: ordered.epoch.number,
+            composed: composed.clone(),
+            routes: own.iter().map(route).collect(),
+            streams: JobStreams::new(streams),
+            is_open: false,
+            admitted: BTreeMap::new(),
+            planted: 0,
+            is_forgotten: false,
+        };
+        (job, terms)
+    }
+
+    /// The place of a rank's stream. Workers are the only members, and their ports are their ranks.
+    pub(super) fn port(&mut self, route: RouteId, rank: u32) -> &mut Port {
+        &mut self.route(route).ports[rank as usize]
+    }
+
+    pub(super) fn route(&mut self, route: RouteId) -> &mut Route {
+        self.routes.get_mut(&route).expect("an own route")
+    }
+
+    /// The slot of a chunk among those of its route.
+    pub(super) fn slot(&self, chunk: ChunkId) -> u32 {
+        self.composed.placements[0].locate(chunk).expect("a chunk of the job").1
+    }
+
+    pub(super) fn port_of(&self, stream: StreamId) -> Option<(RouteId, u32)> {
+        self.routes.iter().find_map(|(&id, route)| {
+            let rank = route.ports.iter().position(|port| port.stream == Some(stream))?;
+            Some((id, rank as u32))
+        })
+    }
+}

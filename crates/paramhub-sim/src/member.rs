@@ -1,0 +1,143 @@
+//! A worker before it has streams: it joins its job at the manager and hands in its settings, as the product's `Member`
+//! does.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use paramhub_core::auth::{Incarnation, Purpose, RankClaim, StreamSecret};
+use paramhub_core::composition::{Composed, Composition, Place};
+use paramhub_core::service::{ConnectService, InitService, LeaveService, ServiceConnected};
+
+use crate::call::{Answer, CallError, Caller, Line, Request};
+use crate::job::{JobPlan, NAMESPACE, NONCE, incarnation};
+use crate::message::Message;
+use crate::network::{Arrival, Process, StreamId};
+use crate::world::Context;
+
+/// How long a manager at which nobody listens is called again.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a call may take: longer than the manager lets it wait, whose answer names what is missing.
+const CALL_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A worker that joins its job.
+pub(crate) struct Member {
+    process: Process,
+    plan: Arc<JobPlan>,
+    call: ConnectService,
+    caller: Caller,
+    /// What it was told of the job, and its secret.
+    connected: Option<(ServiceConnected, StreamSecret)>,
+}
+
+/// What a worker that has joined knows of its job.
+pub(crate) struct Joined {
+    pub(crate) composed: Arc<Composed>,
+    pub(crate) epoch: u64,
+}
+
+impl Member {
+    /// The process of this number among those that were started for a rank.
+    pub(crate) fn new(rank: u32, number: u8, plan: &Arc<JobPlan>) -> Member {
+        let process = Process::Worker(rank, number);
+        let incarnation = incarnation(number);
+        let call = ConnectService {
+            rank,
+            incarnation,
+            proof: NONCE.prove_rank(Purpose::Connect, NAMESPACE, rank, incarnation),
+            claim: Some(RankClaim([1 + number; 32])),
+            host: format!("host{rank}"),
+            process: number.into(),
+            place: Place::default(),
+            peer_address: None,
+        };
+        let caller = Caller::new(process, Line::Member, RETRY_TIMEOUT);
+        Member { process, plan: plan.clone(), call, caller, connected: None }
+    }
+
+    /// Joins the job.
+    pub(crate) fn begin(&mut self, context: &mut Context<'_>) {
+        self.caller.call(Request::Connect(Box::new(self.call.clone())), CALL_TIMEOUT, context);
+    }
+
+    /// A stream learns something. Returns the end of joining, if that is it.
+    pub(crate) fn arrived(
+        &mut self,
+        stream: StreamId,
+        arrival: &Arrival,
+        context: &mut Context<'_>,
+    ) -> Option<Result<Joined, String>> {
+        let ended = self.caller.arrived(stream, arrival, context)?;
+        self.call_ended(ended, context)
+    }
+
+    /// A time has come for which a call has waited.
+    pub(crate) fn woken(
+        &mut self,
+        awaited: u64,
+        context: &mut Context<'_>,
+    ) -> Option<Result<Joined, String>> {
+        let ended = self.caller.woken(awaited, context)?;
+        self.call_ended(ended, context)
+    }
+
+    fn call_ended(
+        &mut self,
+        ended: Result<Answer, CallError>,
+        context: &mut Context<'_>,
+    ) -> Option<Result<Joined, String>> {
+        let (rank, incarnation) = (self.call.rank, self.call.incarnation);
+        match (ended, &self.connected) {
+            (Ok(Answer::Connected(connected)), None) => {
+                let Some(secrets) = &connected.secrets else {
+                    return Some(Err(format!("rank {rank} gets no secret")));
+                };
+                let secret = secrets.rank;
+                self.connected = Some((*connected, secret));
+                let proof = secret.prove_rank(Purpose::Init, NAMESPACE, rank, incarnation);
+                let settings = (*self.plan.settings).clone();
+                let init = InitService { rank, incarnation, proof, settings };
+                self.caller.call(Request::Init(Box::new(init)), CALL_TIMEOUT, context);
+                None
+            }
+            (Ok(Answer::Initialised(initialised)), Some((connected, _))) => {
+                let composition = Composition::flat(connected.hubs.clone(), connected.workers);
+                let composed = self.plan.compose(composition);
+                let hash = composed.placements[0].hash().to_hex();
+                if *hash != *initialised.placement_hash {
+                    context.ledger.violate(|| format!("rank {rank} places the job otherwise than its hubs"));
+                }
+                Some(Ok(Joined { composed, epoch: connected.epoch }))
+            }
+            (Ok(other), _) => {
+                context.ledger.violate(|| format!("rank {rank} is answered with {other:?}"));
+                None
+            }
+            (Err(error), connected) => {
+                let call = if connected.is_some() { "InitService" } else { "ConnectService" };
+                let why = format!("rank {rank}: {call}: {error}");
+                self.give_up(&why, context);
+                Some(Err(why))
+            }
+        }
+    }
+
+    /// Gives up its rank, so that the others need not wait for it. Nobody waits for an answer.
+    fn give_up(&self, why: &str, context: &mut Context<'_>) {
+        let Some((_, secret)) = &self.connected else { return };
+        let (rank, incarnation) = (self.call.rank, self.call.incarnation);
+        let leave = LeaveService {
+            rank,
+            incarnation,
+            proof: secret.prove_rank(Purpose::Leave, NAMESPACE, rank, incarnation),
+            reason: why.to_owned(),
+            finished: false,
+        };
+        let stream = context.network.open(self.process, Process::Manager);
+        context.send(stream, self.process, Message::Call(Arc::new(Request::Leave(leave))));
+    }
+
+    /// The incarnation of the process.
+    pub(crate) fn incarnation(&self) -> Incarnation {
+        self.call.incarnation
+    }
+}

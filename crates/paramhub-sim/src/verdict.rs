@@ -1,0 +1,177 @@
+//! What must have come of a run: whether the job had to go through, and what every process must say of its end.
+
+use std::time::Duration;
+
+use paramhub_core::service::{JobEnd, JobState, JobStatus};
+
+use crate::network::Process;
+use crate::scenario::{Fault, Scenario};
+
+/// Outages of this length together are survived: a worker tries for 10 s to open a stream again, and the manager hears
+/// every hub in 10 s.
+const BRIEF: Duration = Duration::from_millis(6_500);
+/// What a handshake costs whose stream is silent, or late: the time after which the worker dials once more.
+const SILENT_HANDSHAKE: Duration = Duration::from_secs(4);
+/// The manager may be away for so long while ranks gather: they call again for 10 s.
+const AWAY: Duration = Duration::from_secs(6);
+/// Outages of this length together are survived while ranks gather: one whose call broke must call again within 2 s.
+const BRIEF_GATHERING: Duration = Duration::from_millis(500);
+/// Calls that break so often are survived while ranks gather.
+const BREAKS: usize = 3;
+
+/// How a worker has ended.
+pub(crate) struct WorkerEnd<'a> {
+    pub(crate) process: Process,
+    pub(crate) rank: u32,
+    pub(crate) was_killed: bool,
+    /// The steps that it has done.
+    pub(crate) steps: u32,
+    pub(crate) outcome: Option<&'a Result<(), String>>,
+}
+
+/// How a run has ended.
+pub(crate) struct Ends<'a> {
+    pub(crate) scenario: &'a Scenario,
+    /// When all workers had opened all streams.
+    pub(crate) connected: Option<Duration>,
+    /// All processes that there were of workers.
+    pub(crate) workers: Vec<WorkerEnd<'a>>,
+    /// The hubs that live, by number.
+    pub(crate) hubs: Vec<(u16, Option<&'a JobEnd>)>,
+    /// What the manager has recorded.
+    pub(crate) recorded: &'a JobStatus,
+    /// Whether the manager has lost a hub.
+    pub(crate) has_lost_hubs: bool,
+}
+
+impl Scenario {
+    /// Whether the job must go through whatever else happens: nobody dies but the manager, and nothing lasts as long as
+    /// the time after which something gives up. All streams were open (`connected`) before the first fault between
+    /// workers and hubs.
+    pub(crate) fn must_finish(&self, connected: Option<Duration>) -> bool {
+        let is_early = |at: Duration| connected.is_none_or(|connected| at <= connected);
+        let faults = |early: bool| -> Vec<Fault> {
+            self.faults.iter().filter(|&&(at, _)| is_early(at) == early).map(|&(_, fault)| fault).collect()
+        };
+        self.survive_gathering(&faults(true)) && self.survive_running(&faults(false))
+    }
+
+    fn survive_gathering(&self, faults: &[Fault]) -> bool {
+        let is_survived = |fault: &Fault| match fault {
+            Fault::Break(..) | Fault::Block(..) | Fault::Part(..) => fault.is_of_manager(),
+            Fault::Pause(..) | Fault::Crash { .. } => true,
+            // A rival that comes first has the rank.
+            Fault::Silence(..) | Fault::Kill(_) | Fault::Twin(_) | Fault::Replace(..) | Fault::Rival(_) => {
+                false
+            }
+        };
+        let is_crash = |fault: &&Fault| matches!(fault, Fault::Crash { .. });
+        let away: Duration = faults.iter().filter(is_crash).map(|fault| fault.length()).sum();
+        let others = faults.iter().filter(|fault| !is_crash(fault));
+        let outages: Duration = others.map(|fault| fault.length()).sum();
+        let breaks = faults.iter().filter(|fault| matches!(fault, Fault::Break(..) | Fault::Crash { .. }));
+        let breaks = breaks.count() + self.lost_answers as usize;
+        away <= AWAY && outages <= BRIEF_GATHERING && breaks <= BREAKS && faults.iter().all(is_survived)
+    }
+
+    fn survive_running(&self, faults: &[Fault]) -> bool {
+        let is_survived = |fault: &Fault| match fault {
+            Fault::Break(..) if fault.is_of_manager() => true,
+            // The hub's poll waits for longer than its manager for the hub.
+            Fault::Silence(process, _) if fault.is_of_manager() => matches!(process, Process::Worker(..)),
+            Fault::Break(..) | Fault::Silence(..) => self.continues,
+            Fault::Block(..) | Fault::Part(..) | Fault::Pause(..) => true,
+            Fault::Twin(_) | Fault::Rival(_) | Fault::Crash { .. } => true,
+            Fault::Kill(_) | Fault::Replace(..) => false,
+        };
+        // A job that runs needs no manager, however long it is away.
+        let needs = |fault: &&Fault| match fault {
+            Fault::Crash { .. } => false,
+            Fault::Block(a, b, _) | Fault::Part(a, b, _) if fault.is_of_manager() => {
+                matches!((a, b), (Process::Hub(_), _) | (_, Process::Hub(_)))
+            }
+            _ => true,
+        };
+        let lengths: Duration = faults.iter().filter(needs).map(|fault| fault.length()).sum();
+        let silences = faults.iter().filter(|fault| matches!(fault, Fault::Silence(..))).count();
+        // The first silence makes the worker dial; others may hit the handshakes that follow.
+        let outages = lengths + SILENT_HANDSHAKE * ((silences as u32).saturating_sub(1) + self.late_hellos);
+        outages <= BRIEF && faults.iter().all(is_survived)
+    }
+}
+
+impl Ends<'_> {
+    /// Checks that all agree on an end that had to come.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let must_finish = self.scenario.must_finish(self.connected);
+        for worker in self.workers.iter().filter(|worker| !worker.was_killed) {
+            let (process, steps) = (worker.process, worker.steps);
+            let is_first = matches!(process, Process::Worker(_, 0));
+            match worker.outcome {
+                Some(Ok(())) if steps < self.scenario.steps => {
+                    return Err(format!("{process:?} has ended well after {steps} steps"));
+                }
+                Some(Err(error)) if must_finish && is_first => {
+                    return Err(format!("{process:?} has failed although nobody died: {error}"));
+                }
+                Some(Err(error)) if !names_somebody(error) => {
+                    return Err(format!("{process:?} has failed, and this names nobody: {error}"));
+                }
+                _ => {}
+            }
+        }
+        for (number, end) in &self.hubs {
+            let Some(end) = end.filter(|end| !end.finished) else { continue };
+            if must_finish {
+                return Err(format!("hub {number} reports a failure although nobody died: {}", end.reason));
+            }
+            if !names_somebody(&end.reason) {
+                return Err(format!("hub {number} reports a failure that names nobody: {}", end.reason));
+            }
+        }
+        self.check_record(must_finish)
+    }
+
+    /// Checks that the manager has recorded what has happened.
+    fn check_record(&self, must_finish: bool) -> Result<(), String> {
+        let JobStatus { state, message, .. } = self.recorded;
+        if *state == JobState::Finished {
+            let has_worked = |rank| {
+                let of_rank = self.workers.iter().filter(|worker| worker.rank == rank);
+                of_rank.map(|worker| worker.steps).max() == Some(self.scenario.steps)
+            };
+            if let Some(rank) = (0..self.scenario.workers).find(|&rank| !has_worked(rank)) {
+                return Err(format!(
+                    "the manager records that the job has finished, and rank {rank} has not"
+                ));
+            }
+            return match self.hubs.iter().find(|(_, end)| end.is_none_or(|end| !end.finished)) {
+                None => Ok(()),
+                Some((number, end)) => Err(format!(
+                    "the manager records that the job has finished, and hub {number} says {end:?}"
+                )),
+            };
+        }
+        if must_finish {
+            return Err(format!("the manager records a failure although nobody died: {message}"));
+        }
+        if !names_somebody(message) {
+            return Err(format!("the manager records a failure that names nobody: {message}"));
+        }
+        let have_finished = self.hubs.len() == usize::from(self.scenario.hubs)
+            && self.hubs.iter().all(|(_, end)| end.is_some_and(|end| end.finished));
+        match have_finished && !self.has_lost_hubs {
+            true => Err(format!("the manager records a failure of a job that has finished: {message}")),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Whether a failure names who is at fault.
+fn names_somebody(failure: &str) -> bool {
+    let named = ["rank ", "hub ", "hub)", "Hub(", "no worker", "ranks "];
+    named.iter().any(|name| failure.contains(name))
+}

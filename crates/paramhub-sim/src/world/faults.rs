@@ -1,0 +1,106 @@
+//! What fails, and how it is mended.
+
+use std::time::Duration;
+
+use super::{Either, Event, World};
+use crate::network::Process;
+use crate::scenario::Fault;
+
+impl World<'_> {
+    /// A fault happens.
+    pub(super) fn fail(&mut self, number: usize) {
+        let fault = self.scenario.faults[number].1;
+        if self.scenario.is_traced {
+            println!("{:?} {fault:?}", self.agenda.now());
+        }
+        match fault {
+            Fault::Break(a, b) => self.broken += self.network.break_streams([a, b], false, &mut self.agenda),
+            Fault::Silence(a, b) => self.broken += self.network.break_streams([a, b], true, &mut self.agenda),
+            Fault::Block(from, to, _) => self.network.block(from, to, true, &mut self.agenda),
+            Fault::Pause(process, _) => {
+                self.paused.entry(process).or_default().0 += 1;
+            }
+            Fault::Part(a, b, _) => {
+                self.network.block(a, b, true, &mut self.agenda);
+                self.network.block(b, a, true, &mut self.agenda);
+            }
+            Fault::Kill(process) => self.kill(process),
+            Fault::Replace(rank, _) => {
+                let newest = self
+                    .workers
+                    .keys()
+                    .rfind(|process| matches!(process, Process::Worker(of, _) if *of == rank));
+                if let Some(&process) = newest {
+                    self.kill(process);
+                }
+            }
+            Fault::Rival(rank) => self.start_worker(rank),
+            Fault::Crash { keeps_last, .. } => {
+                self.crashes += 1;
+                if let Some(manager) = &mut self.manager {
+                    manager.crash(keeps_last);
+                }
+                self.network.kill(Process::Manager, &mut self.agenda);
+                self.paused.remove(&Process::Manager);
+            }
+            Fault::Twin(rank) => self.with(Process::Worker(rank, 0), |process, context| {
+                if let Either::Worker(worker) = process {
+                    worker.dial_as_twin(context);
+                }
+            }),
+        }
+        let length = fault.length();
+        if !length.is_zero() {
+            self.agenda.add(self.agenda.now() + length, Event::Heal(number));
+        }
+    }
+
+    /// A fault is over.
+    pub(super) fn heal(&mut self, number: usize) {
+        match self.scenario.faults[number].1 {
+            Fault::Block(from, to, _) => self.unblock(number, from, to),
+            Fault::Part(a, b, _) => {
+                self.unblock(number, a, b);
+                self.unblock(number, b, a);
+            }
+            Fault::Replace(rank, _) => self.start_worker(rank),
+            Fault::Crash { .. } => {
+                self.crashes -= 1;
+                if self.crashes == 0 {
+                    self.restarts += 1;
+                    self.with(Process::Manager, |process, context| {
+                        if let Either::Manager(manager) = process {
+                            manager.start(context);
+                        }
+                    });
+                }
+            }
+            Fault::Pause(process, _) => {
+                let Some((pauses, _)) = self.paused.get_mut(&process) else { return };
+                *pauses -= 1;
+                if *pauses == 0 {
+                    let (_, waiting) = self.paused.remove(&process).expect("it was just here");
+                    waiting.into_iter().for_each(|event| self.happen(event));
+                }
+            }
+            Fault::Break(..) | Fault::Silence(..) | Fault::Kill(_) | Fault::Twin(_) | Fault::Rival(_) => {}
+        }
+    }
+
+    fn kill(&mut self, process: Process) {
+        if self.killed.insert(process) {
+            self.network.kill(process, &mut self.agenda);
+        }
+    }
+
+    /// Lets things go from one process to another again, unless another fault than this stops them.
+    fn unblock(&mut self, number: usize, from: Process, to: Process) {
+        let now = self.agenda.now();
+        let is_other = |(other, &(at, fault)): (usize, &(Duration, Fault))| {
+            other != number && fault.stops(from, to) && at <= now && at + fault.length() > now
+        };
+        if !self.scenario.faults.iter().enumerate().any(is_other) {
+            self.network.block(from, to, false, &mut self.agenda);
+        }
+    }
+}
