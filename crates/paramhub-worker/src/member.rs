@@ -181,7 +181,8 @@ impl Member {
     pub(crate) fn send_leave(&self, reason: String, finished: bool) -> Result<(), ControlError> {
         let Membership { namespace, rank, .. } = self.membership;
         let proof = self.secrets.rank.prove_rank(Purpose::Leave, namespace, rank, self.incarnation);
-        let request = LeaveService { rank, incarnation: self.incarnation, proof, reason, finished };
+        let request =
+            LeaveService { rank, incarnation: self.incarnation, proof, reason, finished, lost_hub: None };
         let manager = self.manager.clone().with_retry_timeout(Duration::ZERO);
         manager.leave_service(namespace, &request)
     }

@@ -12,6 +12,7 @@ pub(crate) mod job_hubs;
 mod rank_assignments;
 mod record;
 mod rendezvous;
+mod silence;
 #[cfg(test)]
 pub(super) mod tests;
 mod without_hubs;

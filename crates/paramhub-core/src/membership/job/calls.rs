@@ -78,7 +78,8 @@ impl Job {
             JobCall::Connect { .. } => self.phase > JobPhase::Connecting,
             JobCall::Init { .. } => self.phase > JobPhase::Initialising,
             JobCall::Stop(StopWhen::WorkersEnding) => self.is_kept(),
-            JobCall::Stop(StopWhen::Now | StopWhen::WorkersEnded) => self.is_cleared(),
+            JobCall::Stop(StopWhen::Now) => self.is_cleared(),
+            JobCall::Stop(StopWhen::WorkersEnded) => self.is_concluded(),
         };
         let due: Vec<CallId> =
             self.calls.iter().filter(|(_, call)| is_due(call)).map(|(&id, _)| id).collect();
