@@ -183,10 +183,12 @@ impl Member {
         Duration::try_from_secs_f64(self.connected.options.lease_s).unwrap_or(Duration::MAX)
     }
 
-    /// Calls ConnectService again, which renews the lease and fails if the job no longer runs.
+    /// Calls ConnectService again, which renews the lease and fails if the job no longer runs. It takes at most half of a
+    /// lease, so that a manager that restarts meanwhile, and counts anew from there, is called again in time.
     pub(crate) fn renew(&self) -> Result<(), ControlError> {
         let manager = self.manager.clone().with_retry_timeout(Duration::ZERO);
-        manager.connect_service(self.membership.namespace, &self.call, RENEW_TIMEOUT).map(drop)
+        let timeout = RENEW_TIMEOUT.min(self.lease_duration() / 2);
+        manager.connect_service(self.membership.namespace, &self.call, timeout).map(drop)
     }
 
     /// Reports to the manager that this rank leaves the job without having reached a hub. Does not retry a manager that
