@@ -86,7 +86,8 @@ fn list(hubs: &[HubStatus]) -> String {
         };
         let mut addresses: Vec<&str> = hub.shape.interfaces.iter().map(|i| i.address.as_str()).collect();
         addresses.dedup();
-        let last_heard = format!("{:.0} s ago", hub.silent_s);
+        let note = if hub.unheard { ": it gets no new jobs" } else { "" };
+        let last_heard = format!("{:.0} s ago{note}", hub.silent_s);
         table.add_row([
             hub.hub.to_string(),
             serves,

@@ -24,7 +24,8 @@ pub(super) struct ManagerFlags {
     /// hierarchical [default: what hubs of several racks probe]
     #[arg(long, value_name = "RATE", env = "PARAMHUB_CORE_RATE")]
     core_rate: Option<Rate>,
-    /// How long a hub may be silent before the jobs at it are failed; workers have --dead-after of their job [default: 10]
+    /// How long a hub may be silent before it gets no new jobs and those that open there fail; running ones go on. Workers have
+    /// --dead-after of their job [default: 10]
     #[arg(long, value_name = "SECONDS", env = "PARAMHUB_HUB_DEAD_AFTER", value_parser = super::parse_seconds)]
     hub_dead_after: Option<f64>,
     /// Directory that keeps jobs and hubs across restarts, so that jobs go on [default: none, kept in memory]

@@ -141,6 +141,17 @@ impl ManagerClient {
         self.send(self.post(&path, request)?).map(drop)
     }
 
+    /// LeaveService of a rank that has lost the hub that the request names. Takes no longer than `timeout`.
+    pub fn report_lost_hub(
+        &self,
+        namespace: Namespace,
+        request: &LeaveService,
+        timeout: Duration,
+    ) -> Result<(), ControlError> {
+        let path = format!("/v1/jobs/{namespace}/leave");
+        self.send(Call { timeout, ..self.post(&path, request)? }).map(drop)
+    }
+
     /// Makes a token. Needs the admin token.
     pub fn create_token(&self, request: &CreateToken) -> Result<TokenCreated, ControlError> {
         let call = Call { repeatable: false, ..self.post("/v1/tokens", request)? };

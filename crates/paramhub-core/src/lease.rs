@@ -8,6 +8,8 @@ use std::time::Duration;
 
 /// The time between two renewals. A renewal also reports whether the job has ended.
 const RENEW_EVERY: Duration = Duration::from_secs(2);
+/// The longest pause before a manager that does not answer is called again.
+const RENEW_PAUSE_MAX: Duration = Duration::from_secs(8);
 
 /// A job's lease at the manager.
 #[derive(Clone, Copy, Debug)]
@@ -34,34 +36,34 @@ impl Lease {
     }
 }
 
-/// The renewals of a worker that exchanges without hubs.
+/// The renewals of a worker that exchanges without hubs. However long the manager does not answer, the worker goes on, since
+/// the ranks do not need it to exchange: it calls again, with longer pauses.
 #[derive(Clone, Copy, Debug)]
 pub struct LeaseRenewal {
     lease: Duration,
-    answered: Duration,
+    pause: Duration,
 }
 
 impl LeaseRenewal {
-    /// Renewals of a lease that begins now.
-    pub fn new(lease: Duration, now: Duration) -> LeaseRenewal {
-        LeaseRenewal { lease, answered: now }
+    /// Renewals of a lease.
+    pub fn new(lease: Duration) -> LeaseRenewal {
+        LeaseRenewal { lease, pause: RENEW_EVERY.min(lease / 4) }
     }
 
-    /// The pause between two renewals: there are several within a lease.
-    pub fn every(&self) -> Duration {
-        RENEW_EVERY.min(self.lease / 4)
+    /// The pause before the next renewal. It is at most a quarter of a lease: a manager that restarts counts the lease
+    /// anew, and is called in time.
+    pub fn pause(&self) -> Duration {
+        self.pause
     }
 
     /// The manager has renewed the lease.
-    pub fn renewed(&mut self, now: Duration) {
-        self.answered = now;
+    pub fn renewed(&mut self) {
+        *self = LeaseRenewal::new(self.lease);
     }
 
-    /// Returns whether the worker gives its job up after a renewal that failed: at once if the manager has
-    /// refused it, otherwise if the manager has not answered for the duration of a lease. The ranks do not
-    /// need the manager to exchange, so a manager that is out of reach does not stop them at once.
-    pub fn gives_up(&self, is_refused: bool, now: Duration) -> bool {
-        is_refused || now.saturating_sub(self.answered) >= self.lease
+    /// The manager has not answered.
+    pub fn not_answered(&mut self) {
+        self.pause = (self.pause * 2).min(RENEW_PAUSE_MAX).min(self.lease / 4);
     }
 }
 
@@ -85,16 +87,19 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_renews_several_times_within_a_lease() {
-        assert_eq!(LeaseRenewal::new(LEASE, Duration::ZERO).every(), RENEW_EVERY);
-        assert_eq!(LeaseRenewal::new(RENEW_EVERY, Duration::ZERO).every(), RENEW_EVERY / 4);
-    }
-
-    #[test]
-    fn a_worker_bears_a_manager_that_is_out_of_reach_for_the_duration_of_a_lease() {
-        let mut renewal = LeaseRenewal::new(LEASE, Duration::ZERO);
-        renewal.renewed(LEASE);
-        assert!(!renewal.gives_up(false, LEASE * 2 - TICK) && renewal.gives_up(false, LEASE * 2));
-        assert!(renewal.gives_up(true, LEASE), "a refusal is final");
+    fn a_worker_renews_several_times_within_a_lease_also_one_that_begins_while_the_manager_is_away() {
+        for (lease, pauses) in [
+            (LEASE * 6, [2000, 4000, 8000, 8000]),
+            (LEASE, [2000, 4000, 5000, 5000]),
+            (RENEW_EVERY, [500; 4]),
+        ] {
+            let mut renewal = LeaseRenewal::new(lease);
+            for pause in pauses {
+                assert_eq!(renewal.pause(), Duration::from_millis(pause), "{lease:?}");
+                renewal.not_answered();
+            }
+            renewal.renewed();
+            assert_eq!(renewal.pause(), Duration::from_millis(pauses[0]));
+        }
     }
 }

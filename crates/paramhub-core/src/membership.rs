@@ -8,8 +8,8 @@
 //!
 //! A rank holds its number in a job through an incarnation and calls ConnectService, then InitService. Both
 //! calls wait for the other ranks ([`WaitingCall`]) and are answered together. What a single job does is in
-//! `job`; `callers` has the calls that wait, `hub_events` what hubs do, and `arrangement` how a job gets its
-//! hubs.
+//! `job`; `callers` has the calls that wait, `hub_events` what hubs do, `silence` what their silence leads to, and
+//! `arrangement` how a job gets its hubs.
 
 mod arrangement;
 mod callers;
@@ -19,6 +19,7 @@ mod hubs;
 mod job;
 mod output;
 mod probes;
+mod silence;
 mod teams;
 #[cfg(test)]
 mod tests;
@@ -34,8 +35,8 @@ use crate::cost::Rate;
 use crate::limits::MESSAGE_BYTES_MAX;
 use crate::scheme::{InformationBook, Roster};
 use crate::service::{
-    CoreCounters, CreateService, ErrorCode, HubCommand, HubStatus, JobState, JobStatus, LeaveService,
-    ServiceCreated, ServiceError, StopWhen, refusal,
+    CreateService, ErrorCode, HubCommand, HubStatus, JobState, JobStatus, LeaveService, ServiceCreated,
+    ServiceError, StopWhen, refusal,
 };
 use crate::teams::TeamRecord;
 pub use callers::Submission;
@@ -47,6 +48,7 @@ use job::cause::Cause;
 pub use job::{Job, JobRecord, MembersRecord, SettingsSummary, SitePlacement};
 pub use output::{Answer, CallId, Connected, LogEvent, Output, WaitingCall};
 use probes::Probes;
+pub use silence::UNHEARD_MAX;
 pub use time::{Now, REPORTED_BACK_MAX};
 
 /// The longest time between two checks for silent hubs and expired jobs.
@@ -55,8 +57,10 @@ const TICK: Duration = Duration::from_millis(250);
 /// The limits of a manager, and its knowledge of the network.
 #[derive(Clone, Copy, Debug)]
 pub struct MembershipLimits {
-    /// The time that a hub may be silent before it is lost.
+    /// The time that a hub may be silent before it gets no new jobs.
     pub hub_timeout: Duration,
+    /// The time after which a silent hub is lost, mostly [`UNHEARD_MAX`].
+    pub unheard_max: Duration,
     /// The most jobs that may live at a time.
     pub living_jobs_max: usize,
     /// The number of ended jobs that are remembered, the newest.
@@ -85,6 +89,8 @@ pub struct Membership {
     next_call: u64,
     /// The job of each call that waits for one.
     calls: HashMap<CallId, Namespace>,
+    /// The jobs of which ranks have said that they lost a hub, until it is known whether the hub is still there.
+    losses_to_check: BTreeSet<Namespace>,
     /// The calls that wait for the end of the probe run.
     probe_calls: Vec<CallId>,
     /// Jobs at which something has happened since their calls were last answered.
@@ -119,6 +125,7 @@ impl Membership {
             next_order: 0,
             next_call: 0,
             calls: HashMap::new(),
+            losses_to_check: BTreeSet::new(),
             probe_calls: Vec::new(),
             touched: BTreeSet::new(),
             outputs: Vec::new(),
@@ -335,7 +342,7 @@ impl Membership {
         self.follow(namespace, transition);
     }
 
-    /// A worker leaves before it has reached a hub.
+    /// A worker leaves before it has reached a hub, or has lost a hub of a job that runs.
     ///
     /// # Errors
     /// If the rank is not the caller's, or the job is forgotten.
@@ -346,28 +353,25 @@ impl Membership {
             // A manager that restarts must still know which ranks have finished.
             self.outputs.push(Output::Save(namespace));
         }
+        if call.lost_hub.is_some() {
+            self.losses_to_check.insert(namespace);
+        }
         self.follow(namespace, transition);
         Ok(())
     }
 
-    /// Ends hubs that have been silent for too long, and jobs that wait for ranks that will not come.
+    /// Looks for hubs that have been silent for too long, and for jobs that wait for ranks that will not come.
     ///
-    /// A manager that was suspended has received no calls of hubs, which may well have made them. If this is
-    /// called much later than a [tick](Self::tick) after the last time, all hubs count as heard now.
+    /// A manager that was suspended has received no calls of hubs and ranks, which may well have made them. If this is
+    /// called much later than a [tick](Self::tick) after the last time, all of them count as heard now.
     pub fn check_time(&mut self, now: Now) {
         let hub_timeout = self.limits.hub_timeout;
         let since_check = now.monotonic.saturating_sub(std::mem::replace(&mut self.checked, now).monotonic);
         if since_check > self.tick() + hub_timeout / 2 {
             self.hubs.forgive(now);
+            self.jobs.values_mut().for_each(|job| job.forgive(now));
         }
-        let hub_timeout_s = hub_timeout.as_secs_f64();
-        for hub in self.hubs.silent(hub_timeout_s, now) {
-            let what = format!(
-                "was lost: it has not been heard for {hub_timeout_s} s. Look at its machine, its log and the network between; \
-                 where such pauses are normal, start the connection manager with a longer --hub-dead-after"
-            );
-            self.lose_hub(hub, &what, now);
-        }
+        self.check_silence(now);
         self.go_on_probing(now);
         let living: Vec<Namespace> = self.living.values().copied().collect();
         for namespace in living {
@@ -406,11 +410,6 @@ impl Membership {
     /// The jobs, for metrics.
     pub fn jobs(&self) -> impl Iterator<Item = &Job> {
         self.jobs.values()
-    }
-
-    /// Each hub's cores, for metrics.
-    pub fn cores(&self, now: Now) -> Vec<(u32, Vec<CoreCounters>)> {
-        self.hubs.statuses(now).into_iter().map(|hub| (hub.hub, hub.cores)).collect()
     }
 
     /// Applies the consequences of a job's transition.

@@ -202,6 +202,10 @@ pub struct LeaveService {
     /// some ranks do so and others call InitService, the job fails.
     #[serde(default, skip_serializing_if = "is_default")]
     pub finished: bool,
+    /// The address of a hub of a running job that the rank has lost, without having learnt from it why the job ended. If
+    /// the manager does not hear that hub either, the job fails.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost_hub: Option<String>,
 }
 
 /// The largest number of characters in a stop's reason.

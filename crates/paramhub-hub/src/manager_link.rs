@@ -26,8 +26,8 @@ const REPORT: Duration = Duration::from_secs(1);
 const UNDELIVERED_MAX: usize = 1024;
 /// Pause after a failed call to the manager, and before the first attempt to join it again.
 const RETRY: Duration = Duration::from_millis(500);
-/// The longest pause before the next call to a manager that does not answer: it counts a hub as lost after
-/// ten seconds of silence, and may be back at any time.
+/// The longest pause before the next call to a manager that does not answer: it gives no jobs to a hub after ten
+/// seconds of silence, and may be back at any time.
 const UNANSWERED_RETRY_MAX: Duration = Duration::from_secs(2);
 /// The longest pause between attempts to join again; each pause is twice the one before.
 const RETRY_MAX: Duration = Duration::from_secs(8);
@@ -132,6 +132,7 @@ impl ManagerLink {
             if gone {
                 report.presence = Presence::Gone;
             }
+            forget_notices(&mut undelivered);
             forget_oldest(&mut undelivered);
             forget_oldest(&mut ended);
             report.events = undelivered.iter().map(|(event, since)| aged(event, *since)).collect();
@@ -316,6 +317,22 @@ fn aged(event: &HubEvent, since: Instant) -> HubEvent {
             HubEvent::Ended(JobEnd { ago_s: since.elapsed().as_secs_f64(), ..end.clone() })
         }
         other => other.clone(),
+    }
+}
+
+/// Drops the oldest notices beyond the events that are kept. What says how a job has ended stays for longer, since nobody
+/// else may be there to say it.
+fn forget_notices(undelivered: &mut Vec<(HubEvent, Instant)>) {
+    let surplus = undelivered.len().saturating_sub(UNDELIVERED_MAX);
+    let mut dropped = 0;
+    undelivered.retain(|(event, _)| {
+        let is_notice = matches!(event, HubEvent::Noticed { .. } | HubEvent::Awaited { .. });
+        let is_dropped = is_notice && dropped < surplus;
+        dropped += usize::from(is_dropped);
+        !is_dropped
+    });
+    if dropped > 0 {
+        warn!("the connection manager will not hear of {dropped} notices: it has not answered for too long");
     }
 }
 

@@ -32,8 +32,8 @@ pub struct ManagerConfig {
     /// The rate of a rack's link to the others, each way. With it a job's `auto` reduction follows PHub's
     /// condition. Default: `None`, hubs of several racks probe it.
     pub core_rate: Option<Rate>,
-    /// The time that a hub may be silent before it is lost, and its jobs with it. At least 100 ms; hubs call
-    /// about three times as often. Default: 10 s.
+    /// The time that a hub may be silent before it gets no new jobs and those that open there fail; running ones go on. At
+    /// least 100 ms; hubs call about three times as often. Default: 10 s.
     pub hub_timeout: Duration,
     /// The most connections of callers that have proved nothing. Beyond that the oldest connection of the
     /// address with the most of them is evicted. An eighth of the descriptors that the process may open if

@@ -40,6 +40,9 @@ pub(crate) fn log(event: &LogEvent) {
             tracing::warn!(job, %namespace, epoch, "{message}");
         }
         LogEvent::HubLost { message } => tracing::warn!("{message}"),
+        LogEvent::HubUnheard { message }
+        | LogEvent::HubHeardAgain { message }
+        | LogEvent::HubLost { message } => tracing::warn!("{message}"),
         LogEvent::HubLeft { hub } => tracing::info!(hub, "hub left"),
         // The hub has logged this, too.
         LogEvent::HubNoticed { job, hub, message } => tracing::info!(job, hub, "{message}"),

@@ -234,19 +234,23 @@ fn collect_checkpoints(state: &Membership, metrics: &mut prometheus_client::regi
 }
 
 fn collect_hubs(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
-    let hubs = Gauge::<i64>::default();
+    let (hubs, unheard) = (Gauge::<i64>::default(), Gauge::<i64>::default());
     let busy = Family::<CoreLabels, Counter<f64, AtomicU64>>::default();
     let idle = Family::<CoreLabels, Counter<f64, AtomicU64>>::default();
-    let cores = state.cores(now());
-    hubs.set(cores.len() as i64);
-    for (hub, cores) in cores {
-        for (core, counters) in (0..).zip(cores) {
-            let labels = CoreLabels { hub, core };
+    let statuses = state.hub_statuses(now());
+    let silent = statuses.iter().filter(|hub| hub.unheard).count();
+    hubs.set((statuses.len() - silent) as i64);
+    unheard.set(silent as i64);
+    for hub in statuses {
+        for (core, counters) in (0..).zip(hub.cores) {
+            let labels = CoreLabels { hub: hub.hub, core };
             busy.get_or_create(&labels).inc_by(counters.busy_ns as f64 / 1e9);
             idle.get_or_create(&labels).inc_by(counters.idle_ns as f64 / 1e9);
         }
     }
-    metrics.register("hubs", "Hubs that have joined", hubs);
+    metrics.register("hubs", "Hubs that have joined and are heard", hubs);
+    let help = "Hubs that have been silent for too long: they get no new jobs, and their running jobs go on";
+    metrics.register("hubs_unheard", help, unheard);
     metrics.register("hub_core_busy_seconds", "Time a hub core spent on frames", busy);
     metrics.register("hub_core_idle_seconds", "Time a hub core spent waiting for frames", idle);
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
 use paramhub_core::auth::{Epoch, EpochSecret, Fingerprint, Namespace, Nonce, Proof, Purpose, StreamSecret};
-use paramhub_core::membership::{Answer, Job, Membership, MembershipLimits};
+use paramhub_core::membership::{Answer, Job, Membership, MembershipLimits, UNHEARD_MAX};
 use paramhub_core::service::{
     AuthorityStatus, CreateService, CreateToken, ErrorCode, HubRegistered, JobState, JobStatus, LinkStatus,
     RegisterHub, ReplaceAuthority, ServiceCreated, ServiceError, StopService, TeamQuotas, TeamStatus,
@@ -71,6 +71,7 @@ impl Registry {
         let secret = random().map_err(|refused| ManagerError::System(std::io::Error::other(refused)))?;
         let limits = MembershipLimits {
             hub_timeout: config.hub_timeout,
+            unheard_max: UNHEARD_MAX,
             living_jobs_max: config.living_jobs_max,
             ended_jobs_max: config.ended_jobs_max,
             core_rate: config.core_rate,

@@ -13,6 +13,7 @@ use std::time::Duration;
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::membership::{
     self, CallId, Job, JobRecord, LogEvent, Membership, MembershipLimits, Now, Output, REPORTED_BACK_MAX,
+    UNHEARD_MAX,
 };
 use paramhub_core::service::{HubCommand, JobState, JobStatus};
 use paramhub_core::settings::Settings;
@@ -117,6 +118,7 @@ impl Manager {
             jobs.iter_mut().for_each(forget_holders);
         }
         let limits = MembershipLimits {
+            unheard_max: UNHEARD_MAX,
             hub_timeout: HUB_TIMEOUT,
             living_jobs_max: 8,
             ended_jobs_max: 8,

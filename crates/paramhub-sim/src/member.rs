@@ -126,6 +126,7 @@ impl Member {
         let Some((_, secret)) = &self.connected else { return };
         let (rank, incarnation) = (self.call.rank, self.call.incarnation);
         let leave = LeaveService {
+            lost_hub: None,
             rank,
             incarnation,
             proof: secret.prove_rank(Purpose::Leave, NAMESPACE, rank, incarnation),

@@ -270,6 +270,20 @@ impl WorkerError {
         }
     }
 
+    /// The hub that the worker has lost or cannot reach, and what it has seen of that; `None` for any other error, and
+    /// where the hub itself has said why the job ends.
+    pub(crate) fn lost_hub(&self) -> Option<(&Arc<str>, String)> {
+        match self {
+            WorkerError::Lost { hub, reason, .. } | WorkerError::Dial { hub, reason, .. } => {
+                Some((hub, reason.to_string()))
+            }
+            WorkerError::Silent { hub, seconds, .. } => {
+                Some((hub, format!("it has been silent for {seconds:.0} s")))
+            }
+            _ => None,
+        }
+    }
+
     /// Adds the rank in whose process the job's hubs run to an error about a lost hub.
     pub(crate) fn with_hub_rank(mut self, hub_rank: Option<u32>) -> Self {
         if let WorkerError::Lost { rank, .. } | WorkerError::Silent { rank, .. } = &mut self {
@@ -294,5 +308,39 @@ struct FaultOf(Option<u32>);
 impl fmt::Display for FaultOf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |rank| write!(f, " because of rank {rank}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hub_is_lost_where_it_has_not_said_why_the_job_ends() {
+        let (who, hub) = (WorkerId { job: "digits".into(), rank: 1 }, Arc::<str>::from("10.0.0.7:7771"));
+        let lost = |error: WorkerError| error.lost_hub().map(|(hub, reason)| format!("{hub}: {reason}"));
+        let (who, hub) = (|| who.clone(), || Arc::clone(&hub));
+        let closed = || Arc::<str>::from("it closed the connection");
+        let cases = [
+            (
+                WorkerError::Lost { who: who(), hub: hub(), rank: None, reason: closed() },
+                Some("10.0.0.7:7771: it closed the connection"),
+            ),
+            (
+                WorkerError::Silent { who: who(), hub: hub(), rank: Some(0), seconds: 30.2 },
+                Some("10.0.0.7:7771: it has been silent for 30 s"),
+            ),
+            (
+                WorkerError::Dial { who: who(), hub: hub(), reason: "connection refused".into() },
+                Some("10.0.0.7:7771: connection refused"),
+            ),
+            (WorkerError::Failed { who: who(), hub: hub(), culprit: None, message: closed() }, None),
+            (WorkerError::Protocol { who: who(), hub: hub(), reason: closed() }, None),
+            (WorkerError::InterfaceDown { who: who(), what: "interface eth1 is down".into() }, None),
+            (WorkerError::Left { who: who() }, None),
+        ];
+        for (error, expected) in cases {
+            assert_eq!(lost(error.clone()).as_deref(), expected, "{error}");
+        }
     }
 }

@@ -6,6 +6,7 @@ mod failover;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paramhub_core::chunk::ChunkId;
@@ -19,6 +20,7 @@ use crate::command::{HyperparameterChange, JobCommand};
 use crate::error::WorkerError;
 use crate::inbound::{FrameFault, InboundSink};
 use crate::lane::{ControlFrame, Lane};
+use crate::loss_report::LossReporter;
 use crate::requests_in_flight::RequestsInFlight;
 pub(crate) use failover::Failover;
 
@@ -47,14 +49,16 @@ pub(crate) struct IoLoop {
     spin: Duration,
     /// The rank in whose process the hubs run, for errors.
     hub_rank: Option<u32>,
+    loss_reporter: Option<LossReporter>,
 }
 
-/// Timing of an [`IoLoop`].
+/// Timing of an [`IoLoop`], and whom it tells of a lost hub.
 pub(crate) struct IoLoopConfig {
     pub(crate) liveness_rules: LivenessRules,
     pub(crate) spin: Duration,
     pub(crate) hub_rank: Option<u32>,
     pub(crate) scratch_bytes: usize,
+    pub(crate) loss_reporter: Option<LossReporter>,
 }
 
 impl IoLoop {
@@ -63,7 +67,7 @@ impl IoLoop {
         in_flight: RequestsInFlight,
         lanes: Vec<Lane>,
         waker: Waker,
-        config: &IoLoopConfig,
+        config: IoLoopConfig,
         failover: Option<Failover>,
     ) -> std::io::Result<Self> {
         let poller = Poller::new()?;
@@ -87,6 +91,7 @@ impl IoLoop {
             own_pauses: OwnPauses::new(Instant::now(), config.liveness_rules.heartbeat),
             spin: config.spin,
             hub_rank: config.hub_rank,
+            loss_reporter: config.loss_reporter,
         })
     }
 
@@ -103,6 +108,8 @@ impl IoLoop {
         let queued = shared.inbox.close(&reason);
         // Close the streams first, so that the hubs learn of the failure before any callback runs.
         self.lanes.clear();
+        let reporter = self.loss_reporter.take();
+        let report = reporter.and_then(|reporter| reporter.begin(outcome.as_ref().err()?));
         self.in_flight.fail_all(&reason);
         for command in self.commands.drain(..).chain(queued) {
             let ticket = match command {
@@ -126,6 +133,8 @@ impl IoLoop {
             };
             let _ = ticket.finish(Err(reason.clone()));
         }
+        // The process may end with this thread. The report takes a bounded time, and does not panic.
+        let _ = report.map(JoinHandle::join);
         outcome
     }
 

@@ -34,6 +34,7 @@ use crate::interfaces::{self, Interfaces};
 use crate::io_loop::{Failover, IoLoop, IoLoopConfig};
 use crate::job::{Job, Shared};
 use crate::lane::Lane;
+use crate::loss_report::LossReporter;
 use crate::norms::NormHistory;
 use crate::notices::Notices;
 use crate::options::{Options, ParameterSharing, Transport, deadline};
@@ -106,6 +107,15 @@ impl JobConfig {
     /// If the settings are contradictory, the hubs computed another placement, or a stream cannot be opened
     /// in time.
     pub fn open(self, options: Options) -> Result<Job, WorkerError> {
+        self.open_reporting(options, None)
+    }
+
+    /// [`open`](Self::open) of a rank that tells its manager when it loses a hub.
+    pub(crate) fn open_reporting(
+        self,
+        options: Options,
+        loss_reporter: Option<LossReporter>,
+    ) -> Result<Job, WorkerError> {
         let who = WorkerId { job: self.name.as_str().into(), rank: self.rank };
         self.settings
             .check()
@@ -175,7 +185,7 @@ impl JobConfig {
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         let liveness_rules = LivenessRules::of_stream(options.heartbeat, dead_after);
         let (spin, scratch_bytes, hub_rank) = (options.spin, options.scratch_bytes, options.hub_rank);
-        let config = IoLoopConfig { liveness_rules, spin, scratch_bytes, hub_rank };
+        let config = IoLoopConfig { liveness_rules, spin, scratch_bytes, hub_rank, loss_reporter };
         let failover = self.job_options.continues().then(|| {
             let (events, received) = sync_channel(2 * lanes.len() + INTERFACE_EVENTS_MAX);
             let redialler = Redialler {
@@ -201,7 +211,7 @@ impl JobConfig {
         });
         let event_sender = failover.as_ref().map(|failover| failover.event_sender.clone());
         let io_loop =
-            IoLoop::new(in_flight, lanes, waker, &config, failover).map_err(system("poll its streams"))?;
+            IoLoop::new(in_flight, lanes, waker, config, failover).map_err(system("poll its streams"))?;
         // Start the watcher before the I/O thread: if the watcher cannot be started, no I/O thread is left
         // behind. The watcher ends with `shared`.
         let watched = Arc::downgrade(&shared);

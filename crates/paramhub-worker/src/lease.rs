@@ -1,12 +1,12 @@
-//! The lease of a rank in a job that no hub serves: the manager ends the job of a rank that does not renew
-//! it.
+//! The lease of a rank in a job that no hub serves: the manager ends a job of which no rank renews its lease.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
+use paramhub_control::ControlError;
 use paramhub_core::lease::LeaseRenewal;
+use paramhub_core::service::ErrorCode;
 
 use crate::error::WorkerError;
 use crate::member::{Member, manager_error};
@@ -27,21 +27,25 @@ impl JobLease {
         on_end: impl FnOnce(WorkerError) + Send + 'static,
     ) -> Result<JobLease, WorkerError> {
         let who = member.who();
-        let started = Instant::now();
-        let mut renewal = LeaseRenewal::new(member.lease_duration(), Duration::ZERO);
+        let mut renewal = LeaseRenewal::new(member.lease_duration());
         let member = Arc::new(Mutex::new(member));
         let (stop, stopped) = channel::<()>();
         let renewed = Arc::clone(&member);
         let renewals = move || {
-            while stopped.recv_timeout(renewal.every()) == Err(RecvTimeoutError::Timeout) {
+            while stopped.recv_timeout(renewal.pause()) == Err(RecvTimeoutError::Timeout) {
                 let mut member = renewed.lock().unwrap_or_else(PoisonError::into_inner);
-                let Err(error) = member.renew() else {
-                    renewal.renewed(started.elapsed());
-                    continue;
+                let error = match member.renew() {
+                    Ok(()) => {
+                        renewal.renewed();
+                        continue;
+                    }
+                    // The ranks exchange by themselves, whether the manager answers or not.
+                    Err(error) if !ends_the_job(&error) => {
+                        renewal.not_answered();
+                        continue;
+                    }
+                    Err(error) => error,
                 };
-                if !renewal.gives_up(error.code().is_some(), started.elapsed()) {
-                    continue;
-                }
                 member.has_left();
                 let error = manager_error(member.who(), "ConnectService", error);
                 drop(member);
@@ -90,6 +94,12 @@ impl JobLease {
             let _ = renewals.join();
         }
     }
+}
+
+/// Whether a renewal failed because the manager knows the job no more, or knows that it has ended. A manager that does not
+/// answer, is stopping or has no place for the call says nothing of the job.
+fn ends_the_job(error: &ControlError) -> bool {
+    !matches!(error.code(), None | Some(ErrorCode::Internal | ErrorCode::Missing))
 }
 
 impl Drop for JobLease {

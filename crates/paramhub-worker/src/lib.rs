@@ -45,6 +45,7 @@ mod job;
 mod job_config;
 mod lane;
 mod lease;
+mod loss_report;
 mod member;
 mod membership;
 mod norms;

@@ -16,6 +16,7 @@ use crate::error::{WorkerError, WorkerId};
 use crate::job::Job;
 use crate::job_config::JobConfig;
 use crate::lease::JobLease;
+use crate::loss_report::LossReporter;
 use crate::membership::Membership;
 use crate::options::Options;
 
@@ -35,8 +36,17 @@ pub struct Member {
     secrets: RankSecrets,
     /// The call as the manager has it, for renewals.
     call: ConnectService,
-    /// The reason that the other ranks get if this worker gives up; `None` once the hubs know this worker.
-    gives_up: Option<String>,
+    /// What the manager is told if this worker gives up; `None` once the hubs know this worker.
+    gives_up: Option<GivesUp>,
+}
+
+/// Why a worker gives up.
+#[derive(Debug)]
+struct GivesUp {
+    /// The reason that the other ranks get.
+    reason: String,
+    /// The hub that the worker cannot reach, if that is why.
+    lost_hub: Option<String>,
 }
 
 impl Member {
@@ -86,7 +96,7 @@ impl Member {
                 cause: "its answer has no secret for the rank".into(),
             }),
         })?;
-        let gives_up = Some("it ended before it had handed in its settings".to_owned());
+        let gives_up = Some(GivesUp::because("it ended before it had handed in its settings"));
         // The job's nonce may be replaced while the rank renews its lease.
         let proof = secrets.rank.prove_rank(Purpose::Connect, namespace, rank, incarnation);
         let call = ConnectService { proof, ..request };
@@ -134,7 +144,7 @@ impl Member {
         mut self,
         on_end: impl FnOnce(WorkerError) + Send + 'static,
     ) -> Result<JobLease, WorkerError> {
-        self.gives_up = Some("it ended without having left the job".to_owned());
+        self.gives_up = Some(GivesUp::because("it ended without having left the job"));
         JobLease::new(self, on_end)
     }
 
@@ -156,7 +166,10 @@ impl Member {
     /// opened.
     pub fn init(mut self, settings: Settings) -> Result<Job, WorkerError> {
         let result = self.try_init(settings);
-        self.gives_up = result.as_ref().err().map(ToString::to_string);
+        self.gives_up = result.as_ref().err().map(|error| GivesUp {
+            reason: error.to_string(),
+            lost_hub: error.lost_hub().map(|(hub, _)| hub.to_string()),
+        });
         result
     }
 
@@ -170,20 +183,30 @@ impl Member {
         Duration::try_from_secs_f64(self.connected.options.lease_s).unwrap_or(Duration::MAX)
     }
 
-    /// Calls ConnectService again, which renews the lease and fails if the job no longer runs.
+    /// Calls ConnectService again, which renews the lease and fails if the job no longer runs. It takes at most half of a
+    /// lease, so that a manager that restarts meanwhile, and counts anew from there, is called again in time.
     pub(crate) fn renew(&self) -> Result<(), ControlError> {
         let manager = self.manager.clone().with_retry_timeout(Duration::ZERO);
-        manager.connect_service(self.membership.namespace, &self.call, RENEW_TIMEOUT).map(drop)
+        let timeout = RENEW_TIMEOUT.min(self.lease_duration() / 2);
+        manager.connect_service(self.membership.namespace, &self.call, timeout).map(drop)
     }
 
-    /// Reports to the manager that this rank leaves the job without having reached a hub. Does not retry: the
-    /// manager answered a moment ago.
+    /// Reports to the manager that this rank leaves the job without having reached a hub. Does not retry a manager that
+    /// is away: mostly it answered a moment ago.
     pub(crate) fn send_leave(&self, reason: String, finished: bool) -> Result<(), ControlError> {
+        self.send(&LeaveService { finished, ..self.leave_call(reason) })
+    }
+
+    fn send(&self, call: &LeaveService) -> Result<(), ControlError> {
+        let manager = self.manager.clone().with_retry_timeout(Duration::ZERO);
+        manager.leave_service(self.membership.namespace, call)
+    }
+
+    fn leave_call(&self, reason: String) -> LeaveService {
         let Membership { namespace, rank, .. } = self.membership;
         let proof = self.secrets.rank.prove_rank(Purpose::Leave, namespace, rank, self.incarnation);
-        let request = LeaveService { rank, incarnation: self.incarnation, proof, reason, finished };
-        let manager = self.manager.clone().with_retry_timeout(Duration::ZERO);
-        manager.leave_service(namespace, &request)
+        let incarnation = self.incarnation;
+        LeaveService { rank, incarnation, proof, reason, finished: false, lost_hub: None }
     }
 
     /// Keeps the drop of this member from reporting anything: the manager knows of its end, or has announced
@@ -228,15 +251,26 @@ impl Member {
             placement_hash: Some(initialised.placement_hash),
             roster: initialised.roster,
         };
-        job_config.open(self.options.clone())
+        let loss_reporter = LossReporter {
+            manager: self.manager.clone().with_retry_timeout(Duration::ZERO),
+            namespace,
+            call: self.leave_call(String::new()),
+        };
+        job_config.open_reporting(self.options.clone(), Some(loss_reporter))
     }
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
-        let Some(reason) = self.gives_up.take() else { return };
+        let Some(GivesUp { reason, lost_hub }) = self.gives_up.take() else { return };
         // Best effort: without it the other ranks learn of the failure when the rendezvous times out.
-        let _ = self.send_leave(reason, false);
+        let _ = self.send(&LeaveService { lost_hub, ..self.leave_call(reason) });
+    }
+}
+
+impl GivesUp {
+    fn because(reason: &str) -> GivesUp {
+        GivesUp { reason: reason.to_owned(), lost_hub: None }
     }
 }
 

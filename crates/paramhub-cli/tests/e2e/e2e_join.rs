@@ -2,11 +2,13 @@
 //! hubs or refuses them.
 
 use paramhub_core::wire::VERSION;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobState, RegisterHub};
-use paramhub::{Manager, ManagerClient, ManagerConfig};
 use rustix::process::Signal;
 
 use crate::common::{Process, WAIT_TIMEOUT, example, paramhub, wait_until};
@@ -163,35 +165,112 @@ fn a_hub_may_start_before_its_manager() {
     assert_eq!(hub.finish().expect_code(0).stderr.matches("tries again").count(), 1);
 }
 
-#[test]
-fn a_hub_that_was_cut_off_for_too_long_joins_again() {
-    let config = ManagerConfig {
-        listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-        hub_timeout: Duration::from_millis(500),
-        ..ManagerConfig::default()
-    };
-    let manager = Manager::start(config).unwrap();
-    let client = ManagerClient::new(&manager.url(), None).unwrap();
-    let hub = paramhub(["hub", "--join", &manager.url()].into_iter().chain(LOOPBACK)).start();
-    hub.wait_for("hub ready: ");
-    let workers = endless_job(&client, "cut-off");
+/// Passes calls of a hub on to its manager, until the way between them is cut.
+struct Relay {
+    address: String,
+    is_cut: Arc<AtomicBool>,
+}
 
-    hub.signal(Signal::STOP);
-    wait_until("the manager has lost the hub", || client.hubs().unwrap().is_empty());
-    hub.signal(Signal::CONT);
-    wait_until("the hub has joined again", || client.hubs().unwrap().len() == 1);
-    for worker in workers {
-        let ended = worker.finish().expect_code(1);
-        assert!(ended.stderr.contains("was lost: it has not been heard for 0.5 s"), "{}", ended.stderr);
+impl Relay {
+    fn to(manager: &str) -> Relay {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (address, is_cut) =
+            (listener.local_addr().unwrap().to_string(), Arc::new(AtomicBool::new(false)));
+        let (manager, cut) = (manager.to_owned(), Arc::clone(&is_cut));
+        // The thread ends with the test's process.
+        std::thread::spawn(move || {
+            for caller in listener.incoming().map_while(Result::ok) {
+                // A hub makes a connection for each call, and none lasts longer than a poll.
+                if cut.load(Ordering::Relaxed) {
+                    continue;
+                }
+                let Ok(called) = TcpStream::connect(&manager) else { continue };
+                for (mut from, mut to) in [(&caller, &called), (&called, &caller)]
+                    .map(|(from, to)| (from.try_clone().unwrap(), to.try_clone().unwrap()))
+                {
+                    std::thread::spawn(move || {
+                        let _ = std::io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(Shutdown::Write);
+                    });
+                }
+            }
+        });
+        Relay { address, is_cut }
     }
-    let message = client.job("cut-off").unwrap().message;
-    assert!(message.contains("was lost: it has not been heard for 0.5 s. Look at"), "{message}");
-    assert!(message.contains("--hub-dead-after"), "{message}");
+
+    fn cut(&self, is_cut: bool) {
+        self.is_cut.store(is_cut, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn jobs_go_on_while_their_hub_cannot_reach_the_manager() {
+    let address = free_address();
+    let manager = paramhub(["manager", "--listen", &address, "--hub-dead-after", "2"]).start();
+    manager.wait_for("manager ready: ");
+    let relay = Relay::to(&address);
+    let hub = paramhub(["hub", "--join", &relay.address].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for("hub ready: ");
+    let client = client(&address);
+    let is_unheard = || client.hubs().unwrap()[0].unheard;
+    let endless = endless_job(&client, "endless");
+    let ends = start_job(&client, "ends", &["--steps", "600", "--compute-ms", "10"]);
+    ends.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
+
+    relay.cut(true);
+    wait_until("the manager does not hear the hub", is_unheard);
+    let listed = paramhub(["hubs", "--hub", client.url()]).finish().expect_code(0).stdout;
+    assert!(listed.contains("it gets no new jobs"), "{listed}");
+    for worker in ends {
+        worker.finish().expect_code(0);
+    }
+    let job = client.job("ends").unwrap();
+    assert!(is_unheard() && job.state == JobState::Running, "{job:?}");
+    assert!(job.message.contains("has not been heard for 2 s; the job goes on"), "{}", job.message);
+
+    relay.cut(false);
+    wait_until("the hub says how it ended", || client.job("ends").unwrap().state == JobState::Finished);
+    assert!(!is_unheard() && client.hubs().unwrap()[0].hub == 0);
     for worker in start_job(&client, "after", &["--steps", "20"]) {
         worker.finish().expect_code(0);
     }
-    drop(hub);
-    manager.stop();
+    let job = client.job("endless").unwrap();
+    assert_eq!(job.state, JobState::Running);
+    assert!(job.message.contains("is heard again, after "), "{}", job.message);
+    client.stop_job_because("endless", "enough").unwrap();
+    for worker in endless {
+        let ended = worker.finish().expect_code(1);
+        assert!(ended.stderr.contains("stopped: enough"), "{}", ended.stderr);
+    }
+    let log = manager.stderr();
+    for said in [
+        "has not been heard for 2 s: it gets no new jobs, and running ones go on (2)",
+        "is heard again, after ",
+    ] {
+        assert_eq!(log.matches(said).count(), 1, "{log}");
+    }
+    assert!(!hub.stderr().contains("has forgotten this hub"), "{}", hub.stderr());
+}
+
+#[test]
+fn workers_report_a_hub_that_is_killed_where_no_launcher_does() {
+    let address = free_address();
+    let _manager = manager(&address);
+    let hub = paramhub(["hub", "--join", &address].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for("hub ready: ");
+    let client = client(&address);
+    let workers = endless_job(&client, "bereft");
+    let shape = client.hubs().unwrap()[0].shape.clone();
+    hub.signal(Signal::KILL);
+    for worker in workers {
+        let ended = worker.finish().expect_code(1);
+        assert!(ended.stderr.contains("lost the hub at"), "{}", ended.stderr);
+    }
+    wait_until("it is recorded", || client.job("bereft").unwrap().state == JobState::Failed);
+    let message = client.job("bereft").unwrap().message;
+    let lost =
+        format!("lost hub 0 ({}), which the connection manager does not hear", shape.interfaces[0].address);
+    assert!(message.starts_with("rank ") && message.contains(&lost), "{message}");
 }
 
 #[test]
@@ -265,7 +344,7 @@ fn the_manager_that_a_hub_joins_is_named_once() {
 }
 
 #[test]
-fn a_hub_that_pauses_keeps_its_jobs_where_the_manager_may_wait() {
+fn a_hub_that_pauses_gets_jobs_where_the_manager_may_wait() {
     let address = free_address();
     let arguments = ["manager", "--listen", &address, "--hub-dead-after", "60"];
     let manager = paramhub(arguments).start();
@@ -274,11 +353,11 @@ fn a_hub_that_pauses_keeps_its_jobs_where_the_manager_may_wait() {
     hub.wait_for("hub ready: ");
     let client = client(&address);
     hub.signal(Signal::STOP);
-    // By default the hub would be lost after ten seconds.
+    // By default the hub would get no jobs after ten seconds.
     std::thread::sleep(Duration::from_secs(12));
-    let during = client.hubs().unwrap().len();
+    let is_unheard = client.hubs().unwrap()[0].unheard;
     hub.signal(Signal::CONT);
-    assert_eq!(during, 1);
+    assert!(!is_unheard);
     for worker in start_job(&client, "after", &["--steps", "20"]) {
         worker.finish().expect_code(0);
     }

@@ -1,4 +1,5 @@
-//! Hubs join, report, leave and are lost: the consequences for the jobs that they serve.
+//! Hubs join, report, leave and are lost: the consequences for the jobs that they serve. What becomes of hubs that are
+//! not heard is in `silence`.
 
 use super::job::Transition;
 use super::job::cause::Cause;
@@ -15,6 +16,7 @@ impl Membership {
     /// Lets a hub join in place of any that had one of its addresses. It takes jobs once it calls under its number.
     pub fn register_hub(&mut self, offer: RegisterHub, token: &str, now: Now) -> Result<u32, ServiceError> {
         let replaced = self.hubs.at_addresses_of(&offer.shape);
+        self.make_room_for_a_hub(now);
         let hub = self.hubs.register(offer, token, now)?;
         for lost in replaced {
             self.lose_hub(lost, "was lost: another hub has joined at its address", now);
@@ -29,15 +31,10 @@ impl Membership {
     /// If the hub is not here, or this is not its token.
     pub fn admit_hub(&mut self, hub: u32, token: Option<&str>, now: Now) -> Result<(), ServiceError> {
         self.hubs.admit(hub, token, now)?;
-        self.welcome_back(hub, now);
-        Ok(())
-    }
-
-    /// Advances the jobs that waited for a hub, once it calls under its number.
-    fn welcome_back(&mut self, hub: u32, now: Now) {
-        if self.hubs.came_back(hub) {
+        if self.hear(hub, now) {
             self.advance_all_jobs(now);
         }
+        Ok(())
     }
 
     /// Takes a hub's report.
@@ -57,6 +54,7 @@ impl Membership {
         if !report.cores.is_empty() {
             joined.cores = report.cores;
         }
+        let can_take_jobs = self.hear(hub, now);
         let ends: Vec<Namespace> = report.events.iter().filter_map(ended_job).collect();
         let has_ended = |namespace| ends.contains(&namespace);
         // The counters come first, so that a job that ends is recorded with its last ones.
@@ -84,7 +82,9 @@ impl Membership {
             Presence::Leaving => {}
             Presence::Gone => self.dismiss_hub(hub, now),
         }
-        self.welcome_back(hub, now);
+        if can_take_jobs {
+            self.advance_all_jobs(now);
+        }
         self.go_on_probing(now);
         Ok(())
     }
@@ -167,7 +167,8 @@ impl Membership {
             [rank] => Some(rank),
             _ => None,
         });
-        let others: Vec<u32> = job.hubs().filter(|&hub| hub != from).collect();
+        // A hub that is not heard would find all messages of that time at once when it calls again.
+        let others: Vec<u32> = job.hubs().filter(|&hub| hub != from && self.hubs.is_heard(hub)).collect();
         for hub in others {
             let notice = HubCommand::Tell { namespace, rank, message: message.to_owned() };
             self.command_once(hub, notice);
@@ -248,7 +249,7 @@ impl Membership {
         }
     }
 
-    fn served_by(&self, hub: u32) -> Vec<Namespace> {
+    pub(super) fn served_by(&self, hub: u32) -> Vec<Namespace> {
         self.jobs.values().filter(|job| job.is_served_by(hub)).map(|job| job.namespace).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! The hubs that have joined: which may join, which hub calls, and which has been silent for too long.
+//! The hubs that have joined: which may join, which hub calls, and which is not heard.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ const PLACE_BYTES_MAX: usize = 128;
 /// A hub's number, what it offers and the workers that it serves.
 pub(crate) type OfferedHub = (u32, (HubShape, Place));
 
-/// All living hubs, by number.
+/// All hubs that have joined and are not lost, by number.
 #[derive(Default)]
 pub(crate) struct Hubs {
     hubs: BTreeMap<u32, Hub>,
@@ -48,9 +48,19 @@ pub(crate) struct Hub {
     heard: Now,
     /// `true` if the hub is about to stop. It takes no further jobs then.
     pub(crate) is_leaving: bool,
-    /// `true` until the hub calls under its number. It takes no jobs before: one that joined an earlier manager may be
-    /// gone, and one that has not heard that it has joined joins again.
-    is_expected: bool,
+    contact: Contact,
+}
+
+/// Whether the manager hears a hub. One that it does not hear takes no jobs before it calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Contact {
+    /// It calls.
+    Heard,
+    /// It has joined and not called under its number: one that joined an earlier manager may be gone, and one that
+    /// has not heard that it has joined joins again.
+    Expected,
+    /// It has been silent for too long, since this call.
+    Unheard { last_call: Now },
 }
 
 impl Hubs {
@@ -89,8 +99,14 @@ impl Hubs {
     fn add(&mut self, record: HubRecord, now: Now) {
         let HubRecord { hub, token_hash, offer } = record;
         self.next = self.next.max(hub + 1);
-        let (is_leaving, is_expected) = (false, true);
-        let joined = Hub { offer, token_hash, cores: Vec::new(), heard: now, is_leaving, is_expected };
+        let joined = Hub {
+            offer,
+            token_hash,
+            cores: Vec::new(),
+            heard: now,
+            is_leaving: false,
+            contact: Contact::Expected,
+        };
         self.hubs.insert(hub, joined);
     }
 
@@ -119,8 +135,8 @@ impl Hubs {
     ) -> Result<&mut Hub, ServiceError> {
         let Some(joined) = self.hubs.get_mut(&hub) else {
             let message = format!(
-                "hub {hub} is not registered here: it was silent too long, or the connection manager restarted and does not \
-                 keep its state. Register again"
+                "hub {hub} is not registered here: it was silent too long, another hub has joined at its address, or the \
+                 connection manager restarted and does not keep its state. Register again"
             );
             return Err(refusal(ErrorCode::NotFound, message));
         };
@@ -136,9 +152,49 @@ impl Hubs {
         Ok(joined)
     }
 
-    /// Notes that a hub has called. Returns whether it was expected and can take jobs from now on.
-    pub(crate) fn came_back(&mut self, hub: u32) -> bool {
-        self.hubs.get_mut(&hub).is_some_and(|joined| std::mem::take(&mut joined.is_expected))
+    /// Notes that a hub has called, and can take jobs from now on. Returns whether it was heard before.
+    pub(crate) fn came_back(&mut self, hub: u32) -> Contact {
+        let joined = self.hubs.get_mut(&hub);
+        joined.map_or(Contact::Heard, |joined| std::mem::replace(&mut joined.contact, Contact::Heard))
+    }
+
+    /// Notes that a hub has been silent for too long. Returns its last call, unless that is known already.
+    pub(crate) fn fell_silent(&mut self, hub: u32) -> Option<Now> {
+        let joined = self.hubs.get_mut(&hub)?;
+        let unheard = Contact::Unheard { last_call: joined.heard };
+        match std::mem::replace(&mut joined.contact, unheard) {
+            Contact::Heard | Contact::Expected => Some(joined.heard),
+            known @ Contact::Unheard { .. } => {
+                joined.contact = known;
+                None
+            }
+        }
+    }
+
+    /// Whether the manager hears a hub.
+    pub(crate) fn is_heard(&self, hub: u32) -> bool {
+        self.hubs.get(&hub).is_some_and(|joined| !joined.is_unheard())
+    }
+
+    /// Whether a hub has said that it shuts down.
+    pub(crate) fn is_leaving(&self, hub: u32) -> bool {
+        self.hubs.get(&hub).is_some_and(|joined| joined.is_leaving)
+    }
+
+    /// When a hub last called.
+    pub(crate) fn last_call(&self, hub: u32) -> Option<Now> {
+        self.hubs.get(&hub).map(|joined| joined.heard)
+    }
+
+    /// The hubs that are not heard, those first that have been silent for longest, if no further hub can join.
+    pub(crate) fn unheard_if_full(&self) -> Vec<u32> {
+        if self.hubs.len() < HUBS_MAX {
+            return Vec::new();
+        }
+        let unheard = self.hubs.iter().filter(|(_, joined)| joined.is_unheard());
+        let mut unheard: Vec<(u32, &Hub)> = unheard.map(|(&number, joined)| (number, joined)).collect();
+        unheard.sort_by_key(|(_, joined)| joined.heard.monotonic);
+        unheard.into_iter().map(|(number, _)| number).collect()
     }
 
     /// Returns whether a hub of this number has joined and is not lost.
@@ -149,9 +205,10 @@ impl Hubs {
     /// Returns whether no hub that could serve a job keeps checkpoints: `awaited` hubs have joined, one of
     /// them serves all racks, and all report that they keep none.
     pub(crate) fn keep_no_checkpoints(&self, awaited: u32) -> bool {
-        self.hubs.len() >= awaited.max(1) as usize
-            && self.hubs.values().any(|hub| hub.offer.place == Place::default())
-            && self.hubs.values().all(|hub| hub.offer.keeps_checkpoints == Some(false))
+        let heard = || self.hubs.values().filter(|hub| !hub.is_unheard());
+        heard().count() >= awaited.max(1) as usize
+            && heard().any(|hub| hub.offer.place == Place::default())
+            && heard().all(|hub| hub.offer.keeps_checkpoints == Some(false))
     }
 
     /// Forgets a hub. Returns its description for messages and when it last called.
@@ -177,7 +234,7 @@ impl Hubs {
 
     /// All hubs that take jobs, and the workers that they serve, in the order in which they joined.
     pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
-        let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving && !hub.is_expected);
+        let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving && hub.contact == Contact::Heard);
         here.map(|(&number, hub)| (number, (hub.offer.shape.clone(), hub.offer.place.clone()))).collect()
     }
 
@@ -199,8 +256,15 @@ impl Hubs {
             place: joined.offer.place.clone(),
             cores: joined.cores.clone(),
             silent_s: now.seconds_since(joined.heard),
+            unheard: joined.is_unheard(),
         };
         self.hubs.iter().map(status).collect()
+    }
+}
+
+impl Hub {
+    fn is_unheard(&self) -> bool {
+        matches!(self.contact, Contact::Unheard { .. })
     }
 }
 

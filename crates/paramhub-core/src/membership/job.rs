@@ -15,6 +15,7 @@ mod losses;
 mod rank_assignments;
 mod record;
 mod rendezvous;
+mod silence;
 #[cfg(test)]
 pub(super) mod tests;
 mod without_hubs;

@@ -193,6 +193,16 @@ pub enum LogEvent {
         /// What has happened, and what follows.
         message: String,
     },
+    /// A hub is not heard any more. It gets no new jobs.
+    HubUnheard {
+        /// The hub, how long it has been silent, and what to look at.
+        message: String,
+    },
+    /// A hub that was not heard calls again.
+    HubHeardAgain {
+        /// The hub, and how long it was silent.
+        message: String,
+    },
     /// A hub was lost.
     HubLost {
         /// The hub, and the reason why it counts as lost.

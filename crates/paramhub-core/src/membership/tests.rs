@@ -1,3 +1,5 @@
+mod silence;
+
 use super::job::tests::epoch;
 use super::time::at;
 use super::*;
@@ -13,7 +15,13 @@ use crate::wire::VERSION;
 
 fn new(now: Now) -> Membership {
     let hub_timeout = Duration::from_secs(10);
-    let limits = MembershipLimits { hub_timeout, living_jobs_max: 8, ended_jobs_max: 8, core_rate: None };
+    let limits = MembershipLimits {
+        hub_timeout,
+        living_jobs_max: 8,
+        ended_jobs_max: 8,
+        core_rate: None,
+        unheard_max: UNHEARD_MAX,
+    };
     Membership::new(Vec::new(), Vec::new(), limits, Nonce([9; 32]), now)
 }
 
@@ -25,23 +33,27 @@ fn hub_at(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
 }
 
 fn join(state: &mut Membership, address: &str, rack: &str, now: Now) -> u32 {
-    let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
-    let shape = HubShape { interfaces: vec![interface], local: None };
     let place = Place { rack: rack.into(), host: String::new() };
-    state
-        .register_hub(
-            RegisterHub {
-                protocol: VERSION,
-                shape,
-                place,
-                machine: String::new(),
-                keeps_checkpoints: None,
-                encrypt: false,
-            },
-            "token",
-            now,
-        )
-        .unwrap()
+    state.register_hub(RegisterHub { place, ..offer(address) }, "token", now).unwrap()
+}
+
+/// A hub at this port, which serves all racks.
+fn hub_on(state: &mut Membership, port: u32, now: Now) -> Result<u32, ServiceError> {
+    let hub = state.register_hub(offer(&format!("127.0.0.1:{port}")), "token", now)?;
+    state.admit_hub(hub, Some("token"), now)?;
+    Ok(hub)
+}
+
+fn offer(address: &str) -> RegisterHub {
+    let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
+    RegisterHub {
+        protocol: VERSION,
+        shape: HubShape { interfaces: vec![interface], local: None },
+        place: Place::default(),
+        machine: String::new(),
+        keeps_checkpoints: None,
+        encrypt: false,
+    }
 }
 
 /// A job with a rank in each of these racks, all of which have connected.
@@ -49,7 +61,8 @@ fn job_in(state: &mut Membership, name: &str, racks: &[&str], reduction: Reducti
     let namespace = Namespace([name.as_bytes()[0]; 16]);
     let options = JobOptions { reduction, ..JobOptions::default() };
     let request = CreateService { name: name.into(), workers: racks.len() as u32, options };
-    state.admit(Job::new(0, request, namespace, Nonce([2; 32]), Some(epoch()), now));
+    let order = state.reserve(name, 1, namespace).unwrap();
+    state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), now));
     (0..).zip(racks).for_each(|(rank, rack)| connect(state, namespace, rank, rack, now));
     namespace
 }

@@ -160,4 +160,7 @@ pub struct HubStatus {
     pub cores: Vec<CoreCounters>,
     /// Seconds since the manager last heard from the hub.
     pub silent_s: f64,
+    /// `true` if that is longer than `--hub-dead-after`: the hub gets no new jobs, and its running jobs go on.
+    #[serde(default)]
+    pub unheard: bool,
 }

@@ -26,8 +26,13 @@ const POLL_MAX: Duration = Duration::from_secs(10);
 
 /// A hub joins. One that registers an address of another hub replaces that hub, which counts as lost.
 ///
-/// A hub that the manager has not heard for as long as `--hub-dead-after` says is lost, and its jobs fail;
-/// polls and reports count as signs of life. The number and token of a lost hub are no longer valid (`not_found` or
+/// A hub that the manager has not heard for as long as `--hub-dead-after` says gets no new jobs; polls and reports count
+/// as signs of life. Jobs that open there fail, and those that run go on. When it calls again it goes on under its number
+/// and token. It is lost, and its jobs fail, after an hour of silence, or if it had said that it shuts down. A job that
+/// runs at a silent hub ends earlier if something shows that the hub is gone: its launcher says that the workers have
+/// ended, another of its hubs reports the end, or a rank has lost the hub, too (LeaveService).
+///
+/// The number and token of a lost hub are no longer valid (`not_found` or
 /// `unauthorized`), nor are those from before a restart of a manager that keeps no state. The hub then registers
 /// again. In its next report it names the jobs that it still serves, with the ends that it has not reported, and the
 /// manager commands it to end those that it does not know as running. A manager that restarts with its state knows the

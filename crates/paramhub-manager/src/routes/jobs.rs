@@ -123,18 +123,20 @@ pub(crate) async fn init(
     Ok(Json(&*rendezvous::init(&registry, body).await?).into_response())
 }
 
-/// LeaveService: a worker that reached no hub gives up its rank, or reports that its work is done.
+/// LeaveService: a worker that reached no hub gives up its rank, or reports that its work is done; or a worker that has
+/// lost a hub says so.
 ///
 /// Before every rank has connected, the rank becomes free. Later the job fails, because the others would wait
-/// in vain, unless the worker says `finished`. In a job that runs at hubs the call changes nothing: the hubs
-/// notice when workers come and go.
+/// in vain, unless the worker says `finished`. In a job that runs at hubs the hubs notice when workers come and go, and
+/// the call changes nothing, unless it names a `lost_hub`: if the manager does not hear that hub, or the hub does not call
+/// within three seconds, the job fails. A hub that calls reports itself how the job ends.
 #[utoipa::path(
     post, path = "/v1/jobs/{namespace}/leave", tag = "jobs", operation_id = "leave_service",
     params(("namespace" = String, Path, description = "The job's namespace, 32 hexadecimal digits.")),
     request_body = LeaveService,
     responses(
-        (status = 204, description = "The rank is free, or the job over."),
-        (status = 400, description = "The body is malformed, or the rank has not connected.", body = ServiceError),
+        (status = 204, description = "The rank is free, the job over, or the loss of the hub noted."),
+        (status = 400, description = "The body is malformed, the rank has not connected, or the job has no such hub.", body = ServiceError),
         (status = 403, description = "No job of this namespace has the nonce that the proof was made with.", body = ServiceError),
         (status = 408, description = "The body did not arrive in time.", body = ServiceError),
         (status = 409, description = "The rank belongs to another process.", body = ServiceError),
@@ -259,7 +261,8 @@ pub(crate) async fn replace_secret(
 
 /// StopService: ends a job for all ranks. Its status, its workers and the logs then say `stopped: ` and the
 /// reason. A job that has ended does not change. Answered when the hubs have freed the job, or with 408 if that
-/// takes some seconds too long.
+/// takes some seconds too long. With `when` set the call does not wait for hubs that are not heard: with
+/// `workers_ended` the job ends ten seconds later although such a hub has not said how it ended.
 #[utoipa::path(
     delete, path = "/v1/jobs/{job}", tag = "jobs", operation_id = "stop_job",
     params(

@@ -3,7 +3,7 @@ use paramhub_core::auth::{Epoch, EpochSecret, Nonce, Proof, RankClaim};
 use paramhub_core::checkpoint::Resume;
 use paramhub_core::combinations::Caller;
 use paramhub_core::composition::{OptimizeAt, Place, Reduction};
-use paramhub_core::membership::{Job, MembershipLimits, WaitingCall};
+use paramhub_core::membership::{Job, MembershipLimits, UNHEARD_MAX, WaitingCall};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::service::{
     CauseKind, ConnectService, HubEvent, HubReport, JobEnd, JobOptions, JobState, OnInterfaceDown, Presence,
@@ -38,7 +38,13 @@ impl Subscriber for Levels {
 
 fn empty_membership() -> Membership {
     let hub_timeout = Duration::from_secs(10);
-    let limits = MembershipLimits { hub_timeout, living_jobs_max: 8, ended_jobs_max: 8, core_rate: None };
+    let limits = MembershipLimits {
+        hub_timeout,
+        living_jobs_max: 8,
+        ended_jobs_max: 8,
+        core_rate: None,
+        unheard_max: UNHEARD_MAX,
+    };
     Membership::new(Vec::new(), Vec::new(), limits, Nonce([9; 32]), now())
 }
 

@@ -80,26 +80,68 @@ fn a_lost_hub_fails_its_jobs_and_no_others() {
     let second = Hub::join(&client, HubBehaviour::Serve);
     let both = run(&client, "both", 1);
     let address = second.shape.interfaces[0].address.clone();
-    let registered = second.registered.clone();
+    let (registered, shape) = (second.registered.clone(), second.shape.clone());
     second.die();
-    eventually("the job on both hubs failed", || client.job("both").unwrap().state == JobState::Failed);
-    let failure = client.job("both").unwrap().message;
-    assert!(
-        failure.starts_with(&format!("hub 1 ({address}) was lost: it has not been heard for 0.5 s")),
-        "{failure}"
-    );
-    assert_eq!(client.job("early").unwrap().state, JobState::Running);
-    let hubs: Vec<u32> = client.hubs().unwrap().iter().map(|hub| hub.hub).collect();
-    assert_eq!(hubs, [0]);
+    let listed = || client.hubs().unwrap().iter().map(|hub| (hub.hub, hub.unheard)).collect::<Vec<_>>();
+    eventually("the hub is not heard", || listed() == [(0, false), (1, true)]);
+    let status = client.job("both").unwrap();
+    assert_eq!(status.state, JobState::Running);
+    let notice = format!("hub 1 ({address}) has not been heard for 0.5 s; the job goes on");
+    assert!(status.message.starts_with(&notice), "{}", status.message);
+    // New jobs are for the hub that calls.
+    run(&client, "between", 1);
     let poll = PollCommands { acknowledged: 0, wait_s: 0.0 };
+    client.poll_commands(&registered, &poll).unwrap();
+    assert_eq!(listed(), [(0, false), (1, false)]);
+
+    // Another process has its address by now.
+    let offer = RegisterHub {
+        protocol: VERSION,
+        shape,
+        place: Default::default(),
+        machine: String::new(),
+        keeps_checkpoints: None,
+        encrypt: false,
+    };
+    client.register_hub(&offer).unwrap();
+    let failed = client.job("both").unwrap();
+    let expected = format!("hub 1 ({address}) was lost: another hub has joined at its address");
+    assert_eq!((failed.state, failed.message), (JobState::Failed, expected));
+    assert_eq!(client.job("early").unwrap().state, JobState::Running);
+    assert_eq!(listed()[..2].iter().map(|(hub, _)| *hub).collect::<Vec<_>>(), [0, 2]);
     assert_eq!(code(&client.poll_commands(&registered, &poll)), ErrorCode::NotFound);
     // The ranks get the reason, and the remaining hub is sent a stop and serves new jobs.
     assert!(message(&both.connect(0)).contains("was lost"));
+    eventually("the new hub is not heard either", || listed() == [(0, false), (2, true)]);
     run(&client, "later", 1);
     first.finish(&early);
     let commands = first.die();
     let stopped = |command: &HubCommand| matches!(command, HubCommand::Stop { namespace, reason, .. } if *namespace == both.namespace && reason.contains("was lost"));
     assert!(commands.iter().any(stopped), "{commands:?}");
+}
+
+#[test]
+fn a_job_ends_when_a_rank_has_lost_a_hub_that_does_not_call() {
+    let (_manager, client) = start(config());
+    let hubs = [Hub::join(&client, HubBehaviour::Serve), Hub::join(&client, HubBehaviour::Serve)];
+    let job = run(&client, "bereft", 2);
+    let [alive, dead] = hubs.each_ref().map(|hub| hub.shape.interfaces[0].address.clone());
+    let [first, second] = hubs;
+    assert_eq!(code(&job.lose(0, "127.0.0.1:1")), ErrorCode::BadRequest);
+    let without_proof = Job { secrets: Default::default(), ..job.clone() };
+    assert_eq!(code(&without_proof.lose(0, &dead)), ErrorCode::WrongNonce);
+    second.die();
+    job.lose(0, &alive).unwrap();
+    job.lose(1, &dead).unwrap();
+    eventually("the job has failed", || client.job("bereft").unwrap().state == JobState::Failed);
+    let message = client.job("bereft").unwrap().message;
+    let expected = format!(
+        "rank 1 lost hub 1 ({dead}), which the connection manager does not hear either: it closed the connection"
+    );
+    assert_eq!(message, expected);
+    let stopped =
+        |command: &HubCommand| matches!(command, HubCommand::Stop { reason, .. } if *reason == expected);
+    assert!(first.die().iter().any(stopped));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::common::*;
-use paramhub_core::service::{ErrorCode, JobState, JobStatus};
+use paramhub_core::service::{ErrorCode, HubReport, JobState, JobStatus, Presence};
 use paramhub_manager::{Manager, ManagerConfig};
 
 fn config_in(directory: &Path) -> ManagerConfig {
@@ -78,7 +78,7 @@ fn jobs_and_hubs_survive_a_restart() {
 }
 
 #[test]
-fn a_job_whose_hub_does_not_come_back_after_a_restart_ends() {
+fn a_job_whose_hub_does_not_come_back_after_a_restart_ends_when_a_rank_has_lost_it_too() {
     let scratch = tempfile::tempdir().unwrap();
     let config = ManagerConfig { hub_timeout: Duration::from_secs(1), ..config_in(scratch.path()) };
     let (manager, client) = start(config.clone());
@@ -87,16 +87,24 @@ fn a_job_whose_hub_does_not_come_back_after_a_restart_ends() {
     job.connect(0).unwrap();
     job.init(0, settings(8)).unwrap();
     manager.stop();
+    let (registered, address) = (hub.registered.clone(), hub.shape.interfaces[0].address.clone());
     hub.die();
     let (manager, client) = start(config.clone());
     let job = Job { client: client.clone(), ..job };
+    eventually("it is not heard", || client.hubs().unwrap()[0].unheard);
+    assert_eq!(client.job("running").unwrap().state, JobState::Running);
+    job.lose(0, &address).unwrap();
     eventually("it has failed", || client.job("running").unwrap().state == JobState::Failed);
     let refused = job.connect(0);
-    assert!(message(&refused).contains("it has not been heard for 1 s"), "{refused:?}");
-    assert!(client.hubs().unwrap().is_empty());
+    assert!(message(&refused).contains("which the connection manager does not hear either"), "{refused:?}");
+    manager.stop();
+    let (manager, client) = start(config.clone());
+    assert_eq!(client.hubs().unwrap().len(), 1, "it may still come back");
+    let leaves = HubReport { presence: Presence::Gone, ..HubReport::default() };
+    client.report(&registered, &leaves).unwrap();
     manager.stop();
     let (_manager, client) = start(config);
-    assert!(client.hubs().unwrap().is_empty(), "a lost hub is gone from the disk, too");
+    assert!(client.hubs().unwrap().is_empty(), "a hub that is gone is gone from the disk, too");
 }
 
 #[test]

@@ -17,8 +17,12 @@ struct HublessJob {
 
 impl HublessJob {
     fn new(name: &str, workers: u32, options: JobOptions) -> HublessJob {
+        HublessJob::of(ManagerConfig::default(), name, workers, options)
+    }
+
+    fn of(config: ManagerConfig, name: &str, workers: u32, options: JobOptions) -> HublessJob {
         let listen = "127.0.0.1:0".parse().unwrap();
-        let manager = Manager::start(ManagerConfig { listen, ..ManagerConfig::default() }).unwrap();
+        let manager = Manager::start(ManagerConfig { listen, ..config }).unwrap();
         let client = ManagerClient::new(&manager.url(), None).unwrap();
         let options = JobOptions { hubs: Some(0), ..options };
         let job = client.create_service(&CreateService { name: name.into(), workers, options }).unwrap();
@@ -144,6 +148,43 @@ fn a_job_lives_as_long_as_its_ranks_stay_and_no_longer() {
         communicator.leave().unwrap();
     });
     assert_eq!(hubless.status().0, JobState::Finished);
+}
+
+#[test]
+fn ranks_go_on_without_their_manager_for_longer_than_their_lease() {
+    let scratch = tempfile::tempdir().unwrap();
+    let config = ManagerConfig { state: Some(scratch.path().to_path_buf()), ..ManagerConfig::default() };
+    let options = JobOptions { lease_s: 1.0, ..JobOptions::default() };
+    let HublessJob { manager, job, .. } = HublessJob::of(config.clone(), "outlives", 2, options);
+    let (url, address) = (manager.url(), manager.address());
+    let manager = std::sync::Mutex::new(Some(manager));
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (membership, config, manager) =
+                (Membership::of_job(&url, &job, rank), config.clone(), &manager);
+            scope.spawn(move || {
+                let communicator = rendezvous(membership, RendezvousOptions::default()).unwrap();
+                assert_eq!(sum(&communicator), Ok(3.0));
+                if rank == 0 {
+                    manager.lock().unwrap().take().unwrap().stop();
+                }
+                for _ in 0..6 {
+                    std::thread::sleep(Duration::from_millis(500));
+                    assert_eq!(sum(&communicator), Ok(3.0));
+                }
+                if rank == 0 {
+                    *manager.lock().unwrap() =
+                        Some(Manager::start(ManagerConfig { listen: address, ..config }).unwrap());
+                }
+                // The new manager counts the lease from its start.
+                std::thread::sleep(Duration::from_millis(1500));
+                assert_eq!(sum(&communicator), Ok(3.0));
+                communicator.leave().unwrap();
+            });
+        }
+    });
+    let client = ManagerClient::new(&url, None).unwrap();
+    assert_eq!(client.job("outlives").unwrap().state, JobState::Finished);
 }
 
 #[test]

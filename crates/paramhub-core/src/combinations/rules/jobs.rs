@@ -414,7 +414,7 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         these: &[Factors, FactorsToHub],
         those: &[OutlivesWorkers],
         verdict: Refused,
-        why: "every step waits for the factors of all workers",
+        why: "the factors of a step are those of all workers with which the job began",
         remedy: "ask for the scheme hub, or use `on_worker_loss = fail`",
         callers: &[InitService],
     },

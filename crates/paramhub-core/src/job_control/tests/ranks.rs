@@ -66,7 +66,7 @@ fn the_manager_decides_whether_a_worker_is_lost() {
     assert_eq!(reason, "rank 1 was lost");
     assert!(reports(&lost(&mut hub)).is_empty(), "every stream reports it");
     // A manager that has restarted hears it again.
-    let again = hub.handle(Event::ReportJobs);
+    let again = hub.handle(Event::ReportJobs { question: 1 });
     assert!(has!(again, Output::Report(HubEvent::WorkerLost { rank: 1, epoch: 1, .. })));
     let outputs = lose(&mut hub, 2);
     assert_eq!(changes(&outputs), [RankChange::Lose]);
@@ -74,7 +74,10 @@ fn the_manager_decides_whether_a_worker_is_lost() {
     let told = "job `job-1` goes on with 1 of its 2 workers: rank 1 was lost";
     assert!(has!(outputs, Output::Notify { notice, .. } if notice.message == told), "{outputs:?}");
     assert!(lose(&mut hub, 2).is_empty(), "a command can come twice");
-    assert!(!has!(hub.handle(Event::ReportJobs), Output::Report(HubEvent::WorkerLost { .. })));
+    assert!(!has!(
+        hub.handle(Event::ReportJobs { question: 1 }),
+        Output::Report(HubEvent::WorkerLost { .. })
+    ));
 }
 
 #[test]

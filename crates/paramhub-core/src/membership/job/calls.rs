@@ -80,7 +80,8 @@ impl Job {
                 self.phase > JobPhase::Initialising && (self.state.has_ended() || !self.is_joining(*rank))
             }
             JobCall::Stop(StopWhen::WorkersEnding) => self.is_kept(),
-            JobCall::Stop(StopWhen::Now | StopWhen::WorkersEnded) => self.is_cleared(),
+            JobCall::Stop(StopWhen::Now) => self.is_cleared(),
+            JobCall::Stop(StopWhen::WorkersEnded) => self.is_concluded(),
         };
         let due: Vec<CallId> =
             self.calls.iter().filter(|(_, call)| is_due(call)).map(|(&id, _)| id).collect();

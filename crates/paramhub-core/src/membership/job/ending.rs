@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use super::cause::Cause;
+use super::job_hubs::JobHub;
 use super::{Job, JobPhase, Transition};
 use crate::job_control::LAST_CHECKPOINT_TIMEOUT;
 use crate::membership::Now;
@@ -19,8 +20,11 @@ const CONCLUDE_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The time that the hubs of a job whose workers have ended may take to report how it ended there. The
 /// bound is for hubs that call but do not answer. They answer within seconds, or within [`LAST_CHECKPOINT_TIMEOUT`] if a
-/// last checkpoint takes longer, and then with a better reason; a hub that does not call is lost.
+/// last checkpoint takes longer, and then with a better reason.
 const CONCLUDED_WITHIN_S: f64 = (LAST_CHECKPOINT_TIMEOUT.as_secs() + 60) as f64;
+/// The same for a hub that is not heard. It is less than [`CONCLUDE_TIMEOUT`], so that the launcher learns how the job
+/// ended.
+const UNHEARD_CONCLUDED_WITHIN_S: f64 = 10.0;
 
 /// A question to the hubs of a job whose workers have ended.
 #[derive(Debug)]
@@ -100,11 +104,14 @@ impl Job {
 
     /// Ends a job whose hubs have not reported for too long how it ended there.
     pub(super) fn check_conclusion(&mut self, now: Now) -> Transition {
-        match self.concluding.take_if(|concluding| now.seconds_since(concluding.asked) >= CONCLUDED_WITHIN_S)
-        {
-            Some(PendingConclusion { cause, .. }) => self.fail_because(ErrorCode::JobEnded, cause, now),
-            None => Transition::None,
-        }
+        let Some(PendingConclusion { asked, cause }) = &self.concluding else { return Transition::None };
+        let waited_s = now.seconds_since(*asked);
+        let cause = match self.unheard_cause() {
+            Some(unheard) if waited_s >= UNHEARD_CONCLUDED_WITHIN_S => unheard.clone(),
+            _ if waited_s >= CONCLUDED_WITHIN_S => cause.clone(),
+            _ => return Transition::None,
+        };
+        self.fail_because(ErrorCode::JobEnded, cause, now)
     }
 
     /// Returns whether no hub holds anything of the job any more.
@@ -112,9 +119,15 @@ impl Job {
         self.phase == JobPhase::Cleared
     }
 
-    /// Returns whether every hub has taken its part of the job's last checkpoint, or has none to take.
+    /// Returns whether the job is over and no hub that is heard holds anything of it.
+    pub(crate) fn is_concluded(&self) -> bool {
+        self.is_cleared() || (self.state.has_ended() && !self.job_hubs.iter().any(JobHub::will_free))
+    }
+
+    /// Returns whether every hub that is heard has taken its part of the job's last checkpoint, or has none to take.
     pub(crate) fn is_kept(&self) -> bool {
-        self.state.has_ended() || self.job_hubs.iter().all(|job_hub| !job_hub.keeps || job_hub.ended)
+        let keeps = |job_hub: &JobHub| job_hub.keeps && !job_hub.ended && job_hub.unheard.is_none();
+        self.state.has_ended() || !self.job_hubs.iter().any(keeps)
     }
 
     /// A hub has taken its part of the last checkpoint, or will not take it.

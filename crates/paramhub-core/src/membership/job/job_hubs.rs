@@ -7,6 +7,7 @@ use crate::placement::HubShape;
 use crate::service::{AwaitedRanks, ErrorCode, JobCounters, JobEnd, JobState, add_by_rank};
 
 use super::cause::Cause;
+use super::silence::ReportedLoss;
 use super::{Job, JobPhase, Transition, join_words};
 use crate::membership::{Now, REPORTED_BACK_MAX};
 
@@ -41,6 +42,10 @@ pub(super) struct JobHub {
     pub(super) checkpoints: Option<CheckpointStatus>,
     /// Ranks for which the others wait at this hub, and when it reported that.
     pub(super) awaited: Option<(AwaitedRanks, Now)>,
+    /// Why a job ends at last in which nothing but this hub is awaited; `None` while the manager hears the hub.
+    pub(super) unheard: Option<Cause>,
+    /// What a rank has said of the loss of the hub, until it is known whether the hub is still there.
+    pub(super) lost_by: Option<ReportedLoss>,
 }
 
 impl JobHub {
@@ -63,7 +68,14 @@ impl JobHub {
             resumed_step,
             checkpoints,
             awaited: None,
+            unheard: None,
+            lost_by: None,
         }
+    }
+
+    /// Whether the hub holds a part of the job, and is heard, so that it is told when the job ends.
+    pub(super) fn will_free(&self) -> bool {
+        self.asked && !self.ended && self.unheard.is_none()
     }
 
     pub(super) fn describe(&self) -> String {
@@ -329,7 +341,7 @@ impl Job {
         Transition::None
     }
 
-    fn job_hub_index(&self, hub: u32) -> Option<usize> {
+    pub(super) fn job_hub_index(&self, hub: u32) -> Option<usize> {
         self.job_hubs.iter().position(|job_hub| job_hub.hub == hub)
     }
 }

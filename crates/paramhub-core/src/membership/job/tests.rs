@@ -51,7 +51,8 @@ pub(super) fn call(rank: u32, number: u8) -> ConnectService {
 
 fn leave(job: &mut Job, rank: u32, number: u8, reason: &str) -> Result<Transition, ServiceError> {
     let (incarnation, proof) = (process(number), Proof([0; 32]));
-    let call = LeaveService { rank, incarnation, proof, reason: reason.into(), finished: false };
+    let call =
+        LeaveService { rank, incarnation, proof, reason: reason.into(), finished: false, lost_hub: None };
     job.leave(&call, reason, now())
 }
 
@@ -492,7 +493,8 @@ fn a_restart_keeps_the_ranks_that_have_finished_without_a_hub() {
     for rank in 0..2 {
         job = restarted(&job);
         let (incarnation, proof) = (process(rank as u8), Proof([0; 32]));
-        let call = LeaveService { rank, incarnation, proof, reason: String::new(), finished: true };
+        let call =
+            LeaveService { rank, incarnation, proof, reason: String::new(), finished: true, lost_hub: None };
         let _ = job.leave(&call, "", now()).unwrap();
     }
     assert_eq!(job.state(), JobState::Finished);

@@ -1,5 +1,5 @@
-//! Ranks that reach no hub: those of a job that only meet here and exchange among themselves, and those that
-//! give up.
+//! Ranks that leave at the manager: those of a job that only meet here and exchange among themselves, those that give up
+//! before they have reached a hub, and those that have lost one.
 
 use crate::service::{ErrorCode, JobState, LeaveService, ServiceError};
 
@@ -20,7 +20,7 @@ impl Job {
         Transition::Advanced
     }
 
-    /// A worker that has reached no hub leaves; `reason` says why.
+    /// A worker that has reached no hub leaves, or one that has lost a hub says so; `reason` says why.
     ///
     /// Ranks that have finished wait for no other; the job has finished when the last has. If any other rank
     /// ends after all have connected, the job fails.
@@ -44,7 +44,10 @@ impl Job {
                 Ok(Transition::None)
             }
             JobState::Running if !self.is_rendezvous_only() => {
-                // From here on the hubs notice when workers come and go.
+                // From here on the hubs notice when workers come and go, and workers when hubs do.
+                if let Some(address) = &call.lost_hub {
+                    self.rank_lost_hub(rank, address, why, now)?;
+                }
                 Ok(Transition::None)
             }
             _ if call.finished => {

@@ -30,6 +30,7 @@ use proptest::prelude::*;
 use action::{Action, action};
 
 const HUB_TIMEOUT: Duration = Duration::from_secs(2);
+const UNHEARD_MAX: Duration = Duration::from_secs(6);
 const RENDEZVOUS_S: f64 = 3.0;
 const LEASE_S: f64 = 5.0;
 /// A team that has every second job. Each job takes one byte of each hub.
@@ -53,11 +54,14 @@ struct Caller {
 struct SimulatedHub {
     number: u32,
     token: String,
+    address: String,
     frozen: bool,
     /// The time at which the manager last heard it.
     heard: Duration,
     leaving: bool,
     commands: VecDeque<Order>,
+    /// What it has had to report while it was not heard.
+    undelivered: Vec<HubEvent>,
     /// Its jobs, each with the hash of its placement.
     jobs: BTreeMap<Namespace, String>,
     /// How others have ended.
@@ -87,6 +91,10 @@ struct ObservedJob {
     hubs_finished: BTreeSet<u32>,
     /// The ranks that have finished without a hub.
     ranks_finished: BTreeSet<u32>,
+    /// `true` if its launcher has said that its workers have ended.
+    workers_ended: bool,
+    /// The hubs that ranks have lost, and when they said so last.
+    hubs_lost: BTreeMap<u32, Duration>,
 }
 
 struct Simulation {
@@ -105,7 +113,13 @@ struct Simulation {
 }
 
 fn limits() -> MembershipLimits {
-    MembershipLimits { hub_timeout: HUB_TIMEOUT, living_jobs_max: 3, ended_jobs_max: 1, core_rate: None }
+    MembershipLimits {
+        hub_timeout: HUB_TIMEOUT,
+        unheard_max: UNHEARD_MAX,
+        living_jobs_max: 3,
+        ended_jobs_max: 1,
+        core_rate: None,
+    }
 }
 
 fn membership(jobs: Vec<JobRecord>, hubs: Vec<HubRecord>, secret: Nonce, now: Duration) -> Membership {
@@ -190,7 +204,14 @@ impl Simulation {
             Action::Leave { job, rank, process: number, finished } => {
                 let Some(namespace) = self.pick(job) else { return };
                 let (incarnation, proof) = (process(number), Proof([0; 32]));
-                let call = LeaveService { rank, incarnation, proof, reason: String::new(), finished };
+                let call = LeaveService {
+                    rank,
+                    incarnation,
+                    proof,
+                    reason: String::new(),
+                    finished,
+                    lost_hub: None,
+                };
                 if self.membership.leave(namespace, &call, now).is_ok() {
                     self.renew(namespace);
                     let is_its = |caller: &Caller| {
@@ -204,8 +225,10 @@ impl Simulation {
                     job.ranks_finished.extend(Some(rank).filter(|_| finished));
                 }
             }
+            Action::LoseHub { job, rank, process, hub } => self.lose_hub(job, rank, process, hub),
             Action::Stop { job, when } => {
                 let Some(namespace) = self.pick(job) else { return };
+                self.jobs.get_mut(&namespace).unwrap().workers_ended |= when == StopWhen::WorkersEnded;
                 let stopped = self.membership.stop(namespace, "enough".into(), when, now);
                 if let Ok(waiting) = stopped {
                     self.waits(waiting, Some(namespace), None);
@@ -237,6 +260,29 @@ impl Simulation {
             Action::Restart => self.restart(),
         }
         self.carry_out();
+    }
+
+    /// A rank says that it has lost one of its hubs, which may be wrong.
+    fn lose_hub(&mut self, job: usize, rank: u32, number: u8, hub: usize) {
+        let Some(namespace) = self.pick(job) else { return };
+        let hubs: Vec<u32> = self.membership.job(namespace).unwrap().hubs().collect();
+        let Some(&lost) = hubs.get(hub % hubs.len().max(1)) else { return };
+        let Some(address) = self.hubs.get(&lost).map(|hub| hub.address.clone()) else { return };
+        let call = LeaveService {
+            rank,
+            incarnation: process(number),
+            proof: Proof([0; 32]),
+            reason: "its connection ended".into(),
+            finished: false,
+            lost_hub: Some(address),
+        };
+        let is_running = self.membership.job(namespace).unwrap().state() == JobState::Running;
+        if self.membership.leave(namespace, &call, moment(self.now)).is_ok() {
+            self.renew(namespace);
+            if is_running {
+                self.jobs.get_mut(&namespace).unwrap().hubs_lost.insert(lost, self.now);
+            }
+        }
     }
 
     fn create(&mut self, workers: u32, hubs: Option<u32>, in_racks: bool) {
@@ -343,7 +389,8 @@ impl Simulation {
     }
 
     fn join(&mut self, address: u32, rack: usize) {
-        let interface = InterfaceShape { address: format!("10.0.0.{address}:1"), cores: vec![0], weight: 1 };
+        let address = format!("10.0.0.{address}:1");
+        let interface = InterfaceShape { address: address.clone(), cores: vec![0], weight: 1 };
         let shape = HubShape { interfaces: vec![interface], local: None };
         let place = Place { rack: ["", "a", "b"][rack].into(), host: String::new() };
         let offer = RegisterHub {
@@ -359,7 +406,9 @@ impl Simulation {
         let hub = SimulatedHub {
             number,
             token,
+            address,
             frozen: false,
+            undelivered: Vec::new(),
             heard: self.now,
             leaving: false,
             commands: VecDeque::new(),
@@ -372,7 +421,8 @@ impl Simulation {
     fn obey(&mut self, hub: usize, well: bool) {
         let Some(number) = self.pick_hub(hub) else { return };
         let hub = self.hubs.get_mut(&number).unwrap();
-        let Some(order) = hub.commands.pop_front() else { return };
+        // Its calls do not arrive, so it has got no commands.
+        let Some(order) = hub.commands.pop_front_if(|_| !hub.frozen) else { return };
         let event = match order {
             Order::Allocate { namespace, .. } if !well && !hub.jobs.contains_key(&namespace) => {
                 HubEvent::Refused { namespace, reason: "full".into() }
@@ -423,14 +473,19 @@ impl Simulation {
         self.report(number, HubReport { events: vec![HubEvent::Ended(end)], ..HubReport::default() });
     }
 
-    /// A hub reports. Every report of a hub that the manager knows is taken.
+    /// A hub reports. Every report of a hub that the manager knows is taken. What a hub that is not heard has to report
+    /// goes with its next report.
     fn report(&mut self, number: u32, report: HubReport) {
         let hub = self.hubs.get_mut(&number).unwrap();
-        if !hub.frozen {
-            hub.heard = self.now;
-            self.membership.report(number, Some(&hub.token), report, moment(self.now)).unwrap();
-            self.carry_out();
+        if hub.frozen {
+            hub.undelivered.extend(report.events);
+            return;
         }
+        hub.heard = self.now;
+        let events = std::mem::take(&mut hub.undelivered).into_iter().chain(report.events).collect();
+        let report = HubReport { events, ..report };
+        self.membership.report(number, Some(&hub.token), report, moment(self.now)).unwrap();
+        self.carry_out();
     }
 
     /// Lets time pass: calls expire at their deadlines, hubs that are not frozen call, and the time is checked
@@ -442,8 +497,12 @@ impl Simulation {
             let now = moment(self.now);
             for hub in self.hubs.values_mut().filter(|hub| !hub.frozen) {
                 hub.heard = self.now;
+                // However long it was silent, its number and its token hold until it is lost.
                 self.membership.admit_hub(hub.number, Some(&hub.token), now).unwrap();
             }
+            let behind = self.hubs.values().filter(|hub| !hub.frozen && !hub.undelivered.is_empty());
+            let behind: Vec<u32> = behind.map(|hub| hub.number).collect();
+            behind.into_iter().for_each(|number| self.report(number, HubReport::default()));
             let is_over = |caller: &Caller| caller.deadline <= now.monotonic;
             let over: Vec<CallId> =
                 self.callers.iter().filter(|(_, caller)| is_over(caller)).map(|(&call, _)| call).collect();
@@ -574,6 +633,12 @@ proptest! {
         let mut simulation = Simulation::new();
         for action in &actions {
             simulation.act(action);
+        }
+        // All hubs that are not lost by now are heard again.
+        simulation.hubs.values_mut().for_each(|hub| hub.frozen = false);
+        simulation.wait(HUB_TIMEOUT);
+        for hub in simulation.membership.hub_statuses(moment(simulation.now)) {
+            prop_assert!(!hub.unheard, "hub {} calls and is not heard", hub.hub);
         }
         simulation.wait(LONG);
         prop_assert!(simulation.callers.is_empty(), "calls that got no answer: {:?}", simulation.callers);

@@ -147,17 +147,28 @@ impl Job {
     }
 
     pub(crate) fn leave(&self, rank: u32, reason: &str) -> Result<(), ControlError> {
-        self.leave_as(rank, reason, false)
+        self.leave_as(rank, reason, false, None)
     }
 
     pub(crate) fn finish(&self, rank: u32) -> Result<(), ControlError> {
-        self.leave_as(rank, "", true)
+        self.leave_as(rank, "", true, None)
     }
 
-    fn leave_as(&self, rank: u32, reason: &str, finished: bool) -> Result<(), ControlError> {
+    /// The rank has lost the hub at this address.
+    pub(crate) fn lose(&self, rank: u32, hub: &str) -> Result<(), ControlError> {
+        self.leave_as(rank, "it closed the connection", false, Some(hub.to_owned()))
+    }
+
+    fn leave_as(
+        &self,
+        rank: u32,
+        reason: &str,
+        finished: bool,
+        lost_hub: Option<String>,
+    ) -> Result<(), ControlError> {
         let incarnation = process(rank);
         let proof = self.prove(Purpose::Leave, rank);
-        let request = LeaveService { rank, incarnation, proof, reason: reason.into(), finished };
+        let request = LeaveService { rank, incarnation, proof, reason: reason.into(), finished, lost_hub };
         self.client.leave_service(self.namespace, &request)
     }
 

@@ -39,6 +39,13 @@ pub(super) enum Action {
         process: u8,
         finished: bool,
     },
+    /// A rank says that it has lost a hub of its job.
+    LoseHub {
+        job: usize,
+        rank: u32,
+        process: u8,
+        hub: usize,
+    },
     Stop {
         job: usize,
         when: StopWhen,
@@ -91,13 +98,15 @@ pub(super) fn action() -> impl Strategy<Value = Action> {
         2 => (0usize..6).prop_map(|call| Action::HangUp { call }),
         1 => (job(), rank(), process(), any::<bool>())
             .prop_map(|(job, rank, process, finished)| Action::Leave { job, rank, process, finished }),
+        2 => (job(), rank(), process(), 0usize..2)
+            .prop_map(|(job, rank, process, hub)| Action::LoseHub { job, rank, process, hub }),
         1 => (job(), when).prop_map(|(job, when)| Action::Stop { job, when }),
         1 => Just(Action::Probe),
         5 => (0u32..4, 0usize..3).prop_map(|(address, rack)| Action::Join { address, rack }),
         12 => (0usize..4, mostly()).prop_map(|(hub, well)| Action::Obey { hub, well }),
         3 => (0usize..4, any::<bool>()).prop_map(|(hub, finished)| Action::End { hub, finished }),
         1 => (0usize..4, any::<bool>()).prop_map(|(hub, gone)| Action::Depart { hub, gone }),
-        1 => (0usize..4).prop_map(|hub| Action::Freeze { hub }),
+        2 => (0usize..4).prop_map(|hub| Action::Freeze { hub }),
         4 => (0u64..4000).prop_map(|ms| Action::Wait { ms }),
         1 => Just(Action::Restart),
     ]

@@ -1,13 +1,15 @@
 //! These checks must hold after every event of a manager.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use paramhub_core::auth::{EpochSecret, Namespace};
 use paramhub_core::membership::{Answer, CallId, LogEvent};
 use paramhub_core::service::JobState;
 
 use super::{
-    Caller, HUB_TIMEOUT, LEASE_S, MEMORY_BYTES, SimulatedHub, Simulation, TEAM, json, moment, rack_of,
+    Caller, HUB_TIMEOUT, LEASE_S, MEMORY_BYTES, SimulatedHub, Simulation, TEAM, UNHEARD_MAX, json, moment,
+    rack_of,
 };
 
 impl Simulation {
@@ -55,10 +57,16 @@ impl Simulation {
         match event {
             LogEvent::JobAdvanced { namespace, state: JobState::Initialising, .. } => {
                 let job = self.membership.job(namespace).unwrap();
+                let patience = HUB_TIMEOUT + self.membership.tick();
                 for hub in job.hubs() {
-                    let here = self.hubs.get(&hub).is_some_and(|hub| !hub.leaving);
-                    assert!(here, "{namespace} begins with hub {hub}, which is not here or is leaving");
+                    let calls = |hub: &SimulatedHub| self.now - hub.heard < patience;
+                    let here = self.hubs.get(&hub).is_some_and(|hub| !hub.leaving && calls(hub));
+                    assert!(here, "{namespace} begins with hub {hub}, which is leaving or does not call");
                 }
+                self.jobs.get_mut(&namespace).unwrap().state = Some(JobState::Initialising);
+            }
+            LogEvent::JobAdvanced { namespace, state: JobState::Running, .. } => {
+                self.jobs.get_mut(&namespace).unwrap().state = Some(JobState::Running);
             }
             LogEvent::JobFailed { namespace, message, .. } if message.starts_with("its lease") => {
                 let silent = self.now - self.jobs[&namespace].renewed;
@@ -71,9 +79,33 @@ impl Simulation {
                 let by_ranks = observed.ranks_finished.len() as u32 == job.workers;
                 assert!(by_hubs || by_ranks, "a hub or a rank has not finished {namespace}");
             }
+            LogEvent::JobFailed { namespace, message, .. } if message.contains("not been heard") => {
+                // It may have been forgotten, if another has ended in the same moment.
+                let Ok(job) = self.membership.job(namespace) else { return };
+                let observed = &self.jobs[&namespace];
+                // That a hub was lost is checked where it is logged.
+                let is_hub_gone = job.hubs().any(|hub| !self.hubs.contains_key(&hub));
+                let ran = observed.state == Some(JobState::Running);
+                assert!(
+                    !ran || is_hub_gone || observed.workers_ended,
+                    "{namespace} ran and ended by silence alone: {message}"
+                );
+            }
+            LogEvent::JobFailed { namespace, message, .. } if message.contains("does not hear either") => {
+                let mut lost = self.jobs[&namespace].hubs_lost.iter();
+                let silent = |(hub, &at): (&u32, &Duration)| self.hubs[hub].heard <= at;
+                assert!(lost.any(silent), "{namespace} ended by the loss of a hub that calls: {message}");
+            }
+            LogEvent::HubUnheard { message } => {
+                let silent = |hub: &SimulatedHub| self.now - hub.heard >= HUB_TIMEOUT;
+                assert!(self.hubs.values().any(silent), "a hub that calls is not heard: {message}");
+            }
             LogEvent::HubLost { message } if message.contains("not been heard") => {
-                let lost = |hub: &&SimulatedHub| self.now - hub.heard >= HUB_TIMEOUT;
-                assert!(self.hubs.values().any(|hub| lost(&hub)), "a hub that calls was lost: {message}");
+                let lost = |hub: &SimulatedHub| {
+                    let silence = self.now - hub.heard;
+                    silence >= UNHEARD_MAX || (hub.leaving && silence >= HUB_TIMEOUT)
+                };
+                assert!(self.hubs.values().any(lost), "a hub was lost too early: {message}");
             }
             _ => {}
         }
