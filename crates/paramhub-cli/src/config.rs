@@ -11,7 +11,7 @@ use paramhub::{Selector, Stragglers};
 use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::cost::Rate;
-use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT, OnInterfaceDown};
+use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT, OnInterfaceDown, OnWorkerLoss};
 use paramhub_harness::values::{optional_text, text};
 use serde::{Deserialize, Serialize};
 
@@ -138,6 +138,11 @@ pub(crate) struct RunSection {
     pub(crate) encrypt: bool,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
+    #[serde(with = "text")]
+    pub(crate) on_worker_loss: OnWorkerLoss,
+    pub(crate) min_workers: u32,
+    pub(crate) linger_s: f64,
+    pub(crate) max_restarts: u32,
     pub(crate) stragglers: Stragglers,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) progress_timeout_s: Option<f64>,
@@ -257,6 +262,9 @@ impl Default for RunSection {
             reduction,
             optimize_at,
             on_interface_down,
+            on_worker_loss,
+            min_workers,
+            linger_s,
             stragglers,
             ..
         } = JobOptions::default();
@@ -270,6 +278,10 @@ impl Default for RunSection {
             optimize_at,
             encrypt: false,
             on_interface_down,
+            on_worker_loss,
+            min_workers,
+            linger_s,
+            max_restarts: 0,
             stragglers,
             progress_timeout_s: None,
             hubs: None,

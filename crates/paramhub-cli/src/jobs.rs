@@ -6,7 +6,8 @@ use clap::{Args, Subcommand, ValueEnum};
 use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
 use paramhub::Stragglers;
 use paramhub::service::{
-    AwaitedRanks, CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated,
+    AwaitedRanks, CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, OnWorkerLoss,
+    ServiceCreated,
 };
 use paramhub_core::checkpoint::{CheckpointStatus, Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
@@ -151,6 +152,16 @@ struct CreateFlags {
     /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// What becomes of it when a worker is lost: fail, or continue with those that are left, until another process takes the rank
+    /// [default: fail]
+    #[arg(long, value_name = "WHAT")]
+    on_worker_loss: Option<OnWorkerLoss>,
+    /// The least number of workers with which it then goes on [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    min_workers: Option<u32>,
+    /// How long it waits for others while it has fewer [default: 300]
+    #[arg(long, value_name = "SECONDS")]
+    linger: Option<f64>,
     /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW")]
@@ -179,6 +190,9 @@ impl CreateFlags {
             hubs: self.hubs,
             encrypt: self.encrypt.unwrap_or(default.encrypt),
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
+            on_worker_loss: self.on_worker_loss.unwrap_or(default.on_worker_loss),
+            min_workers: self.min_workers.unwrap_or(default.min_workers),
+            linger_s: self.linger.unwrap_or(default.linger_s),
             weight: self.weight.unwrap_or(default.weight),
             stragglers: self.stragglers.unwrap_or(default.stragglers),
             progress_timeout_s: self.progress_timeout,

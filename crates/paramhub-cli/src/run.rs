@@ -6,19 +6,19 @@ mod job_watch;
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use paramhub::service::{JobState, OnInterfaceDown, ServiceCreated};
+use paramhub::service::{JobState, OnInterfaceDown, OnWorkerLoss, ServiceCreated};
 use paramhub::{ManagerClient, Stragglers};
 use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_harness::launch::{
-    Launch, LaunchEnd, LaunchObserver, Line, OutputStream, RankEnvironment, Signals, SupervisedJob,
-    describe_exit, free_port, interruption_reason,
+    Launch, LaunchEnd, LaunchObserver, Line, OnWorkerFailure, OutputStream, RankEnvironment, Signals,
+    SupervisedJob, describe_exit, free_port, interruption_reason,
 };
 
 use super::{ManagerUrl, Usage, deployment, overlay};
@@ -42,7 +42,9 @@ const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 /// Each worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and its
 /// job in PARAMHUB_URL, PARAMHUB_JOB and PARAMHUB_SECRET. Its output appears line by line, its rank in front. When one
 /// worker fails, the others get some seconds to say what they lost, and are then ended. The exit code is the highest of
-/// those workers that were not ended because of another; a worker killed by a signal counts as 128 and the signal.
+/// those workers that were not ended because of another; a worker killed by a signal counts as 128 and the signal. With
+/// --on-worker-loss continue the others go on, and a worker that fails is started again up to --max-restarts times; the exit
+/// code is then 0 if any worker has ended well.
 #[derive(Args)]
 #[command(args_override_self = true)]
 pub(super) struct RunFlags {
@@ -76,6 +78,19 @@ pub(super) struct RunFlags {
     /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// What becomes of the job when a worker is lost: fail, or continue with those that are left, until another process takes the
+    /// rank [default: fail]
+    #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_WORKER_LOSS")]
+    on_worker_loss: Option<OnWorkerLoss>,
+    /// The least number of workers with which the job then goes on [default: 1]
+    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MIN_WORKERS")]
+    min_workers: Option<u32>,
+    /// How long the job waits for others while it has fewer [default: 300]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_LINGER")]
+    linger: Option<f64>,
+    /// How often a worker that fails is started again, with --on-worker-loss continue [default: 0]
+    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MAX_RESTARTS")]
+    max_restarts: Option<u32>,
     /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_RUN_STRAGGLERS")]
@@ -125,11 +140,13 @@ impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
         overlay!(self => config.run;
-            workers, cores, reduction, optimize_at, encrypt, on_interface_down, stragglers, hosts, master_port;
+            workers, cores, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, max_restarts,
+            stragglers, hosts, master_port;
             name, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
+        section.linger_s = self.linger.unwrap_or(section.linger_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
         self.command
     }
@@ -161,7 +178,12 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
             token: config.admin_token(),
             job: environment.job.namespace,
         });
-        let launch = Launch::start(commands(config, &environment, &command)?, supervised_job.as_ref())?;
+        let on_failure = match section.on_worker_loss {
+            OnWorkerLoss::Fail => OnWorkerFailure::EndAll,
+            OnWorkerLoss::Continue => OnWorkerFailure::Restart { most: section.max_restarts },
+        };
+        let launch =
+            Launch::start(commands(config, &environment, &command)?, on_failure, supervised_job.as_ref())?;
         let mut watch = OutputPrinter {
             environment: &environment,
             job_watch,
@@ -299,6 +321,16 @@ impl LaunchObserver for OutputPrinter<'_> {
             OutputStream::Output => std::io::stdout().lock().write_all(&prefixed),
             OutputStream::Error => std::io::stderr().lock().write_all(&prefixed),
         };
+    }
+
+    fn lost(&mut self, worker: usize, exit: ExitStatus, restarts: Option<(u32, u32)>) {
+        let (rank, how) = (self.first_rank + worker, describe_exit(exit));
+        match restarts {
+            Some((restart, most)) => {
+                eprintln!("paramhub: worker {rank} {how}; it is started again ({restart} of {most})");
+            }
+            None => eprintln!("paramhub: worker {rank} {how}; the others go on without it"),
+        }
     }
 
     fn interrupted(&mut self, signal: i32) -> Option<Receiver<()>> {

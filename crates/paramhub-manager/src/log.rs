@@ -39,7 +39,6 @@ pub(crate) fn log(event: &LogEvent) {
         LogEvent::RankChanged { job, namespace, epoch, message } => {
             tracing::warn!(job, %namespace, epoch, "{message}");
         }
-        LogEvent::HubLost { message } => tracing::warn!("{message}"),
         LogEvent::HubUnheard { message }
         | LogEvent::HubHeardAgain { message }
         | LogEvent::HubLost { message } => tracing::warn!("{message}"),

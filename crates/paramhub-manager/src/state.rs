@@ -9,9 +9,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::combinations;
 use paramhub_core::membership::{Answer, CallId, HubRecord, JobRecord, Membership, Output};
-use paramhub_core::service::{
-    CreateService, ErrorCode, HubCommand, JobOptions, STOP_REASON_CHARS_MAX, ServiceError,
-};
+use paramhub_core::service::{CreateService, ErrorCode, HubCommand, STOP_REASON_CHARS_MAX, ServiceError};
 use tokio::sync::oneshot;
 
 use crate::clock::now;
@@ -234,14 +232,6 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         return refuse(format!(
             "job `{name}` has {} workers and is to go on with {} or more: set min_workers to 1 to {}",
             request.workers, options.min_workers, request.workers
-        ));
-    }
-    let default = JobOptions::default();
-    let has_limits = options.min_workers != default.min_workers || options.linger_s != default.linger_s;
-    if !options.outlives_workers() && has_limits {
-        return refuse(format!(
-            "min_workers and linger_s of job `{name}` would have no effect: it fails when a worker is lost; set \
-             on_worker_loss to continue, or leave them out"
         ));
     }
     let bounds = [

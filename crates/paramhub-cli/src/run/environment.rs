@@ -94,6 +94,7 @@ fn asked(config: &Config) -> Features {
     let of_run = Features::of([
         (Feature::HubCores, section.cores != RunSection::default().cores),
         (Feature::UnnamedJob, section.name.is_none()),
+        (Feature::MaxRestarts, section.max_restarts > 0),
         (Feature::SeveralHosts, section.hosts > 1),
         (Feature::OneHost, section.hosts == 1),
         (Feature::HostRank, section.host_rank.is_some_and(|rank| rank > 0)),
@@ -115,6 +116,9 @@ fn options(section: &RunSection) -> JobOptions {
         optimize_at: section.optimize_at,
         encrypt: section.encrypt,
         on_interface_down: section.on_interface_down,
+        on_worker_loss: section.on_worker_loss,
+        min_workers: section.min_workers,
+        linger_s: section.linger_s,
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,
         checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),

@@ -9,8 +9,8 @@ use anyhow::{Context, bail};
 use paramhub::service::CoreCounters;
 use paramhub_bench::training::rehearse;
 use paramhub_harness::launch::{
-    Launch, LaunchEnd, LaunchObserver, Line, OutputStream, RankEnvironment, Signals, SupervisedJob,
-    describe_exit, this_program_command,
+    Launch, LaunchEnd, LaunchObserver, Line, OnWorkerFailure, OutputStream, RankEnvironment, Signals,
+    SupervisedJob, describe_exit, this_program_command,
 };
 
 use super::environment::TrainEnvironment;
@@ -39,7 +39,7 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
         });
     let launched = commands(section, &environment, scratch.path()).and_then(|commands| {
         let processes = commands.len();
-        Ok((processes, Launch::start(commands, supervised_job.as_ref())?))
+        Ok((processes, Launch::start(commands, OnWorkerFailure::EndAll, supervised_job.as_ref())?))
     });
     let (processes, launch) = match launched {
         Ok(launched) => launched,

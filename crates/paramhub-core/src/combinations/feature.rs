@@ -67,6 +67,9 @@ features! {
     ContinuesOverInterfaces, "continues-over-interfaces", "`on_interface_down = continue`";
     LateLeftOut, "late-left-out", "`stragglers` other than wait";
     OutlivesWorkers, "outlives-workers", "`on_worker_loss = continue`";
+    FailsWithWorkers, "fails-with-workers", "`on_worker_loss = fail`";
+    MinWorkers, "min-workers", "`min_workers`";
+    Linger, "linger", "`linger`";
     EncryptedStreams, "encrypted-streams", "`encrypt`";
     ProgressTimeout, "progress-timeout", "`progress_timeout`";
     Weight, "weight", "`weight`";
@@ -118,6 +121,7 @@ features! {
     JobName, "job-name", "`--name`";
     UnnamedJob, "unnamed-job", "a missing `--name`";
     Workers, "workers", "`--workers`";
+    MaxRestarts, "max-restarts", "`--max-restarts`";
     SeveralHosts, "several-hosts", "`--hosts` above 1";
     OneHost, "one-host", "a single host";
     HostRank, "host-rank", "`--host-rank` above 0";

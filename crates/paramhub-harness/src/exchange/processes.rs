@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 use super::driver::{Measured, Program, drive};
 use super::hosts::Hosts;
 use crate::ExitCode;
-use crate::launch::{Launch, LaunchEnd, LaunchObserver, Line, Signals, describe_exit};
+use crate::launch::{Launch, LaunchEnd, LaunchObserver, Line, OnWorkerFailure, Signals, describe_exit};
 
 /// The outcome of starting them.
 pub enum Run<M> {
@@ -91,7 +91,7 @@ pub fn launch_all<M: Send>(
     let listener = UnixListener::bind(&socket).context("cannot listen for the processes to start")?;
     let (names, commands): (Vec<String>, Vec<Command>) =
         commands(&socket)?.into_iter().map(|NamedCommand { name, command }| (name, command)).unzip();
-    let launch = Launch::start(commands, None)?;
+    let launch = Launch::start(commands, OnWorkerFailure::EndAll, None)?;
     let is_over = AtomicBool::new(false);
     let (ended, measured) = std::thread::scope(|threads| {
         let driver = threads.spawn(|| drive(&listener, &is_over));

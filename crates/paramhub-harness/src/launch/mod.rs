@@ -17,6 +17,6 @@ pub use environment::{RankEnvironment, free_port};
 pub use lines::{Line, OutputStream};
 pub use program::{set_this_program_command, this_program_command};
 pub use signals::Signals;
-pub use supervise::{Launch, LaunchEnd, LaunchObserver, interruption_reason};
+pub use supervise::{Launch, LaunchEnd, LaunchObserver, OnWorkerFailure, interruption_reason};
 pub use worker::describe_exit;
 pub use worker_supervisor::{SupervisedJob, supervise_groups};

@@ -31,6 +31,10 @@ pub trait LaunchObserver {
     /// A worker printed a line.
     fn line(&mut self, line: Line);
 
+    /// A worker has failed, and the others go on. It is started again if `restarts` has the number of the restart and
+    /// how many there can be.
+    fn lost(&mut self, _worker: usize, _exit: ExitStatus, _restarts: Option<(u32, u32)>) {}
+
     /// The launcher has received a signal and will end its workers: at once, or when the sender of the
     /// returned channel is dropped.
     fn interrupted(&mut self, _signal: i32) -> Option<Receiver<()>> {
@@ -44,9 +48,29 @@ pub trait LaunchObserver {
     }
 }
 
+/// What a worker that fails means for the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnWorkerFailure {
+    /// They end, too.
+    EndAll,
+    /// They go on, and the worker is started again.
+    Restart {
+        /// How often a worker is started again at most.
+        most: u32,
+    },
+}
+
 /// Running workers.
 pub struct Launch {
     workers: Vec<Worker>,
+    /// The command of each worker.
+    commands: Vec<Command>,
+    on_failure: OnWorkerFailure,
+    /// How often each worker has been started again.
+    restarts: Vec<u32>,
+    /// Workers that have failed and are not started again, while the others go on.
+    lost: Vec<usize>,
+    line_sender: SyncSender<PipeLine>,
     lines: Receiver<PipeLine>,
     /// Pipes that are not yet at their end.
     open_pipes: usize,
@@ -112,27 +136,47 @@ pub fn interruption_reason(signal: i32) -> String {
 impl Launch {
     /// Starts one worker per command, in rank order. If one cannot be started, those before it are ended.
     /// `supervised_job` is their job if its connection manager outlives the launcher.
-    pub fn start(commands: Vec<Command>, supervised_job: Option<&SupervisedJob>) -> anyhow::Result<Launch> {
+    pub fn start(
+        commands: Vec<Command>,
+        on_failure: OnWorkerFailure,
+        supervised_job: Option<&SupervisedJob>,
+    ) -> anyhow::Result<Launch> {
         let (sender, lines): (SyncSender<PipeLine>, _) = sync_channel(LINES_MAX);
         let supervisor =
             WorkerSupervisor::start().context("cannot start a process to watch over the workers")?;
-        let mut launch = Launch { workers: Vec::new(), lines, open_pipes: 0, stop: None, supervisor };
+        let mut launch = Launch {
+            workers: Vec::new(),
+            restarts: vec![0; commands.len()],
+            commands,
+            on_failure,
+            lost: Vec::new(),
+            line_sender: sender,
+            lines,
+            open_pipes: 0,
+            stop: None,
+            supervisor,
+        };
         if let Some(supervised_job) = supervised_job {
             launch
                 .supervisor
                 .set_job(supervised_job)
                 .context("the process that watches over the workers is gone")?;
         }
-        for (rank, command) in commands.into_iter().enumerate() {
-            let program = command.get_program().to_string_lossy().into_owned();
-            let worker = Worker::spawn(command, rank, &sender)
-                .map_err(|error| anyhow::anyhow!("cannot start worker {rank}, `{program}`: {error}"))?;
-            let pid = worker.pid();
+        for rank in 0..launch.commands.len() {
+            let worker = launch.spawn(rank)?;
             launch.workers.push(worker);
-            launch.open_pipes += 2;
-            launch.supervisor.add(pid).context("the process that watches over the workers is gone")?;
         }
         Ok(launch)
+    }
+
+    fn spawn(&mut self, rank: usize) -> anyhow::Result<Worker> {
+        let command = &mut self.commands[rank];
+        let program = command.get_program().to_string_lossy().into_owned();
+        let worker = Worker::spawn(command, rank, &self.line_sender)
+            .map_err(|error| anyhow::anyhow!("cannot start worker {rank}, `{program}`: {error}"))?;
+        self.open_pipes += 2;
+        self.supervisor.add(worker.pid()).context("the process that watches over the workers is gone")?;
+        Ok(worker)
     }
 
     /// Returns when every worker has ended.
@@ -168,7 +212,7 @@ impl Launch {
             if let Some((signal, ..)) = last_checkpoint.take_if(is_announced) {
                 self.pass_signal(signal, false);
             }
-            failed.extend(self.reap());
+            failed.extend(self.reap(watch));
             if self.workers.iter().all(|worker| worker.exit.is_some()) {
                 let since = *ended_at.get_or_insert_with(Instant::now);
                 if self.open_pipes == 0 || since.elapsed() > OUTPUT_GRACE {
@@ -184,6 +228,9 @@ impl Launch {
             }
             self.enforce_stop();
         }
+        if self.workers.iter().all(|worker| worker.exit.is_some_and(|exit| !exit.success())) {
+            failed.append(&mut self.lost);
+        }
         let exits = self.workers.iter().map(|worker| worker.exit.expect("all have ended")).collect();
         LaunchEnd { first_rank: 0, exits, failed, signal: first_signal, was_interrupted_first, stopped }
     }
@@ -196,8 +243,7 @@ impl Launch {
                 Ok(Some(line)) => watch.line(line),
                 Ok(None) => self.open_pipes -= 1,
                 Err(RecvTimeoutError::Timeout) => return,
-                // Every pipe is at its end, so the channel would no longer block: sleep instead.
-                Err(RecvTimeoutError::Disconnected) => return std::thread::sleep(left),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("this has a sender"),
             }
         }
     }
@@ -209,21 +255,44 @@ impl Launch {
         self.stop = Some(Stop { terminate_at: None, kill_at, was_signalled: false });
     }
 
-    /// Indices of the workers that have failed by themselves since the last call.
-    fn reap(&mut self) -> Vec<usize> {
+    /// Indices of the workers that have failed by themselves since the last call, for which the others must end.
+    fn reap(&mut self, watch: &mut dyn LaunchObserver) -> Vec<usize> {
         let was_signalled = self.stop.as_ref().is_some_and(|stop| stop.was_signalled);
         let mut failed = Vec::new();
-        for (rank, worker) in self.workers.iter_mut().enumerate() {
+        for rank in 0..self.workers.len() {
+            let worker = &mut self.workers[rank];
             let Some(exit) = worker.reap() else { continue };
             self.supervisor.remove(worker.pid());
-            if !exit.success() && !was_signalled {
-                failed.push(rank);
+            if exit.success() || was_signalled {
+                continue;
+            }
+            match self.on_failure {
+                // Whatever ends while the launcher ends all workers is not started again.
+                OnWorkerFailure::Restart { most } if self.stop.is_none() => {
+                    self.replace(rank, exit, most, watch);
+                }
+                OnWorkerFailure::Restart { .. } | OnWorkerFailure::EndAll => failed.push(rank),
             }
         }
         if !failed.is_empty() {
             self.stop_soon();
         }
         failed
+    }
+
+    /// Starts a worker again that has failed, if it may be, while the others go on.
+    fn replace(&mut self, rank: usize, exit: ExitStatus, most: u32, watch: &mut dyn LaunchObserver) {
+        let restart = self.restarts[rank] + 1;
+        if restart <= most
+            && let Ok(worker) = self.spawn(rank)
+        {
+            watch.lost(rank, exit, Some((restart, most)));
+            self.restarts[rank] = restart;
+            self.workers[rank] = worker;
+            return;
+        }
+        watch.lost(rank, exit, None);
+        self.lost.push(rank);
     }
 
     fn stop_soon(&mut self) {

@@ -16,7 +16,7 @@ pub(super) struct Worker {
 impl Worker {
     /// Starts the command as the leader of its own process group and sends its output to the channel.
     pub(super) fn spawn(
-        mut command: Command,
+        command: &mut Command,
         rank: usize,
         to: &SyncSender<PipeLine>,
     ) -> std::io::Result<Worker> {

@@ -6,13 +6,13 @@ use crate::combinations::Caller::{
 use crate::combinations::Feature::{
     Asynchronous, AutoScheme, BoundedStaleness, CheckpointEvery, CheckpointEverySeconds,
     CheckpointEverySteps, CheckpointFolder, CheckpointsKept, ContinuesOverInterfaces, EncryptedStreams,
-    FactorCodec, Factors, FactorsInPyTorch, FactorsToHub, FlatReduction, HalfPrecisionKey,
-    HierarchicalReduction, HubCores, LateLeftOut, LayerWithoutFactors, NoCheckpointFolder,
-    NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer, NoPeerAddress, OnlySharedMemory, OptimizerAtOwner,
-    OutlivesWorkers, ProgressTimeout, PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator,
-    RegisteredOptimizer, RejectNonFinite, Reproducible, Resume, RunningHub, SeveralHubs, SeveralSites,
-    SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs,
-    Weight, WholeChunkOptimizer,
+    FactorCodec, Factors, FactorsInPyTorch, FactorsToHub, FailsWithWorkers, FlatReduction, HalfPrecisionKey,
+    HierarchicalReduction, HubCores, LateLeftOut, LayerWithoutFactors, Linger, MaxRestarts, MinWorkers,
+    NoCheckpointFolder, NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer, NoPeerAddress,
+    OnlySharedMemory, OptimizerAtOwner, OutlivesWorkers, ProgressTimeout, PythonPackage, Quantised,
+    QuantisedCodec, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Reproducible, Resume,
+    RunningHub, SeveralHubs, SeveralSites, SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer,
+    TwoPhase, UnnamedJob, UnplacedHubs, Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -346,6 +346,14 @@ pub(super) const STRAGGLERS: &[Rule] = &[
 ];
 
 pub(super) const WORKER_LOSS: &[Rule] = &[
+    Rule {
+        these: &[MinWorkers, Linger, MaxRestarts],
+        those: &[FailsWithWorkers],
+        verdict: NoEffect,
+        why: "the job fails when a worker is lost",
+        remedy: "use `on_worker_loss = continue`, or leave it out",
+        callers: &[CreateService, CommandLine],
+    },
     Rule {
         these: &[OutlivesWorkers],
         those: &[LateLeftOut],
