@@ -33,6 +33,9 @@ def create_job(
     reduction: str = "auto",
     optimize_at: str = "every_site",
     on_interface_down: str = "fail",
+    on_worker_loss: str = "fail",
+    min_workers: int | None = None,
+    linger: float | None = None,
     stragglers: str = "wait",
     progress_timeout: float | None = None,
     checkpoint_every: str | None = None,
@@ -56,6 +59,12 @@ def create_job(
 
     ``on_interface_down`` is what the job does when a network interface goes down: ``fail``, or ``continue`` over the other
     interfaces. ``continue`` needs synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
+
+    ``on_worker_loss`` is what the job does when a worker is lost: ``fail``, or ``continue`` with the workers that are left,
+    until another process takes the rank: it joins the job with the same ticket, and begins with the parameters at the hubs
+    and the step in ``resumed_step``. Steps need ``min_workers``, 1 by default; with fewer the job waits for ``linger``, 300 by
+    default, and then fails. ``continue`` needs synchronous consistency, an optimizer at the hub, no ``reproducible`` and no
+    ``clip_norm``.
 
     ``stragglers`` is what the hub does when a worker's contribution to a step is late. ``wait`` waits for it. ``drop:FRACTION``
     ends the step without it once, after the median contribution, FRACTION of the median worker's time has passed.
@@ -84,6 +93,9 @@ def create_job(
     }
     # Options with the value None are not sent, because older managers do not know them.
     wishes = {
+        "on_worker_loss": None if on_worker_loss == "fail" else on_worker_loss,
+        "min_workers": min_workers,
+        "linger_s": linger,
         "checkpoint_every": checkpoint_every,
         "resume": resume,
         "progress_timeout_s": progress_timeout,

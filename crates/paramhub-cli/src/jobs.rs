@@ -322,6 +322,7 @@ fn show(job: &JobStatus) -> String {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
     let connected: Vec<String> = job.connected.iter().map(ToString::to_string).collect();
+    let lost: Vec<String> = job.lost.iter().map(ToString::to_string).collect();
     let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
     let ended = job.ended_at.map_or("-".to_owned(), |at| format!("{} ago", age(at)));
     for (what, value) in [
@@ -331,6 +332,8 @@ fn show(job: &JobStatus) -> String {
         ("message", or_dash(&job.message)),
         ("workers", job.workers.to_string()),
         ("ranks connected", or_dash(&connected.join(" "))),
+        ("ranks lost", or_dash(&lost.join(" "))),
+        ("epoch", job.epoch.to_string()),
         ("keys", job.keys.to_string()),
         ("gradients of one worker", bytes(job.bytes)),
         ("optimizer", or_dash(&job.optimizer)),

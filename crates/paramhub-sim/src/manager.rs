@@ -13,7 +13,6 @@ use std::time::Duration;
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::membership::{
     self, CallId, Job, JobRecord, LogEvent, Membership, MembershipLimits, Now, Output, REPORTED_BACK_MAX,
-    UNHEARD_MAX,
 };
 use paramhub_core::service::{HubCommand, JobState, JobStatus};
 use paramhub_core::settings::Settings;
@@ -26,8 +25,11 @@ use crate::world::{Context, Plant, Wake};
 use queues::HubQueues;
 use store::{Changes, Store, Unsaved};
 
-/// The silence after which a hub is lost.
+/// The silence after which a hub gets no new jobs.
 pub(crate) const HUB_TIMEOUT: Duration = Duration::from_secs(10);
+/// The silence after which a hub is lost: less than a real manager's, so that a run whose hub is dead ends soon, and
+/// longer than any part of the network is away.
+const UNHEARD_MAX: Duration = Duration::from_secs(120);
 
 /// The manager's host: its disk, and the manager if it runs.
 pub(crate) struct Manager {

@@ -15,6 +15,7 @@ mod e2e_hosts;
 mod e2e_hub;
 mod e2e_interfaces;
 mod e2e_join;
+mod e2e_losses;
 mod e2e_neighbour;
 mod e2e_plan;
 mod e2e_probe;

@@ -6,8 +6,8 @@ use paramhub_core::composition::{OptimizeAt, Place, Reduction};
 use paramhub_core::membership::{Job, MembershipLimits, UNHEARD_MAX, WaitingCall};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::service::{
-    CauseKind, ConnectService, HubEvent, HubReport, JobEnd, JobOptions, JobState, OnInterfaceDown, Presence,
-    RegisterHub, StopWhen,
+    CauseKind, ConnectService, HubEvent, HubReport, JobEnd, JobOptions, JobState, OnInterfaceDown,
+    OnWorkerLoss, Presence, RegisterHub, StopWhen,
 };
 use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::VERSION;
@@ -179,10 +179,19 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
     let usual = JobOptions::default();
     assert_eq!(refusal(usual), None);
     let continues = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..usual };
+    let outlives = JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..usual };
+    assert_eq!(refusal(JobOptions { min_workers: 4, linger_s: 5.0, ..outlives }), None);
+    for min_workers in [0, 5] {
+        let refused = refusal(JobOptions { min_workers, ..outlives }).unwrap().to_string();
+        assert!(refused.ends_with("set min_workers to 1 to 4"), "{refused}");
+    }
     let refused: Vec<String> = [
         JobOptions { optimize_at: OptimizeAt::Owner, reduction: Reduction::Flat, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..continues },
         JobOptions { hubs: Some(0), weight: 2, ..usual },
+        JobOptions { min_workers: 2, ..usual },
+        JobOptions { stragglers: Stragglers::Backup(1), ..outlives },
+        JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..continues },
         JobOptions { resume: Some(Resume::Latest), ..usual },
     ]
     .map(|options| refusal(options).expect("these do not combine").to_string())
@@ -192,8 +201,8 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         assert!(refused.iter().any(|message| message.ends_with(&shown)), "no example meets {rule:?}");
     }
     assert!(
-        refused[3].starts_with("job `x`: no hub that has joined keeps any checkpoints: "),
+        refused[6].starts_with("job `x`: no hub that has joined keeps any checkpoints: "),
         "{}",
-        refused[3]
+        refused[6]
     );
 }

@@ -1,0 +1,87 @@
+//! `paramhub run` whose workers are killed while the job goes on.
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::common::{Process, paramhub, wait_until};
+
+/// Trains with three workers, each of which first prints its process id.
+fn train(options: &[&str], epochs: &str) -> Process {
+    let script = format!("echo pid $$; exec {} train --epochs {epochs}", env!("CARGO_BIN_EXE_paramhub"));
+    let run = ["run", "-n", "3", "--on-worker-loss", "continue"];
+    paramhub(run.iter().chain(options).copied().chain(["--", "sh", "-c", &script])).start()
+}
+
+/// The process ids that a rank has printed, one for each time that it was started.
+fn pids(process: &Process, rank: u32) -> Vec<i32> {
+    let (text, prefix) = (process.stdout(), format!("[{rank}] pid "));
+    text.lines().filter_map(|line| line.strip_prefix(&prefix)?.parse().ok()).collect()
+}
+
+/// Kills the present process of a rank, and waits until it has been lost.
+fn kill(process: &Process, rank: u32) {
+    let pid = *pids(process, rank).last().unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    wait_until("the hub has lost the rank", || process.stderr().contains(&format!("rank {rank} was lost")));
+}
+
+#[test]
+fn a_killed_worker_is_started_again_and_joins_the_others() {
+    let training = train(&["--max-restarts", "2"], "60");
+    training.wait_for("[0] step 1/");
+    for (rank, restart) in [(2, 1), (2, 2), (1, 1)] {
+        kill(&training, rank);
+        let again = format!("worker {rank} was killed by SIGKILL; it is started again ({restart} of 2)");
+        wait_until("the worker is started again", || training.stderr().contains(&again));
+        let back = format!("rank {rank} is back: 3 of 3 workers");
+        wait_until("the rank is back", || training.stderr().matches(&back).count() == restart);
+    }
+    let ended = training.finish().expect_code(0);
+    assert!(ended.stdout.contains("test accuracy"), "{}", ended.stdout);
+    assert!(ended.stderr.contains("it goes on with 2 of its 3 workers"), "{}", ended.stderr);
+}
+
+#[test]
+fn all_workers_may_be_killed_one_after_the_other_and_the_training_goes_on_from_the_hubs_memory() {
+    let training = train(&["--max-restarts", "1", "--min-workers", "3"], "60");
+    training.wait_for("[0] step 1/");
+    for rank in [0, 1, 2] {
+        let pid = pids(&training, rank)[0];
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    }
+    wait_until("all ranks are back", || training.stderr().contains("is back: 3 of 3 workers"));
+    let ended = training.finish().expect_code(0);
+    assert!(ended.stdout.contains("test accuracy"), "{}", ended.stdout);
+    let from_anew = ended.stdout.matches("[0] step 1/").count();
+    assert_eq!(from_anew, 1, "it goes on where it was: {}", ended.stdout);
+}
+
+#[test]
+fn the_others_end_the_training_without_a_worker_that_is_not_started_again() {
+    let training = train(&["--min-workers", "2"], "20");
+    training.wait_for("[0] step 1/");
+    kill(&training, 1);
+    let ended = training.finish().expect_code(0);
+    for line in [
+        "paramhub: worker 1 was killed by SIGKILL; the others go on without it",
+        "it goes on with 2 of its 3 workers",
+    ] {
+        assert!(ended.stderr.contains(line), "no `{line}` in {}", ended.stderr);
+    }
+    assert!(ended.stdout.contains("test accuracy"), "{}", ended.stdout);
+}
+
+#[test]
+fn a_job_that_waits_for_workers_in_vain_ends_with_the_reason() {
+    let training = train(&["--min-workers", "3", "--linger", "1"], "60");
+    training.wait_for("[0] step 1/");
+    kill(&training, 1);
+    let ended = training.finish().expect_code(1);
+    let reason = "rank 1 was lost, and no other process has come for 1 s (linger_s)";
+    assert!(ended.stderr.contains(reason), "{}", ended.stderr);
+}
+
+#[test]
+fn restarts_need_a_job_that_goes_on() {
+    let refused = paramhub(["run", "-n", "2", "--max-restarts", "1", "--", "true"]).finish().expect_code(2);
+    refused.expect_error(&["`--max-restarts`", "the job fails when a worker is lost"]);
+}
