@@ -1,7 +1,7 @@
 //! Ranks that are lost while their job runs, and the processes that take them.
 
 use super::losses::MembershipChange;
-use super::tests::{call, init_answer, later, now, process, running_with, settings};
+use super::tests::{call, init_answer, later, leave, now, process, running_with, settings};
 use super::*;
 use crate::auth::Purpose;
 use crate::service::OnWorkerLoss;
@@ -94,6 +94,11 @@ fn a_process_that_goes_before_it_has_joined_gives_the_rank_up() {
     assert_eq!(job.check_time(later(30.0)), Transition::None);
     job.connect(&call(1, 8), later(31.0)).unwrap();
     assert_eq!(job.status(now()).epoch, 4);
+    // One that says so gives it up at once.
+    let mut job = taken(1);
+    let leaves = leave(&mut job, 1, 7, "it has no memory left").unwrap();
+    assert!(matches!(changes(leaves)[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]));
+    job.connect(&call(1, 8), later(1.0)).unwrap();
     // The hubs wait for a process that has sent its settings.
     let mut job = taken(1);
     let InitNext::Join { ticket, .. } = submit(&mut job) else { panic!("it joins") };

@@ -49,7 +49,7 @@ pub(super) fn call(rank: u32, number: u8) -> ConnectService {
     }
 }
 
-fn leave(job: &mut Job, rank: u32, number: u8, reason: &str) -> Result<Transition, ServiceError> {
+pub(super) fn leave(job: &mut Job, rank: u32, number: u8, reason: &str) -> Result<Transition, ServiceError> {
     let (incarnation, proof) = (process(number), Proof([0; 32]));
     let call =
         LeaveService { rank, incarnation, proof, reason: reason.into(), finished: false, lost_hub: None };

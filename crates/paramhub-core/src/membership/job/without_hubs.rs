@@ -48,7 +48,10 @@ impl Job {
                 if let Some(address) = &call.lost_hub {
                     self.rank_lost_hub(rank, address, why, now)?;
                 }
-                Ok(Transition::None)
+                match self.is_joining(rank) {
+                    true => Ok(self.rank_lost_again(rank, now)),
+                    false => Ok(Transition::None),
+                }
             }
             _ if call.finished => {
                 self.assignments.finish(rank);
