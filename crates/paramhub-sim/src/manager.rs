@@ -13,7 +13,6 @@ use std::time::Duration;
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::membership::{
     self, CallId, Job, JobRecord, LogEvent, Membership, MembershipLimits, Now, Output, REPORTED_BACK_MAX,
-    UNHEARD_MAX,
 };
 use paramhub_core::service::{HubCommand, JobState, JobStatus};
 use paramhub_core::settings::Settings;
@@ -26,8 +25,12 @@ use crate::world::{Context, Plant, Wake};
 use queues::HubQueues;
 use store::{Changes, Store, Unsaved};
 
-/// The silence after which a hub is lost.
-pub(crate) const HUB_TIMEOUT: Duration = Duration::from_secs(10);
+/// The silence after which a hub gets no jobs.
+const HUB_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The silence after which a hub is lost for jobs that run: longer than any fault lasts, and shorter than in the product,
+/// so that runs end.
+const HUB_UNHEARD_MAX: Duration = Duration::from_secs(100);
 
 /// The manager's host: its disk, and the manager if it runs.
 pub(crate) struct Manager {
@@ -118,7 +121,7 @@ impl Manager {
             jobs.iter_mut().for_each(forget_holders);
         }
         let limits = MembershipLimits {
-            unheard_max: UNHEARD_MAX,
+            unheard_max: HUB_UNHEARD_MAX,
             hub_timeout: HUB_TIMEOUT,
             living_jobs_max: 8,
             ended_jobs_max: 8,
