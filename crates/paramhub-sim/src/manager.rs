@@ -25,11 +25,12 @@ use crate::world::{Context, Plant, Wake};
 use queues::HubQueues;
 use store::{Changes, Store, Unsaved};
 
-/// The silence after which a hub gets no new jobs.
-pub(crate) const HUB_TIMEOUT: Duration = Duration::from_secs(10);
-/// The silence after which a hub is lost: less than a real manager's, so that a run whose hub is dead ends soon, and
-/// longer than any part of the network is away.
-const UNHEARD_MAX: Duration = Duration::from_secs(120);
+/// The silence after which a hub gets no jobs.
+const HUB_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The silence after which a hub is lost for jobs that run: longer than any fault lasts, and shorter than in the product,
+/// so that runs end.
+const HUB_UNHEARD_MAX: Duration = Duration::from_secs(100);
 
 /// The manager's host: its disk, and the manager if it runs.
 pub(crate) struct Manager {
@@ -120,7 +121,7 @@ impl Manager {
             jobs.iter_mut().for_each(forget_holders);
         }
         let limits = MembershipLimits {
-            unheard_max: UNHEARD_MAX,
+            unheard_max: HUB_UNHEARD_MAX,
             hub_timeout: HUB_TIMEOUT,
             living_jobs_max: 8,
             ended_jobs_max: 8,

@@ -9,7 +9,7 @@ use paramhub_core::composition::{Composed, Composition, Place};
 use paramhub_core::service::{ConnectService, InitService, LeaveService, ServiceConnected};
 
 use crate::call::{Answer, CallError, Caller, Line, Request};
-use crate::job::{JobPlan, NAMESPACE, NONCE, incarnation};
+use crate::job::{JobPlan, NAMESPACE, NONCE, hub_at, incarnation};
 use crate::message::Message;
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::Context;
@@ -121,12 +121,26 @@ impl Member {
         }
     }
 
-    /// Gives up its rank, so that the others need not wait for it. Nobody waits for an answer.
+    /// Gives up its rank, so that the others need not wait for it.
     fn give_up(&self, why: &str, context: &mut Context<'_>) {
+        self.leave(why, None, context);
+    }
+
+    /// Tells the manager that it has lost a hub, which the manager may not hear either.
+    pub(crate) fn report_lost_hub(&self, hub: Process, why: &str, context: &mut Context<'_>) {
+        let Some((connected, _)) = &self.connected else { return };
+        let lost = connected.hubs.iter().find(|shape| Process::Hub(hub_at(shape)) == hub);
+        if let Some(shape) = lost {
+            self.leave(why, Some(shape.interfaces[0].address.clone()), context);
+        }
+    }
+
+    /// Calls LeaveService once: the worker ends, and nobody waits for an answer.
+    fn leave(&self, why: &str, lost_hub: Option<String>, context: &mut Context<'_>) {
         let Some((_, secret)) = &self.connected else { return };
         let (rank, incarnation) = (self.call.rank, self.call.incarnation);
         let leave = LeaveService {
-            lost_hub: None,
+            lost_hub,
             rank,
             incarnation,
             proof: secret.prove_rank(Purpose::Leave, NAMESPACE, rank, incarnation),

@@ -7,11 +7,12 @@ use paramhub_core::service::{JobEnd, JobState, JobStatus};
 use crate::network::Process;
 use crate::scenario::{Fault, Scenario};
 
-/// Outages of this length together are survived: a worker tries for 10 s to open a stream again, and the manager hears
-/// every hub in 10 s.
+/// Outages of this length together are survived: a worker tries for 10 s to open a stream again.
 const BRIEF: Duration = Duration::from_millis(6_500);
 /// What a handshake costs whose stream is silent, or late: the time after which the worker dials once more.
 const SILENT_HANDSHAKE: Duration = Duration::from_secs(4);
+/// The manager need not hear hubs for so long while the job runs.
+const UNHEARD: Duration = Duration::from_secs(80);
 /// The manager may be away for so long while ranks gather: they call again for 10 s.
 const AWAY: Duration = Duration::from_secs(6);
 /// Outages of this length together are survived while ranks gather: one whose call broke must call again within 2 s.
@@ -76,27 +77,21 @@ impl Scenario {
 
     fn survive_running(&self, faults: &[Fault]) -> bool {
         let is_survived = |fault: &Fault| match fault {
-            Fault::Break(..) if fault.is_of_manager() => true,
-            // The hub's poll waits for longer than its manager for the hub.
-            Fault::Silence(process, _) if fault.is_of_manager() => matches!(process, Process::Worker(..)),
+            Fault::Break(..) | Fault::Silence(..) if fault.is_of_manager() => true,
             Fault::Break(..) | Fault::Silence(..) => self.continues,
             Fault::Block(..) | Fault::Part(..) | Fault::Pause(..) => true,
             Fault::Twin(_) | Fault::Rival(_) | Fault::Crash { .. } => true,
             Fault::Kill(_) | Fault::Replace(..) => false,
         };
-        // A job that runs needs no manager, however long it is away.
-        let needs = |fault: &&Fault| match fault {
-            Fault::Crash { .. } => false,
-            Fault::Block(a, b, _) | Fault::Part(a, b, _) if fault.is_of_manager() => {
-                matches!((a, b), (Process::Hub(_), _) | (_, Process::Hub(_)))
-            }
-            _ => true,
-        };
-        let lengths: Duration = faults.iter().filter(needs).map(|fault| fault.length()).sum();
-        let silences = faults.iter().filter(|fault| matches!(fault, Fault::Silence(..))).count();
+        // A job that runs needs no manager, however long it is away, and for long not one that hears its hubs.
+        let is_cut = |fault: &&Fault| fault.is_of_manager() && !matches!(fault, Fault::Crash { .. });
+        let unheard: Duration = faults.iter().filter(is_cut).map(|fault| fault.length()).sum();
+        let of_streams = faults.iter().filter(|fault| !fault.is_of_manager());
+        let lengths: Duration = of_streams.clone().map(|fault| fault.length()).sum();
+        let silences = of_streams.filter(|fault| matches!(fault, Fault::Silence(..))).count();
         // The first silence makes the worker dial; others may hit the handshakes that follow.
         let outages = lengths + SILENT_HANDSHAKE * ((silences as u32).saturating_sub(1) + self.late_hellos);
-        outages <= BRIEF && faults.iter().all(is_survived)
+        outages <= BRIEF && unheard <= UNHEARD && faults.iter().all(is_survived)
     }
 }
 

@@ -38,6 +38,8 @@ pub(crate) struct Worker {
     program: Program,
     step: u32,
     own_pauses: OwnPauses,
+    /// The hubs that it has lost or cannot reach, each with the error that this is to its program.
+    lost_hubs: Vec<(String, Process)>,
     outcome: Option<Result<(), String>>,
 }
 
@@ -93,6 +95,7 @@ impl Worker {
             program: Program::Joining,
             step: 0,
             own_pauses: OwnPauses::new(context.instant(), HEARTBEAT),
+            lost_hubs: Vec::new(),
             outcome: None,
         }
     }
@@ -204,7 +207,8 @@ impl Worker {
                     self.dialled_in_vain(lane, attempts, context);
                 }
                 LaneState::Opening(opening) if opening == stream => {
-                    let cause = self.cause("a hub did not answer in time".into(), None);
+                    let hub = self.lanes[lane].hub;
+                    let cause = self.loss(hub, format!("{hub:?} did not answer in time"), None);
                     self.give_up(cause, context);
                 }
                 _ => {}
@@ -315,6 +319,10 @@ impl Worker {
                 }
                 Some(Output::Announce(announcement)) => self.announce(announcement, context),
                 Some(Output::Over(outcome)) => {
+                    let lost = |error| self.lost_hubs.iter().find(|(of_loss, _)| of_loss == error);
+                    if let Some((error, hub)) = outcome.as_ref().err().and_then(lost) {
+                        self.member.report_lost_hub(*hub, error, context);
+                    }
                     self.outcome = Some(outcome);
                     for index in 0..self.lanes.len() {
                         self.close_lane(index, context);
@@ -386,7 +394,7 @@ impl Worker {
             if let Some(LivenessChange::Dead(silence)) = lane.liveness.check(now, &rules) {
                 let hub = lane.hub;
                 let what = format!("it has not heard {hub:?} for {} s", silence.as_secs_f64());
-                let cause = self.cause(what, Some(format!("{hub:?}")));
+                let cause = self.loss(hub, what, Some(format!("{hub:?}")));
                 return self.give_up(cause, context);
             }
             if lane.liveness.is_heartbeat_due(now, &rules) {
@@ -403,6 +411,13 @@ impl Worker {
             announced,
             lost_hub: lost_hub.map(Into::into),
         }
+    }
+
+    /// The cause that a hub is lost or cannot be reached, and has not said why. The manager will hear of it.
+    fn loss(&mut self, hub: Process, what: String, closes: Option<String>) -> FailureCause<String> {
+        let cause = self.cause(what, closes);
+        self.lost_hubs.push((cause.error.clone(), hub));
+        cause
     }
 
     fn give_up(&mut self, cause: FailureCause<String>, context: &mut Context<'_>) {

@@ -17,6 +17,11 @@ fn pids(process: &Process, rank: u32) -> Vec<i32> {
     text.lines().filter_map(|line| line.strip_prefix(&prefix)?.parse().ok()).collect()
 }
 
+/// Waits until all ranks have the parameters to start from, and have made a step.
+fn await_first_step(process: &Process) {
+    wait_until("the first step is made", || process.stderr().contains("[0] step 1/"));
+}
+
 /// Kills the present process of a rank, and waits until it has been lost.
 fn kill(process: &Process, rank: u32) {
     let pid = *pids(process, rank).last().unwrap();
@@ -27,7 +32,7 @@ fn kill(process: &Process, rank: u32) {
 #[test]
 fn a_killed_worker_is_started_again_and_joins_the_others() {
     let training = train(&["--max-restarts", "2"], "60");
-    training.wait_for("[0] step 1/");
+    await_first_step(&training);
     for (rank, restart) in [(2, 1), (2, 2), (1, 1)] {
         kill(&training, rank);
         let again = format!("worker {rank} was killed by SIGKILL; it is started again ({restart} of 2)");
@@ -43,7 +48,7 @@ fn a_killed_worker_is_started_again_and_joins_the_others() {
 #[test]
 fn all_workers_may_be_killed_one_after_the_other_and_the_training_goes_on_from_the_hubs_memory() {
     let training = train(&["--max-restarts", "1", "--min-workers", "3"], "60");
-    training.wait_for("[0] step 1/");
+    await_first_step(&training);
     for rank in [0, 1, 2] {
         let pid = pids(&training, rank)[0];
         kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
@@ -51,14 +56,14 @@ fn all_workers_may_be_killed_one_after_the_other_and_the_training_goes_on_from_t
     wait_until("all ranks are back", || training.stderr().contains("is back: 3 of 3 workers"));
     let ended = training.finish().expect_code(0);
     assert!(ended.stdout.contains("test accuracy"), "{}", ended.stdout);
-    let from_anew = ended.stdout.matches("[0] step 1/").count();
-    assert_eq!(from_anew, 1, "it goes on where it was: {}", ended.stdout);
+    let from_anew = ended.stderr.matches("[0] step 1/").count();
+    assert_eq!(from_anew, 1, "it goes on where it was: {}", ended.stderr);
 }
 
 #[test]
 fn the_others_end_the_training_without_a_worker_that_is_not_started_again() {
     let training = train(&["--min-workers", "2"], "20");
-    training.wait_for("[0] step 1/");
+    await_first_step(&training);
     kill(&training, 1);
     let ended = training.finish().expect_code(0);
     for line in [
@@ -73,7 +78,7 @@ fn the_others_end_the_training_without_a_worker_that_is_not_started_again() {
 #[test]
 fn a_job_that_waits_for_workers_in_vain_ends_with_the_reason() {
     let training = train(&["--min-workers", "3", "--linger", "1"], "60");
-    training.wait_for("[0] step 1/");
+    await_first_step(&training);
     kill(&training, 1);
     let ended = training.finish().expect_code(1);
     let reason = "rank 1 was lost, and no other process has come for 1 s (linger_s)";

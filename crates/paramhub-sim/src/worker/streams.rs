@@ -150,7 +150,8 @@ impl Worker {
                 self.give_up(cause, context);
             }
             (LaneState::Opening(_), Arrival::Closed | Arrival::Broken) => {
-                let cause = self.cause("a stream broke before it was open".into(), None);
+                let hub = lane.hub;
+                let cause = self.loss(hub, format!("a stream to {hub:?} broke before it was open"), None);
                 self.give_up(cause, context);
             }
             (LaneState::Resuming(..), Arrival::Message(Message::Welcome)) => {
@@ -197,7 +198,8 @@ impl Worker {
                 context.wake_in(self.process, pause, Wake::Redial(index));
             }
             AfterRound::GiveUp => {
-                let cause = self.cause(format!("it is cut off from {:?}", self.lanes[index].hub), None);
+                let hub = self.lanes[index].hub;
+                let cause = self.loss(hub, format!("it is cut off from {hub:?}"), None);
                 self.reopened(index, Reopening::Failed(cause), context);
             }
         }
@@ -228,7 +230,7 @@ impl Worker {
     pub(super) fn end_lane(&mut self, index: usize, reason: &str, context: &mut Context<'_>) {
         self.close_lane(index, context);
         let hub = self.lanes[index].hub;
-        let cause = self.cause(format!("it lost {hub:?}: {reason}"), Some(format!("{hub:?}")));
+        let cause = self.loss(hub, format!("it lost {hub:?}: {reason}"), Some(format!("{hub:?}")));
         self.job.stream_lost(cause, context.instant());
     }
 
