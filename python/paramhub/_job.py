@@ -205,8 +205,9 @@ class Job:
 
     @property
     def resumed_step(self) -> int | None:
-        """The step of the checkpoint from which the hubs have resumed, whose parameters `init` has received; None where the
-        parameters are rank 0's. Hyperparameters come from the checkpoint, too: change them with `set_hyperparameters`."""
+        """The step of the checkpoint from which the hubs have resumed, or at which this process has joined a running job. `init`
+        has received its parameters. None where the parameters are rank 0's. Hyperparameters are those of that step, too:
+        change them with `set_hyperparameters`."""
         return self._running().resumed_step
 
     def push(self, name: str, gradient: Any) -> Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import numpy
@@ -157,3 +158,46 @@ def test_a_gradient_that_is_no_number_is_refused_where_asked(hub: paramhub.Hub) 
             handle.wait(TIMEOUT)
         assert failed.value.culprit == 0
         job._native.abandon()
+
+
+def takes_the_rank_of_another(rank: Rank, ticket: paramhub.JobTicket) -> tuple[int | None, list[float]]:
+    """Process 1 has rank 1 and dies after three steps; process 2 takes the rank."""
+    number = min(rank.rank, 1)
+    if rank.rank == 2:
+        rank.await_mark("dies")
+    deadline = time.monotonic() + ENOUGH
+    while True:
+        try:
+            job = paramhub.connect(*ticket, number)
+            break
+        except paramhub.ParamhubError:
+            # The hub has not noticed yet that the process has died.
+            assert rank.rank == 2 and time.monotonic() < deadline
+            time.sleep(0.02)
+    weight = numpy.zeros(100_000, "f4")
+    with job:
+        job.init({"w": weight}, optimizer=paramhub.SGD(lr=1.0, momentum=0.5))
+        joined_at = job.resumed_step
+        while job.next_step("w") < 8:
+            if rank.rank == 1 and job.next_step("w") == 3:
+                rank.mark("dies")
+                os.kill(os.getpid(), signal.SIGKILL)
+            job.push_pull("w", numpy.full_like(weight, 1 + number), out=weight).wait(ENOUGH)
+    return joined_at, [float(weight.min()), float(weight.max())]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_another_process_takes_the_rank_of_a_killed_one(
+    hub: paramhub.Hub, team: Team, transport: str
+) -> None:
+    ticket = new_job(hub, 2, on_worker_loss="continue", min_workers=2)
+    env = {"PARAMHUB_TRANSPORT": transport}
+    results = team(takes_the_rank_of_another, ticket, ranks=3, dies=[1], env=env)
+    assert results[1] == Died(-signal.SIGKILL)
+    expected, velocity = 0.0, 0.0
+    for _ in range(8):
+        velocity = 0.5 * velocity + 1.5
+        expected -= velocity
+    # No step was made without rank 1: it died between two of them.
+    assert results[0] == (None, [expected, expected])
+    assert results[2] == (3, [expected, expected])
