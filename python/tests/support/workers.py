@@ -15,7 +15,7 @@ TIMEOUT = 30.0
 _jobs = 0
 
 
-def new_job(hub: paramhub.Hub, workers: int, **options: float) -> paramhub.JobTicket:
+def new_job(hub: paramhub.Hub, workers: int, **options: float | str) -> paramhub.JobTicket:
     """A job under a name of its own."""
     global _jobs
     _jobs += 1
