@@ -2,6 +2,7 @@
 
 mod job;
 mod link;
+mod ranks;
 mod route;
 mod streams;
 
@@ -78,6 +79,12 @@ impl Hub {
         hub
     }
 
+    /// Whether all chunks of the job here have their parameters to start from.
+    pub(crate) fn has_begun(&self) -> bool {
+        let begun = |job: &HubJob| job.routes.values().all(|route| route.has_begun());
+        self.job.as_ref().is_some_and(begun)
+    }
+
     /// Whether it has no job, and its manager knows so.
     pub(crate) fn is_idle(&self) -> bool {
         self.job.as_ref().is_none_or(|job| job.is_forgotten) && self.link.has_reported()
@@ -145,6 +152,13 @@ impl Hub {
             HubCommand::Link { namespace } => Event::Link { namespace },
             HubCommand::Tell { namespace, rank, message } => Event::Tell { namespace, rank, message },
             HubCommand::Stop { namespace, reason, when } => Event::Stop { namespace, reason, when },
+            HubCommand::LoseRank { namespace, rank, epoch, reason } => {
+                Event::LoseRank { namespace, rank, epoch, reason }
+            }
+            HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
+            HubCommand::JoinRank { namespace, rank, epoch, step } => {
+                Event::JoinRank { namespace, rank, epoch, step }
+            }
             other => {
                 return context.ledger.violate(|| format!("{:?} cannot follow {other:?}", self.process));
             }
@@ -162,12 +176,22 @@ impl Hub {
         self.handle(Event::Core { namespace: NAMESPACE, event }, context);
     }
 
+    /// Passes an event of a core to the job control while what that wants is being done.
+    fn handle_core_later(&mut self, event: CoreEvent, context: &mut Context<'_>) {
+        self.control.handle(Event::Core { namespace: NAMESPACE, event }, context.agenda.now());
+    }
+
     /// Does what the job control wants, as the job controller does.
     fn carry_out(&mut self, context: &mut Context<'_>) {
         loop {
-            let outputs = self.control.take_outputs();
+            let mut outputs = self.control.take_outputs();
             if outputs.is_empty() {
-                break;
+                // Deadlines are looked at when everything else is done, as the job controller does.
+                self.control.check_time(context.agenda.now(), &Admitted(self.job.as_ref()));
+                outputs = self.control.take_outputs();
+            }
+            if outputs.is_empty() {
+                return;
             }
             for output in outputs {
                 match output {
@@ -178,6 +202,19 @@ impl Hub {
                         }
                     }
                     Output::RefuseStreams { message, .. } => self.refuse_streams(message),
+                    Output::RefuseRank { rank, epoch, .. } => {
+                        if let Some(job) = &mut self.job {
+                            job.streams.lose_rank(rank, epoch);
+                        }
+                    }
+                    Output::AdmitRank { rank, epoch, .. } => {
+                        if let Some(job) = &mut self.job {
+                            job.streams.admit_rank(rank, epoch);
+                        }
+                    }
+                    Output::ChangeRank { core, rank, epoch, change, .. } => {
+                        self.change_rank(core, rank, epoch, change, context);
+                    }
                     Output::End { core, failure, .. } => self.free(core, failure.as_ref(), context),
                     Output::Report(event) => self.report(event, context),
                     Output::ReportEnd(report) => {
@@ -193,9 +230,7 @@ impl Hub {
                     _ => {}
                 }
             }
-            self.control.check_time(context.agenda.now(), &Admitted(self.job.as_ref()));
         }
-        self.control.check_time(context.agenda.now(), &Admitted(self.job.as_ref()));
     }
 
     /// No stream of the job is admitted any more, if any was.

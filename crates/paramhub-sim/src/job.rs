@@ -8,8 +8,9 @@ use paramhub_core::chunk::ChunkMap;
 use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
-use paramhub_core::service::{CreateService, JobOptions, OnInterfaceDown};
+use paramhub_core::service::{CreateService, JobOptions, OnInterfaceDown, OnWorkerLoss};
 use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::stragglers::Quorum;
 
 use crate::scenario::Scenario;
 
@@ -23,6 +24,8 @@ pub(crate) const FIRST_EPOCH: Epoch = Epoch { number: 1, secret: EpochSecret([3;
 pub(crate) const RENDEZVOUS: Duration = Duration::from_secs(30);
 /// How long a job that does not run yet may be without a sign of life.
 pub(crate) const LEASE: Duration = Duration::from_secs(40);
+/// How long a job that outlives its workers waits for others.
+const LINGER: Duration = Duration::from_secs(90);
 /// Bytes of a chunk.
 const CHUNK_BYTES: u32 = 1024;
 /// Elements of a key: two chunks and a part of one.
@@ -40,6 +43,8 @@ pub(crate) struct JobPlan {
     pub(crate) request: CreateService,
     pub(crate) continues: bool,
     pub(crate) reproducible: bool,
+    /// The condition that ends steps without some workers, if the job outlives them.
+    pub(crate) quorum: Option<Quorum>,
     pub(crate) dead_after: Duration,
 }
 
@@ -53,6 +58,12 @@ impl JobPlan {
             lease_s: LEASE.as_secs_f64(),
             dead_after_s: scenario.dead_after.as_secs_f64(),
             hubs: Some(scenario.hubs.into()),
+            on_worker_loss: match scenario.min_workers {
+                Some(_) => OnWorkerLoss::Continue,
+                None => OnWorkerLoss::Fail,
+            },
+            min_workers: scenario.min_workers.unwrap_or(1),
+            linger_s: LINGER.as_secs_f64(),
             on_interface_down: match scenario.continues {
                 true => OnInterfaceDown::Continue,
                 false => OnInterfaceDown::Fail,
@@ -74,6 +85,7 @@ impl JobPlan {
             request: CreateService { name: "job".into(), workers: scenario.workers, options },
             continues: scenario.continues,
             reproducible: scenario.reproducible,
+            quorum: options.quorum(scenario.workers),
             dead_after: scenario.dead_after,
         }
     }

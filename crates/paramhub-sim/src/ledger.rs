@@ -3,7 +3,7 @@
 
 mod told;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use paramhub_core::auth::Incarnation;
 use paramhub_core::chunk::ChunkId;
@@ -19,6 +19,8 @@ pub(crate) struct Ledger {
     /// The digests of each chunk's parameters, by version.
     versions: BTreeMap<ChunkId, Vec<u64>>,
     workers: u32,
+    /// The ranks that a hub has taken for lost at some time.
+    lost: BTreeSet<u32>,
     told: Told,
     /// The first thing that must not be.
     violation: Option<String>,
@@ -54,8 +56,11 @@ impl Ledger {
     /// A hub has updated a chunk with the sum of these contributions. Returns the digest of the new parameters.
     pub(crate) fn updated(&mut self, chunk: ChunkId, step: u32, sum: &mut [Contribution]) -> u64 {
         sum.sort_unstable();
-        let expected: Vec<Contribution> = (0..self.workers).map(|rank| Contribution { step, rank }).collect();
-        if *sum != expected[..] {
+        let has = |rank: u32| sum.contains(&Contribution { step, rank });
+        let lacks_one = (0..self.workers).any(|rank| !self.lost.contains(&rank) && !has(rank));
+        let has_others = sum.iter().any(|contribution| contribution.step != step);
+        let has_one_twice = sum.windows(2).any(|pair| pair[0] == pair[1]);
+        if lacks_one || has_others || has_one_twice {
             self.violate(|| format!("the update of chunk {chunk} at step {step} has the sum of {sum:?}"));
         }
         let versions = self.versions.entry(chunk).or_default();
@@ -66,6 +71,23 @@ impl Ledger {
             self.violate(|| format!("the update of chunk {chunk} at step {step} makes version {version}"));
         }
         digest
+    }
+
+    /// A hub takes a rank for lost: updates need not have its contribution from now on.
+    pub(crate) fn rank_lost(&mut self, rank: u32) {
+        self.lost.insert(rank);
+    }
+
+    /// Whether no hub has ever taken this rank for lost.
+    pub(crate) fn was_always_there(&self, rank: u32) -> bool {
+        !self.lost.contains(&rank)
+    }
+
+    /// A hub has moved a chunk on to a version without an update.
+    pub(crate) fn skipped(&mut self, chunk: ChunkId, version: u32) {
+        let versions = self.versions.entry(chunk).or_default();
+        let newest = versions.last().copied().unwrap_or_default();
+        versions.resize(version as usize + 1, newest);
     }
 
     /// A worker has received parameters.

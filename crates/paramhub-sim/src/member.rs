@@ -6,18 +6,21 @@ use std::time::Duration;
 
 use paramhub_core::auth::{Incarnation, Purpose, RankClaim, StreamSecret};
 use paramhub_core::composition::{Composed, Composition, Place};
-use paramhub_core::service::{ConnectService, InitService, LeaveService, ServiceConnected};
+use paramhub_core::service::{ConnectService, ErrorCode, InitService, LeaveService, ServiceConnected};
 
 use crate::call::{Answer, CallError, Caller, Line, Request};
 use crate::job::{JobPlan, NAMESPACE, NONCE, hub_at, incarnation};
 use crate::message::Message;
 use crate::network::{Arrival, Process, StreamId};
-use crate::world::Context;
+use crate::world::{Context, Wake};
 
 /// How long a manager at which nobody listens is called again.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a call may take: longer than the manager lets it wait, whose answer names what is missing.
 const CALL_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The pause before a process calls again for a rank that another has.
+const TAKEN_PAUSE: Duration = Duration::from_millis(500);
 
 /// A worker that joins its job.
 pub(crate) struct Member {
@@ -33,6 +36,8 @@ pub(crate) struct Member {
 pub(crate) struct Joined {
     pub(crate) composed: Arc<Composed>,
     pub(crate) epoch: u64,
+    /// The step at which it joins a running job, if it does.
+    pub(crate) step: Option<u32>,
 }
 
 impl Member {
@@ -106,10 +111,18 @@ impl Member {
                 if *hash != *initialised.placement_hash {
                     context.ledger.violate(|| format!("rank {rank} places the job otherwise than its hubs"));
                 }
-                Some(Ok(Joined { composed, epoch: connected.epoch }))
+                let step = initialised.resumed_step;
+                Some(Ok(Joined { composed, epoch: connected.epoch, step }))
             }
             (Ok(other), _) => {
                 context.ledger.violate(|| format!("rank {rank} is answered with {other:?}"));
+                None
+            }
+            // The process that has the rank has died, and no hub has noticed yet.
+            (Err(CallError::Refused(refusal)), None)
+                if refusal.code == ErrorCode::RankTaken && self.plan.quorum.is_some() =>
+            {
+                context.wake_in(self.process, TAKEN_PAUSE, Wake::Begin);
                 None
             }
             (Err(error), connected) => {

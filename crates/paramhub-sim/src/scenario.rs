@@ -26,6 +26,9 @@ pub struct Scenario {
     pub continues: bool,
     /// Whether contributions are summed in the order of ranks.
     pub reproducible: bool,
+    /// The least number of workers with which the job goes on, if it goes on when workers are lost
+    /// (`--on-worker-loss continue`).
+    pub min_workers: Option<u32>,
     /// The silence after which a neighbour counts as dead.
     pub dead_after: Duration,
     /// How long a message takes.
@@ -95,6 +98,7 @@ impl Scenario {
             steps: 1 + random.below(12) as u32,
             continues: random.happens(80),
             reproducible: random.happens(50),
+            min_workers: None,
             dead_after: Duration::from_secs(15 + random.below(15)),
             delay: Duration::from_micros(20)..if slow { ms(400) } else { ms(2) },
             late_hellos: u32::from(random.happens(50)),
@@ -106,11 +110,19 @@ impl Scenario {
             plant: None,
             is_traced: false,
         };
+        if random.happens(35) {
+            scenario.min_workers = Some(1 + random.below(workers.into()) as u32);
+            (scenario.continues, scenario.reproducible, scenario.late_hellos) = (false, false, 0);
+        }
         // Ranks that gather take some seconds. What fails between workers and hubs is of interest after that.
         let span = scenario.compute.end * scenario.steps + ms(500);
         let gathering = scenario.starting.end + scenario.saving.end * 3 + scenario.delay.end * 10 + ms(200);
         for _ in 0..random.below(8) {
             let fault = match random.happens(40) {
+                _ if scenario.min_workers.is_some() && random.happens(60) => {
+                    let length = any_length(&mut random, 90, 20_000);
+                    Fault::Replace(random.below(workers.into()) as u32, length)
+                }
                 true => Fault::of_manager(&mut random, workers, hubs),
                 false => Fault::of_streams(&mut random, workers, hubs),
             };

@@ -41,6 +41,8 @@ pub(crate) struct Ends<'a> {
     pub(crate) hubs: Vec<(u16, Option<&'a JobEnd>)>,
     /// What the manager has recorded.
     pub(crate) recorded: &'a JobStatus,
+    /// The ranks that no hub has ever taken for lost.
+    pub(crate) always_there: Vec<u32>,
     /// Whether the manager has lost a hub.
     pub(crate) has_lost_hubs: bool,
 }
@@ -54,7 +56,16 @@ impl Scenario {
         let faults = |early: bool| -> Vec<Fault> {
             self.faults.iter().filter(|&&(at, _)| is_early(at) == early).map(|&(_, fault)| fault).collect()
         };
-        self.survive_gathering(&faults(true)) && self.survive_running(&faults(false))
+        let survives = match self.min_workers {
+            // Another process joins a job as a first one does. One that is killed is replaced.
+            Some(_) => {
+                let is_other = |fault: &Fault| !matches!(fault, Fault::Replace(..) | Fault::Twin(_));
+                let others: Vec<Fault> = faults(false).into_iter().filter(is_other).collect();
+                self.survive_gathering(&others)
+            }
+            None => self.survive_running(&faults(false)),
+        };
+        self.survive_gathering(&faults(true)) && survives
     }
 
     fn survive_gathering(&self, faults: &[Fault]) -> bool {
@@ -109,7 +120,7 @@ impl Ends<'_> {
                 Some(Ok(())) if steps < self.scenario.steps => {
                     return Err(format!("{process:?} has ended well after {steps} steps"));
                 }
-                Some(Err(error)) if must_finish && is_first => {
+                Some(Err(error)) if must_finish && is_first && self.scenario.min_workers.is_none() => {
                     return Err(format!("{process:?} has failed although nobody died: {error}"));
                 }
                 Some(Err(error)) if !names_somebody(error) => {
@@ -138,7 +149,7 @@ impl Ends<'_> {
                 let of_rank = self.workers.iter().filter(|worker| worker.rank == rank);
                 of_rank.map(|worker| worker.steps).max() == Some(self.scenario.steps)
             };
-            if let Some(rank) = (0..self.scenario.workers).find(|&rank| !has_worked(rank)) {
+            if let Some(&rank) = self.always_there.iter().find(|&&rank| !has_worked(rank)) {
                 return Err(format!(
                     "the manager records that the job has finished, and rank {rank} has not"
                 ));

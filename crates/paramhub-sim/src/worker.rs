@@ -106,6 +106,7 @@ impl Worker {
             None => {}
             Some(Err(error)) => self.outcome = Some(Err(error)),
             Some(Ok(joined)) => {
+                self.step = joined.step.unwrap_or(0);
                 self.joined = Some(joined);
                 self.program = Program::Connecting;
                 self.own_pauses = OwnPauses::new(context.instant(), HEARTBEAT);
@@ -248,6 +249,10 @@ impl Worker {
                     Err(error) => return context.ledger.violate(|| format!("rank {}: {error}", self.rank)),
                 };
                 if let Content::Parameters(digest) = content {
+                    let first = self.joined().step.filter(|_| self.program == Program::Initialising);
+                    if first.is_some_and(|first| first != header.step) {
+                        context.ledger.violate(|| format!("rank {} joins between two steps", self.rank));
+                    }
                     context.ledger.received(self.rank, header.chunk, header.step, digest);
                 }
                 if self.requests.answered(expected).finished.is_some()
@@ -262,19 +267,21 @@ impl Worker {
     /// All requests of the program have been answered.
     fn answered(&mut self, context: &mut Context<'_>) {
         match self.program {
-            Program::Initialising => self.compute(context),
+            Program::Initialising => self.compute_or_leave(context),
             Program::Waiting => {
                 self.step += 1;
-                match self.step == self.plan.steps {
-                    true => {
-                        self.program = Program::Leaving;
-                        self.job.leave(context.instant() + LEAVING);
-                    }
-                    false => self.compute(context),
-                }
+                self.compute_or_leave(context);
             }
             Program::Joining | Program::Connecting | Program::Computing | Program::Leaving => {}
         }
+    }
+
+    fn compute_or_leave(&mut self, context: &mut Context<'_>) {
+        if self.step < self.plan.steps {
+            return self.compute(context);
+        }
+        self.program = Program::Leaving;
+        self.job.leave(context.instant() + LEAVING);
     }
 
     fn compute(&mut self, context: &mut Context<'_>) {
@@ -307,7 +314,8 @@ impl Worker {
             && self.lanes.iter().all(|lane| matches!(lane.state, LaneState::Open))
         {
             self.program = Program::Initialising;
-            self.begin(if self.rank == 0 { Request::Initialise } else { Request::Pull }, 0);
+            let initialises = self.rank == 0 && self.joined().step.is_none();
+            self.begin(if initialises { Request::Initialise } else { Request::Pull }, 0);
         }
         loop {
             self.send_ready(context);

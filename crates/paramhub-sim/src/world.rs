@@ -86,6 +86,8 @@ pub enum Plant {
     CommandsOnce,
     /// A manager that restarts does not ask hubs for their jobs.
     JobsNotAsked,
+    /// A hub lets a process that takes a rank join at the step that each core has named itself.
+    JoinsAtOwnStep,
 }
 
 /// What a process may use while it handles an event.
@@ -164,7 +166,7 @@ struct World<'a> {
     /// The events that wait for processes which stand still.
     paused: BTreeMap<Process, (usize, Vec<Event>)>,
     broken: usize,
-    /// When the last worker had opened all its streams.
+    /// When the last worker had opened all its streams and, in a job that outlives its workers, all chunks had begun.
     connected: Option<Duration>,
 }
 
@@ -215,7 +217,8 @@ impl World<'_> {
         }
         while let Some(event) = self.agenda.take() {
             self.happen(event);
-            if self.connected.is_none() && self.workers.values().all(Worker::is_connected) {
+            if self.connected.is_none() && self.workers.values().all(Worker::is_connected) && self.has_begun()
+            {
                 self.connected = Some(self.agenda.now());
             }
             if let Some(violation) = self.ledger.violation() {
@@ -229,6 +232,11 @@ impl World<'_> {
             }
         }
         Err("nothing is left to happen".into())
+    }
+
+    /// Whether nothing keeps workers of a job that outlives them from being replaced.
+    fn has_begun(&self) -> bool {
+        self.scenario.min_workers.is_none() || self.hubs.values().all(Hub::has_begun)
     }
 
     /// Starts another process for a rank.
@@ -354,6 +362,9 @@ impl World<'_> {
                 .map(|(&number, hub)| (number, hub.end()))
                 .collect(),
             recorded: &recorded,
+            always_there: (0..self.scenario.workers)
+                .filter(|&rank| self.ledger.was_always_there(rank))
+                .collect(),
             has_lost_hubs: self.manager.as_ref().is_some_and(Manager::has_lost_hubs),
         };
         ends.check()?;

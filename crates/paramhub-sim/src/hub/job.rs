@@ -90,7 +90,7 @@ impl HubJob {
             dead_after: plan.dead_after,
             progress_timeout: None,
             continues: ordered.options.continues(),
-            min_workers: None,
+            min_workers: ordered.options.goes_on_with(),
             epoch: ordered.epoch.number,
             stragglers: ordered.options.stragglers,
             weight: ordered.options.weight,

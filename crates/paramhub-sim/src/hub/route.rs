@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
-use paramhub_core::exchange::{Answer, Exchange, Fold, ProtocolViolation, Rules, SumAction};
+use paramhub_core::exchange::{Answer, Exchange, Fold, ProtocolViolation, Rules, SumAction, Update};
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::wire::{Header, Operation};
 
@@ -44,8 +44,8 @@ struct Chunk {
 #[derive(Default)]
 pub(super) struct Port {
     pub(super) stream: Option<StreamId>,
-    /// The newest stream that was passed on.
-    pub(super) newest: Option<u32>,
+    /// The epoch and the attempt of the newest stream that was passed on.
+    pub(super) newest: Option<(u64, u32)>,
     /// The stream is broken, and another may replace it.
     pub(super) is_cut: bool,
     /// What still comes is dropped: the job is over, or its rank was at fault.
@@ -53,6 +53,17 @@ pub(super) struct Port {
     pub(super) has_left: bool,
     pub(super) owed: BTreeMap<u32, Answer>,
     pub(super) liveness: Option<PeerLiveness>,
+}
+
+impl Chunk {
+    fn update(&mut self, update: Update, context: &mut Context<'_>) {
+        let mut sum = std::mem::take(&mut self.sum);
+        self.parameters = context.ledger.updated(self.id, update.step, &mut sum);
+        if sum.len() != update.contributions as usize {
+            let step = update.step;
+            context.ledger.violate(|| format!("the mean of step {step} divides by another number than came"));
+        }
+    }
 }
 
 impl Route {
@@ -66,7 +77,7 @@ impl Route {
             reproducible: plan.reproducible,
             has_parameters: true,
             two_phase: false,
-            quorum: None,
+            quorum: plan.quorum,
         };
         let chunk = |&id: &ChunkId| {
             let length = plan.map.extent(id).expect("a chunk of the job").bytes(Codec::F32);
@@ -107,17 +118,42 @@ impl Route {
                     Fold::Sum { .. } | Fold::Park => chunk.sum.push(contribution),
                 }
                 if let SumAction::Update(update) = arrival.then {
-                    let mut sum = std::mem::take(&mut chunk.sum);
-                    chunk.parameters = context.ledger.updated(chunk.id, update.step, &mut sum);
+                    chunk.update(update, context);
                 }
             }
             other => unreachable!("no worker here sends {other:?}"),
         }
+        self.mark_due_answers(slot);
+        Ok(())
+    }
+
+    /// Whether all chunks have their parameters to start from.
+    pub(super) fn has_begun(&self) -> bool {
+        (0..self.chunks.len() as u32).all(|slot| self.exchange.has_begun(slot))
+    }
+
+    fn mark_due_answers(&mut self, slot: u32) {
         let ports = &mut self.ports;
         self.exchange.mark_due_answers(slot, |member, answer| {
             ports[member as usize].owed.insert(slot, answer);
         });
-        Ok(())
+    }
+
+    /// Ends the steps that wait for no member any more, as a shard does when the membership has changed.
+    pub(super) fn end_steps(&mut self, context: &mut Context<'_>) {
+        for slot in 0..self.chunks.len() as u32 {
+            let chunk = &mut self.chunks[slot as usize];
+            loop {
+                if let Some(update) = self.exchange.end_if_complete(slot) {
+                    chunk.update(update, context);
+                } else if self.exchange.skip_missed_steps(slot) {
+                    context.ledger.skipped(chunk.id, self.exchange.step(slot));
+                } else {
+                    break;
+                }
+            }
+            self.mark_due_answers(slot);
+        }
     }
 
     /// Takes every answer that is owed by a stream that works, with the rank that gets it.

@@ -81,7 +81,7 @@ impl Hub {
     /// The core takes a stream, and in place of another drops that.
     pub(super) fn adopt(&mut self, stream: StreamId, place: StreamPlace, context: &mut Context<'_>) {
         // All members are workers, whose ports are their ranks.
-        let StreamPlace { route, port: rank, attempt, resumed_by, .. } = place;
+        let StreamPlace { route, port: rank, epoch, attempt, resumed_by } = place;
         let process = self.process;
         // A stream of a job that was allocated before the present one is not among those that were admitted.
         let admitted = self.job.as_mut().and_then(|job| Some((job.admitted.remove(&stream)?, job)));
@@ -89,11 +89,11 @@ impl Hub {
         let is_planted = context.plant == Some(Plant::StaleStream);
         let is_over = job.is_forgotten;
         let port = job.port(route, rank);
-        if port.newest.is_some_and(|newest| attempt < newest) && !is_planted || is_over {
+        if port.newest.is_some_and(|newest| (epoch, attempt) < newest) && !is_planted || is_over {
             return context.close(stream, process);
         }
         context.trace(|| format!("{process:?} adopts {stream:?}, attempt {attempt} of rank {rank}"));
-        port.newest = Some(attempt);
+        port.newest = Some((epoch, attempt));
         let before = port.stream.replace(stream);
         let had_stream = before.is_some();
         if let Some(before) = before {
@@ -144,7 +144,7 @@ impl Hub {
     }
 
     /// Sends every answer that is owed by a stream that works.
-    fn answer(&mut self, id: RouteId, context: &mut Context<'_>) {
+    pub(super) fn answer(&mut self, id: RouteId, context: &mut Context<'_>) {
         let answers = self.job_mut().route(id).take_due_answers();
         for (rank, header, content) in answers {
             self.send(id, rank, header, content, context);

@@ -49,7 +49,8 @@ impl Told {
 
     /// A rank is told that the job runs.
     pub(super) fn initialised(&mut self, initialised: &ServiceInitialised) -> Result<(), String> {
-        let text = format!("{initialised:?}");
+        // A process that has taken a lost rank is told where it joins.
+        let text = format!("{:?}", ServiceInitialised { resumed_step: None, ..initialised.clone() });
         let before = self.initialised.get_or_insert_with(|| text.clone());
         match *before == text {
             true => Ok(()),
@@ -64,7 +65,8 @@ impl Told {
         incarnation: Incarnation,
         refusal: &ServiceError,
     ) -> Result<(), String> {
-        let holder = self.holders.get(&(self.epoch, rank));
+        // In later epochs ranks are taken from processes that are lost.
+        let holder = self.holders.get(&(self.epoch, rank)).filter(|_| self.epoch == 1);
         let denies = matches!(
             refusal.code,
             ErrorCode::RankTaken | ErrorCode::BadRequest | ErrorCode::WrongNonce | ErrorCode::NotFound

@@ -93,7 +93,7 @@ impl Worker {
 
     /// What the worker says first on a stream.
     fn hello(&self, route: RouteId, attempt: u32) -> Hello {
-        let Joined { composed, epoch } = self.joined();
+        let Joined { composed, epoch, .. } = self.joined();
         let placement = &composed.placements[0];
         let place = placement.routes()[usize::from(route)];
         Hello {

@@ -36,12 +36,15 @@ impl Job {
     /// Takes a rank's call to ConnectService. Returns the call's ticket, which distinguishes it from the
     /// rank's other calls.
     pub(crate) fn connect(&mut self, call: &ConnectService, now: Now) -> Result<u64, ServiceError> {
-        self.lease.renew(now.monotonic);
         if self.state.has_ended() {
             return Err(self.ended_refusal());
         }
         self.check_rank(call.rank)?;
         check_place(&call.place)?;
+        // A process that calls again and again for a rank that another has is no sign of life of the job.
+        if self.assignments.holder(call.rank).is_none_or(|holder| holder.has_called(call)) {
+            self.lease.renew(now.monotonic);
+        }
         match self.assignments.holder(call.rank) {
             Some(holder) if !holder.has_called(call) && self.may_replace(holder, now) => {
                 self.replace_rank(call, now)
