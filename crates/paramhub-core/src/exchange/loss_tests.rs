@@ -166,12 +166,17 @@ fn no_job_goes_on_without_all_parameters_to_start_from() {
 }
 
 #[test]
-fn a_member_that_has_left_is_not_lost() {
+fn a_member_may_be_lost_after_it_has_left_at_these_chunks() {
     let mut exchange = begun(2, 2, 1);
     exchange.leave(1, |_, _, _| ()).unwrap();
     exchange.lose(1).unwrap();
-    assert!(!exchange.is_lost(1));
-    assert!(matches!(push(&mut exchange, 0, 0, 0), SumAction::Update(Update { contributions: 1, .. })));
+    assert!(exchange.is_lost(1));
+    assert_eq!(push(&mut exchange, 0, 0, 0), SumAction::Wait, "another process takes its place");
+    assert_eq!(exchange.rejoin(1), 0);
+    exchange.join_at(1, 0);
+    exchange.pull(0, 1, 0).unwrap();
+    assert_eq!(answer_all(&mut exchange, 0), [1]);
+    assert!(matches!(push(&mut exchange, 0, 1, 0), SumAction::Update(Update { contributions: 2, .. })));
 }
 
 /// A process of a member that pulls every chunk, then pushes each in any order, step by step.

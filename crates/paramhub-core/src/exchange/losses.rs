@@ -14,8 +14,7 @@ use super::violation::LostBeforeStart;
 use crate::stragglers::Quorum;
 
 impl Exchange {
-    /// Notes that a member is lost. The caller then calls [`Exchange::end_if_complete`] for every slot. A member
-    /// that has left before is not lost.
+    /// Notes that a member is lost. The caller then calls [`Exchange::end_if_complete`] for every slot.
     ///
     /// Fails, without any change, if a chunk has no parameters to start from yet: another process could not begin with
     /// those of the hub.
@@ -23,11 +22,11 @@ impl Exchange {
         if !self.chunks.iter().all(|chunk| chunk.initialised) {
             return Err(LostBeforeStart);
         }
-        if std::mem::replace(&mut self.departed[member as usize], true) {
+        if std::mem::replace(&mut self.lost[member as usize], true) {
             return Ok(());
         }
-        self.departures += 1;
-        self.lost[member as usize] = true;
+        // It may have left here and died before it had left elsewhere.
+        self.departures += u32::from(!std::mem::replace(&mut self.departed[member as usize], true));
         for slot in 0..self.chunks.len() as u32 {
             self.member_mut(slot, member).request = MemberRequest::None;
             self.count_awaited(slot);

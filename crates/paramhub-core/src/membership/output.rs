@@ -52,20 +52,16 @@ impl Connected {
     pub fn answer(&self) -> ServiceConnected {
         let (rank, addresses) = (self.rank, &self.shared.peer_addresses);
         let listens = addresses.get(rank as usize).is_some_and(Option::is_some);
-        let secrets = self.secret.map(|(Epoch { secret, .. }, _)| {
+        let secrets = self.secret.map(|(epoch, since)| {
             let pair = |(other, address): (u32, &Option<_>)| {
-                (other != rank && address.is_some()).then(|| secret.of_pair(rank, other))
+                (other != rank && address.is_some()).then(|| epoch.secret.of_pair(rank, other))
             };
             let pairs = match listens {
                 true => (0..).zip(addresses).map(pair).collect(),
                 false => Vec::new(),
             };
-            pairs
+            RankSecrets { rank: epoch.of_rank(rank, since), pairs }
         });
-        let secrets = self
-            .secret
-            .zip(secrets)
-            .map(|((epoch, since), pairs)| RankSecrets { rank: epoch.of_rank(rank, since), pairs });
         let epoch = self.secret.map_or(self.shared.epoch, |(_, since)| since);
         ServiceConnected { secrets, epoch, ..ServiceConnected::clone(&self.shared) }
     }

@@ -218,7 +218,7 @@ fn a_rank_may_be_lost_again_and_again(transports: Transports) {
                 }
             })
         });
-        others.map(|other| other.join().unwrap());
+        others.into_iter().for_each(|other| other.join().unwrap());
         over.store(true, Ordering::SeqCst);
         survivor.join().unwrap();
     });
