@@ -155,6 +155,11 @@ impl JobControl {
         if job.ranks.0.get(&rank).map_or(job.terms.epoch, |changed| changed.epoch) >= epoch {
             return;
         }
+        // A process that would have taken the rank has gone before this hub has heard of it.
+        if let Some(lost) = job.ranks.0.get_mut(&rank).filter(|changed| changed.phase == RankPhase::Lost) {
+            lost.epoch = epoch;
+            return;
+        }
         job.ranks.begin(rank, epoch, RankPhase::Lost);
         let workers = job.terms.composed.composition.workers();
         let left = workers - job.ranks.lost().count() as u32;

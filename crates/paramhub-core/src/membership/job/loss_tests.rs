@@ -46,7 +46,8 @@ fn submit(job: &mut Job) -> InitNext {
 
 /// Lets both hubs answer.
 fn join(job: &mut Job) {
-    assert_eq!(changes(job.join(1)), [MembershipChange::Expect { rank: 1, epoch: 3 }]);
+    let expected = MembershipChange::Expect { rank: 1, epoch: 3 };
+    assert_eq!(changes(job.join(1)), [lost(1, 2), vec![expected]].concat());
     assert_eq!(job.rank_expected(0, (1, 3), 8), Transition::None);
     let named = changes(job.rank_expected(1, (1, 3), 6));
     assert_eq!(named, [MembershipChange::Join { rank: 1, epoch: 3, step: 8 }], "the latest of all hubs");
@@ -141,6 +142,13 @@ fn a_manager_that_restarts_knows_who_is_lost_and_who_was_about_to_come() {
     assert!(job.connect(&call(1, 8), later(50.0)).is_err());
     job.connect(&call(1, 7), later(50.0)).unwrap();
     assert!(matches!(submit(&mut job), InitNext::Join { .. }));
+    changes(job.join(1));
+    // The other hub, which may not have heard of the process either, has the job, too.
+    let again = changes(job.hub_allocated(1, "hash", None, later(50.0)));
+    assert!(matches!(
+        again[..],
+        [MembershipChange::Lose { .. }, MembershipChange::Expect { rank: 1, epoch: 3 }]
+    ));
     join(&mut job);
     assert_eq!(init_answer(&job, 1).unwrap().resumed_step, Some(8));
     let (job, _) = Job::restore(job.record(now()), later(90.0));

@@ -26,7 +26,7 @@ pub(super) struct PendingJoin {
 }
 
 /// A change of the membership, as the hubs of a job hear of it.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum MembershipChange {
     /// A rank is lost.
     Lose { rank: u32, epoch: u64, reason: String },
@@ -65,18 +65,25 @@ impl Job {
     /// Tells the hubs once more which ranks are lost, since one of them has reported the job to a manager that has
     /// restarted, and may not have heard what the earlier one had decided. Hubs that know it ignore it.
     pub(super) fn repeat_losses(&self) -> Transition {
-        let lost = self.lost_ranks().into_iter().filter_map(|rank| {
-            let holder = self.assignments.holder(rank)?;
-            // The epoch of a process that is joining begins after the loss.
-            let epoch = holder.since - u64::from(holder.standing == Standing::Joining);
-            Some(MembershipChange::Lose { rank, epoch, reason: format!("rank {rank} was lost") })
-        });
-        let changes: Vec<MembershipChange> = lost.collect();
+        let changes: Vec<MembershipChange> =
+            self.lost_ranks().into_iter().flat_map(|rank| self.changes_of_lost(rank)).collect();
         if changes.is_empty() {
             return Transition::None;
         }
         let message = list_ranks_with_verb(&self.lost_ranks(), "is lost", "are lost");
         Transition::MembershipChanged { changes, epoch: self.assignments.newest_epoch(), message }
+    }
+
+    /// What hubs must hear of a rank that is lost, and of the process that takes it if that has sent its settings.
+    fn changes_of_lost(&self, rank: u32) -> Vec<MembershipChange> {
+        let Some(holder) = self.assignments.holder(rank) else { return Vec::new() };
+        // The epoch of a process that is joining begins after the loss.
+        let lost_since = holder.since - u64::from(holder.standing == Standing::Joining);
+        let reason = format!("rank {rank} was lost");
+        let lost = MembershipChange::Lose { rank, epoch: lost_since, reason };
+        let joins = self.joins.contains_key(&rank);
+        let expected = joins.then_some(MembershipChange::Expect { rank, epoch: holder.since });
+        std::iter::once(lost).chain(expected).collect()
     }
 
     /// Another process that would have taken a rank will not come.
@@ -155,7 +162,8 @@ impl Job {
         };
         let (epoch, message) = (holder.since, format!("rank {rank} is taken by {holder}"));
         self.joins.insert(rank, PendingJoin::default());
-        let changes = vec![MembershipChange::Expect { rank, epoch }];
+        // A hub may not have heard of the loss from a manager that has restarted since.
+        let changes = self.changes_of_lost(rank);
         Transition::MembershipChanged { changes, epoch, message }
     }
 
