@@ -17,6 +17,8 @@ pub struct StreamSecrets {
     pub nonce: Nonce,
     /// The epoch with which the job began.
     pub epoch: Epoch,
+    /// The newest epoch of which the hub has heard.
+    pub newest_epoch: u64,
     /// The ranks whose workers speak protocol version 1, ascending. The manager has given them no secrets, so
     /// their streams are proved with the nonce.
     pub version_1_ranks: Vec<u32>,
@@ -44,8 +46,8 @@ impl StreamSecrets {
 
     fn epoch_named_by(&self, hello: &Hello) -> u64 {
         match hello.attempt {
-            Attempt::Numbered { epoch, .. } => epoch,
-            Attempt::Unnumbered { .. } => self.epoch.number,
+            Attempt::Numbered { epoch, .. } if epoch <= self.newest_epoch => epoch,
+            Attempt::Numbered { .. } | Attempt::Unnumbered { .. } => self.epoch.number,
         }
     }
 }
@@ -153,6 +155,7 @@ mod tests {
         let secrets = StreamSecrets {
             nonce: Nonce([9; 32]),
             epoch: Epoch { number: 1, secret: EpochSecret([8; 32]) },
+            newest_epoch: 1,
             version_1_ranks: vec![1],
         };
         let of =

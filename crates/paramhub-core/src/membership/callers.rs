@@ -48,7 +48,12 @@ impl Membership {
         now: Now,
     ) -> Result<WaitingCall, ServiceError> {
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
+        let epoch = job.newest_epoch();
         let ticket = job.connect(call, now)?;
+        if job.newest_epoch() > epoch {
+            // Another process has the rank now, and must not hear of it before a manager that restarts would know.
+            self.outputs.push(Output::Save(namespace));
+        }
         let deadline = now.monotonic + Duration::from_secs_f64(job.options.rendezvous_timeout_s);
         let (rank, incarnation) = (call.rank, call.incarnation);
         let call = self.wait(namespace, JobCall::Connect { rank, incarnation, ticket });

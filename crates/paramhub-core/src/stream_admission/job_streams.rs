@@ -118,7 +118,7 @@ impl JobStreams {
 
     /// Notes that a rank is lost since `epoch`. Streams of its process are refused from now on.
     pub fn lose_rank(&mut self, rank: u32, epoch: u64) {
-        self.changed.insert(rank, epoch);
+        self.begin_epoch(rank, epoch);
         self.lost.insert(rank);
         self.incarnations.remove(&rank);
         let ports = &self.terms.ports;
@@ -127,8 +127,14 @@ impl JobStreams {
 
     /// Notes that another process has a lost rank since `epoch`. Its streams are admitted from now on.
     pub fn admit_rank(&mut self, rank: u32, epoch: u64) {
-        self.changed.insert(rank, epoch);
+        self.begin_epoch(rank, epoch);
         self.lost.remove(&rank);
+    }
+
+    fn begin_epoch(&mut self, rank: u32, epoch: u64) {
+        self.changed.insert(rank, epoch);
+        let newest = &mut self.terms.secrets.newest_epoch;
+        *newest = epoch.max(*newest);
     }
 
     /// Returns the workers by rank, then the sites, that lack a stream on some route. It leaves out lost ranks, and

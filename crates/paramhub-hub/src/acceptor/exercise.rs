@@ -125,6 +125,7 @@ fn job(encrypts: bool) -> (Directory, Hello) {
         secrets: StreamSecrets {
             nonce: Nonce([0; 32]),
             epoch: Epoch { number: EPOCH, secret: EpochSecret([5; 32]) },
+            newest_epoch: EPOCH,
             version_1_ranks: Vec::new(),
         },
         composed: plan.composed.clone(),

@@ -152,6 +152,7 @@ impl FuzzJob {
             secrets: StreamSecrets {
                 nonce: Nonce([0; 32]),
                 epoch: Epoch { number: EPOCH, secret: EpochSecret([0; 32]) },
+                newest_epoch: EPOCH,
                 version_1_ranks: Vec::new(),
             },
             composed: plan.composed.clone(),

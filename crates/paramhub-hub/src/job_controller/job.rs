@@ -77,6 +77,7 @@ impl HubJob {
             secrets: StreamSecrets {
                 nonce: job_plan.nonce,
                 epoch: job_plan.epoch,
+                newest_epoch: job_plan.epoch.number,
                 version_1_ranks: job_plan.version_1_ranks.clone(),
             },
             composed: placed.composed,

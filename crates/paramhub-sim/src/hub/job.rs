@@ -65,6 +65,7 @@ impl HubJob {
             secrets: StreamSecrets {
                 nonce: ordered.nonce,
                 epoch: ordered.epoch,
+                newest_epoch: ordered.epoch.number,
                 version_1_ranks: ordered.version_1_ranks.clone(),
             },
             composed: composed.clone(),

@@ -247,6 +247,11 @@ impl Job {
         refusal(ErrorCode::Missing, message)
     }
 
+    /// The newest epoch of the job.
+    pub(crate) fn newest_epoch(&self) -> u64 {
+        self.assignments.newest_epoch()
+    }
+
     /// The hubs that have chunks of the job and so know its members.
     pub(crate) fn hubs_of_members(&self) -> impl Iterator<Item = u32> + '_ {
         self.job_hubs.iter().filter(|job_hub| !job_hub.ended).map(|job_hub| job_hub.hub)
