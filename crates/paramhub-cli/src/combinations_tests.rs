@@ -12,7 +12,7 @@ use crate::config::{
     Bytes, Config, Deployment, ExchangeKind, HubSection, RunSection, TrainOptimizer, TrainSection,
 };
 use paramhub::Transport;
-use paramhub::service::OnInterfaceDown;
+use paramhub::service::{OnInterfaceDown, OnWorkerLoss};
 
 fn of_run(url: Option<&str>, run: RunSection) -> Result<(), String> {
     run::check(&Config { url: url.map(str::to_owned), run, ..Config::default() })
@@ -53,6 +53,7 @@ fn options_of_commands_show_the_sentence_of_every_rule_about_them() {
         of_run(None, RunSection { resume: resume(), ..run() }),
         of_run(None, RunSection { checkpoints: folder(), ..run() }),
         of_run(None, RunSection { host_rank: Some(1), ..run() }),
+        of_run(None, RunSection { max_restarts: 1, ..run() }),
         of_run(URL, several(None)),
         of_run(None, several(Some(1))),
         of_run(URL, several(Some(1))),
@@ -91,6 +92,10 @@ fn settings_that_combine_are_accepted() {
         (None, run()),
         (None, RunSection { hubs: Some(0), ..run() }),
         (None, RunSection { reduction: Reduction::Flat, ..run() }),
+        (
+            None,
+            RunSection { on_worker_loss: OnWorkerLoss::Continue, max_restarts: 1, min_workers: 1, ..run() },
+        ),
         (None, RunSection { checkpoints: Some("checkpoints".into()), ..named.clone() }),
         (URL, RunSection { resume: Some("latest".parse().unwrap()), ..named.clone() }),
         (URL, RunSection { hosts: 2, host_rank: Some(1), ..named.clone() }),
