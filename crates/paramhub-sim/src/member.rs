@@ -119,9 +119,7 @@ impl Member {
                 None
             }
             // The process that has the rank has died, and no hub has noticed yet.
-            (Err(CallError::Refused(refusal)), None)
-                if refusal.code == ErrorCode::RankTaken && self.plan.quorum.is_some() =>
-            {
+            (Err(CallError::Refused(refusal)), None) if refusal.code == ErrorCode::Busy => {
                 context.wake_in(self.process, TAKEN_PAUSE, Wake::Begin);
                 None
             }

@@ -2,12 +2,14 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::auth::{Incarnation, Purpose, RankClaim, StreamSecret};
 use paramhub_core::composition::Place;
-use paramhub_core::service::{ConnectService, InitService, LeaveService, RankSecrets, ServiceConnected};
+use paramhub_core::service::{
+    ConnectService, ErrorCode, InitService, LeaveService, RankSecrets, ServiceConnected,
+};
 use paramhub_core::settings::Settings;
 use paramhub_transport::greeting::draw;
 use paramhub_transport::host_identity;
@@ -22,6 +24,12 @@ use crate::options::Options;
 
 /// How long a repeated ConnectService may take: the manager answers it at once.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a worker calls for a rank that another process has, in a job that goes on when workers are lost. No hub may
+/// have noticed yet that the other has died.
+const TAKEN_TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause between two such calls.
+const TAKEN_PAUSE: Duration = Duration::from_millis(100);
 
 /// A worker whose job is complete: every rank has connected. Dropped before [`Member::init`] is done, it
 /// gives up its rank, so that the others need not wait for it.
@@ -86,8 +94,15 @@ impl Member {
             },
             peer_address: options.peer_address,
         };
-        let mut connected =
-            manager.connect_service(namespace, &request, options.rendezvous_timeout).map_err(refused)?;
+        let begun = Instant::now();
+        let mut connected = loop {
+            match manager.connect_service(namespace, &request, options.rendezvous_timeout) {
+                Err(error) if error.code() == Some(ErrorCode::Busy) && begun.elapsed() < TAKEN_TIMEOUT => {
+                    std::thread::sleep(TAKEN_PAUSE);
+                }
+                connected => break connected.map_err(refused)?,
+            }
+        };
         let secrets = connected.secrets.take().ok_or_else(|| WorkerError::Manager {
             who: who.clone(),
             call: "ConnectService",

@@ -94,7 +94,12 @@ fn a_process_that_goes_before_it_has_joined_gives_the_rank_up() {
     let mut job = taken(1);
     assert_eq!(job.check_time(later(30.0)), Transition::None);
     job.connect(&call(1, 8), later(31.0)).unwrap();
-    assert_eq!(job.status(now()).epoch, 4);
+    assert_eq!(job.status(now()).epoch, 5, "one for the loss of the process that has gone");
+    let InitNext::Join { .. } = job.submit(1, process(8), &settings(), later(31.0)).unwrap() else {
+        panic!("it joins")
+    };
+    let expected = MembershipChange::Expect { rank: 1, epoch: 5 };
+    assert_eq!(changes(job.join(1)), [lost(1, 4), vec![expected]].concat());
     // One that says so gives it up at once.
     let mut job = taken(1);
     let leaves = leave(&mut job, 1, 7, "it has no memory left").unwrap();

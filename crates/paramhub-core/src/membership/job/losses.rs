@@ -55,8 +55,7 @@ impl Job {
     /// A hub has lost the process that has had a rank since this epoch.
     pub(crate) fn worker_lost(&mut self, (rank, epoch): (u32, u64), reason: &str, now: Now) -> Transition {
         let is_current = |holder: &RankHolder| holder.since == epoch && holder.standing != Standing::Lost;
-        let may_go_on = self.options.outlives_workers() && self.state == JobState::Running;
-        if !may_go_on || !self.assignments.holder(rank).is_some_and(is_current) {
+        if !self.may_lose_ranks() || !self.assignments.holder(rank).is_some_and(is_current) {
             return Transition::None;
         }
         self.lose(rank, reason, now)
@@ -112,6 +111,11 @@ impl Job {
         Transition::MembershipChanged { changes, epoch, message }
     }
 
+    /// Whether the job goes on when a rank is lost.
+    pub(super) fn may_lose_ranks(&self) -> bool {
+        self.options.outlives_workers() && self.state == JobState::Running
+    }
+
     /// Whether a process may take the rank of this one: it is lost, or it was about to take the rank and has not been
     /// heard for a while.
     pub(super) fn may_replace(&self, holder: &RankHolder, now: Now) -> bool {
@@ -140,7 +144,11 @@ impl Job {
                 self.name,
                 describe_process(&call.host, call.process)
             );
-            return Err(refusal(ErrorCode::RankTaken, message));
+            return Err(refusal(ErrorCode::Busy, message));
+        }
+        if self.is_joining(rank) {
+            // The hubs may expect the process that has gone. To them it is lost in an epoch of its own.
+            self.assignments.begin_epoch();
         }
         Ok(self.assignments.replace(call, now))
     }

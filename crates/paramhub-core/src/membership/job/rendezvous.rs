@@ -50,7 +50,8 @@ impl Job {
                 self.replace_rank(call, now)
             }
             Some(holder) if !holder.has_called(call) => Err(refusal(
-                ErrorCode::RankTaken,
+                // Its process may have died, and no hub have noticed yet.
+                if self.may_lose_ranks() { ErrorCode::Busy } else { ErrorCode::RankTaken },
                 format!(
                     "rank {} of job `{}` belongs to {holder}, so {} cannot have it: start every rank once",
                     call.rank,
