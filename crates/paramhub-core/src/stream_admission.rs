@@ -57,7 +57,7 @@ impl StreamSecrets {
 pub enum StaleStream {
     /// It belongs to another epoch of the job than the one since which its caller is in the job.
     #[error(
-        "its stream belongs to epoch {given} of the job, and the rank has been another process's since epoch {current}"
+        "its stream belongs to epoch {given} of the job, and the rank belongs to the process that holds it since epoch {current}"
     )]
     Epoch {
         /// The epoch of the stream.
@@ -78,9 +78,9 @@ pub enum StaleStream {
     TooMany,
 }
 
-/// Returns the number of a stream, if the stream may count in `epoch`, since which its caller is in the job, after those before it, of
-/// which `newest` was the last; `None` if there was none. Whether a first stream may come beside another is
-/// not decided here: that would be of another process.
+/// Returns the number of a stream if the stream may count. `epoch` is the epoch since which its caller is in
+/// the job, and `newest` the number of the caller's last stream, `None` if there was none. Whether a first
+/// stream may come beside another is not decided here: that would be of another process.
 ///
 /// # Errors
 /// If the stream is of another epoch or not newer.

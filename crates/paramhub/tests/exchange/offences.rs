@@ -100,7 +100,7 @@ fn a_proven_rank_is_refused_what_is_not_its_own(transports: Transports) {
             "another epoch",
             Hello { attempt: numbered(2, 1), ..hello },
             Refusal::Stale,
-            "epoch 2 of the job, which is in epoch 1",
+            "epoch 2 of the job, and the rank belongs to the process that holds it since epoch 1",
         ),
         (
             "what no hub of this release can do",
