@@ -5,7 +5,7 @@ use paramhub_core::scheme::{LayerSettings, Scheme, SchemeChoice};
 use paramhub_core::service::{JobOptions, JobState, OnInterfaceDown};
 use paramhub_core::settings::Settings;
 use paramhub_kernels::{Hyperparameters, Registry};
-use paramhub_syncer::{LayerFactors, Syncers};
+use paramhub_syncer::{LayerFactors, SyncError, Syncers};
 use paramhub_worker::Options;
 
 use crate::cluster::{Cluster, Ticket, Transports, gradient, sgd};
@@ -46,13 +46,14 @@ fn settings() -> Settings {
 
 /// Joins as every rank at once.
 fn as_every_rank<T: Send>(ticket: &Ticket, work: impl Fn(Syncers) -> T + Sync) -> Vec<T> {
-    as_every_rank_with(ticket, &settings(), work)
+    as_every_rank_with(ticket, &settings(), |joined| work(joined.unwrap()))
 }
 
+/// Like [`as_every_rank`]. The job may end through one rank's work before another rank has joined it.
 fn as_every_rank_with<T: Send>(
     ticket: &Ticket,
     settings: &Settings,
-    work: impl Fn(Syncers) -> T + Sync,
+    work: impl Fn(Result<Syncers, SyncError>) -> T + Sync,
 ) -> Vec<T> {
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..RANKS)
@@ -63,7 +64,7 @@ fn as_every_rank_with<T: Send>(
                     let options = Options { transport, ..Default::default() };
                     let registry = Registry::with_builtins();
                     let membership = ticket.membership(rank);
-                    work(Syncers::join(membership, options, settings.clone(), &registry, 1).unwrap())
+                    work(Syncers::join(membership, options, settings.clone(), &registry, 1))
                 })
             })
             .collect();
@@ -226,10 +227,11 @@ fn a_nan_among_factors_passes_by_default_and_is_refused_where_asked() {
     for reject in [false, true] {
         let name = if reject { "rejects" } else { "passes" };
         let settings = Settings { reject_non_finite: reject, ..settings() };
-        let outcomes = as_every_rank_with(&cluster.job(name, RANKS), &settings, |mut syncers| {
+        let outcomes = as_every_rank_with(&cluster.job(name, RANKS), &settings, |joined| {
+            // The job may have ended already, since a rank does not wait for the others before it sends.
+            let mut syncers = joined.map_err(|error| error.to_string())?;
             let rank = syncers.job().rank();
             let mut model: Vec<Vec<f32>> = (0..KEYS).map(|key| vec![0.0; elements(key)]).collect();
-            // The job may have ended already, since a rank does not wait for the others before it sends.
             for (key, parameters) in (0..).zip(&mut model) {
                 syncers.begin(key, parameters).map_err(|error| error.to_string())?;
             }
