@@ -1,0 +1,175 @@
+//! Measures how long the steps of a job pause when its workers are killed, and how soon another process has taken the
+//! rank.
+//!
+//! ```text
+//! cargo run --release --package paramhub --example losses -- --kills 10
+//! ```
+//! Starts a hub and worker processes, of which rank 0 is this one, kills one after the other with SIGKILL, and starts
+//! another in its place. Prints for each kill the longest time between two finished steps of rank 0 from the kill on until
+//! the rank is back, and the time from the kill to the first step to which the new process contributes; then the
+//! medians and the worst.
+
+use std::process::{Child, Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use paramhub_control::ManagerClient;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::service::{CreateService, JobOptions, OnWorkerLoss, ServiceCreated};
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_hub::{HubConfig, RunningHub};
+use paramhub_manager::{Manager, ManagerConfig};
+use paramhub_worker::{Job, Member, Membership, Options, Transport};
+
+type Error = Box<dyn std::error::Error>;
+
+/// The steps between two kills.
+const STEPS: u32 = 30;
+/// How long a rank may take to be back.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[derive(Parser)]
+struct Arguments {
+    /// Workers to kill, one after the other.
+    #[arg(long, default_value_t = 10)]
+    kills: u32,
+    /// Workers of the job.
+    #[arg(long, default_value_t = 4)]
+    workers: u32,
+    /// Parameters of the model, in millions.
+    #[arg(long, default_value_t = 25.5)]
+    millions: f64,
+    /// How tensors travel.
+    #[arg(long, default_value = "tcp")]
+    transport: Transport,
+    /// The membership of a process that this program has started.
+    #[arg(long, hide = true)]
+    member: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let ended = if arguments.member { work(&arguments) } else { measure(&arguments) };
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// A worker: makes steps until the job is over.
+fn work(arguments: &Arguments) -> Result<(), Error> {
+    let (job, mut training) = join(Membership::from_env()?, arguments)?;
+    loop {
+        training.step(&job)?;
+    }
+}
+
+fn measure(arguments: &Arguments) -> Result<(), Error> {
+    let manager = Manager::start(ManagerConfig { listen: "127.0.0.1:0".parse()?, ..Default::default() })?;
+    let client = ManagerClient::new(&manager.url(), None)?;
+    let hub = RunningHub::start(client.clone(), HubConfig::default())?;
+    let options =
+        JobOptions { on_worker_loss: OnWorkerLoss::Continue, min_workers: 1, ..JobOptions::default() };
+    let request = CreateService { name: "losses".into(), workers: arguments.workers, options };
+    let created = client.create_service(&request)?;
+    let start = |rank: u32| start(rank, &created, client.url(), arguments);
+    let mut others: Vec<Child> = (1..arguments.workers).map(start).collect::<Result<_, _>>()?;
+    let membership = Membership {
+        url: client.url().to_owned(),
+        namespace: created.namespace,
+        secret: created.nonce.into(),
+        rank: 0,
+    };
+    let (job, mut training) = join(membership, arguments)?;
+    let usual = training.steps(&job, STEPS)?;
+    println!("median step {:?}", median(usual));
+    let (mut gaps, mut returns) = (Vec::new(), Vec::new());
+    for kill in 0..arguments.kills {
+        let victim = (kill % (arguments.workers - 1)) as usize;
+        let killed = Instant::now();
+        others[victim].kill()?;
+        others[victim].wait()?;
+        others[victim] = start(victim as u32 + 1)?;
+        let mut gap = Duration::ZERO;
+        let mut was_lost = false;
+        while killed.elapsed() < PATIENCE {
+            gap = gap.max(training.step(&job)?);
+            let lost = client.job("losses")?.lost;
+            if was_lost && lost.is_empty() {
+                break;
+            }
+            was_lost |= !lost.is_empty();
+        }
+        // The first step with the new process waits for its parameters.
+        gap = training.steps(&job, 2)?.into_iter().fold(gap, Duration::max);
+        let back = killed.elapsed();
+        println!("kill {kill} of rank {}: longest step {gap:?}, back after {back:?}", victim + 1);
+        gaps.push(gap);
+        returns.push(back);
+        training.steps(&job, STEPS)?;
+    }
+    let worst = |times: &[Duration]| times.iter().max().copied().unwrap_or_default();
+    println!("longest step: median {:?}, worst {:?}", median(gaps.clone()), worst(&gaps));
+    println!("back after: median {:?}, worst {:?}", median(returns.clone()), worst(&returns));
+    others.iter_mut().try_for_each(Child::kill)?;
+    drop(job);
+    others.iter_mut().try_for_each(|other| other.wait().map(drop))?;
+    hub.stop();
+    manager.stop();
+    Ok(())
+}
+
+/// A rank's parameters and gradient.
+struct Training {
+    gradient: Vec<f32>,
+    parameters: Vec<f32>,
+}
+
+impl Training {
+    /// Makes a step, and returns how long it took.
+    fn step(&mut self, job: &Job) -> Result<Duration, Error> {
+        let begun = Instant::now();
+        let (gradient, parameters) =
+            (std::mem::take(&mut self.gradient), std::mem::take(&mut self.parameters));
+        (self.gradient, self.parameters) = job.push_pull(0, gradient, parameters)?.wait()?;
+        Ok(begun.elapsed())
+    }
+
+    fn steps(&mut self, job: &Job, count: u32) -> Result<Vec<Duration>, Error> {
+        (0..count).map(|_| self.step(job)).collect()
+    }
+}
+
+/// Joins the job and receives its parameters.
+fn join(membership: Membership, arguments: &Arguments) -> Result<(Job, Training), Error> {
+    let elements = (arguments.millions * 1e6) as usize;
+    let table = KeyTable::new(vec![Key::new("model", [elements as u64])])?;
+    let settings = Settings { optimizer: OptimizerChoice::named("sgd"), ..Settings::new(table) };
+    let options = Options { transport: arguments.transport, ..Options::default() };
+    let job = Member::connect_with(membership, options)?.init(settings)?;
+    let mut parameters = [vec![0.0_f32; elements]];
+    job.broadcast(&mut parameters, 0)?;
+    let [parameters] = parameters;
+    Ok((job, Training { gradient: vec![1e-3; elements], parameters }))
+}
+
+/// Starts this program as another rank.
+fn start(rank: u32, job: &ServiceCreated, url: &str, arguments: &Arguments) -> Result<Child, Error> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command
+        .args(["--member", "--transport", &arguments.transport.to_string()])
+        .args(["--millions", &arguments.millions.to_string()])
+        .env("PARAMHUB_URL", url)
+        .env("PARAMHUB_JOB", job.namespace.to_string())
+        .env("PARAMHUB_SECRET", String::from(job.nonce))
+        .env("RANK", rank.to_string());
+    Ok(command.spawn()?)
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort();
+    times[times.len() / 2]
+}
