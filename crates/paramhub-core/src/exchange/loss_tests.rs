@@ -114,6 +114,26 @@ fn a_process_that_takes_the_place_does_not_contribute_where_the_former_has() {
 }
 
 #[test]
+fn steps_before_the_one_at_which_a_process_joins_are_made_without_its_rank() {
+    let mut exchange = begun(2, 1, 2);
+    push(&mut exchange, 0, 1, 0);
+    exchange.lose(1).unwrap();
+    // The former process is in the sum of step 0 at chunk 0, and not at chunk 1.
+    assert_eq!(exchange.rejoin(1), 1);
+    exchange.join_at(1, 3);
+    for (slot, contributions) in [(0, 2), (1, 1)] {
+        let update = Update { step: 0, number: 1, contributions };
+        assert_eq!(push(&mut exchange, slot, 0, 0), SumAction::Update(update));
+        answer_all(&mut exchange, slot);
+        for step in [1, 2] {
+            assert!(matches!(push(&mut exchange, slot, 0, step), SumAction::Update(_)));
+            answer_all(&mut exchange, slot);
+        }
+    }
+    assert_eq!(exchange.left_out(), [0, 2 + 3], "two steps at chunk 0, three at chunk 1");
+}
+
+#[test]
 fn a_member_that_joins_later_waits_for_the_parameters_of_its_first_step() {
     let mut exchange = begun(2, 1, 1);
     exchange.lose(1).unwrap();
@@ -207,6 +227,8 @@ struct Program {
     /// The step that each route has named to a member that rejoins.
     named: Vec<Vec<Option<u32>>>,
     updates: u64,
+    /// For each route and member, how many updates of chunks were made without it.
+    left_out: Vec<Vec<u64>>,
 }
 
 impl Program {
@@ -220,6 +242,7 @@ impl Program {
             generations: vec![0; workers as usize],
             named: vec![vec![None; 2]; workers as usize],
             updates: 0,
+            left_out: vec![vec![0; workers as usize]; 2],
         }
     }
 
@@ -235,6 +258,9 @@ impl Program {
         members.sort_unstable();
         members.dedup();
         assert_eq!(members.len(), sum.len(), "a place counts once: {sum:?}");
+        for (member, left_out) in (0..).zip(&mut self.left_out[route]) {
+            *left_out += u64::from(!members.contains(&member));
+        }
         for member in members {
             assert!(
                 self.routes[route].has_contributed(slot, member, update.step)
@@ -357,6 +383,9 @@ proptest! {
         while !program.is_done() {
             let acted = (0..workers).filter(|&member| program.act(member, 0)).count();
             prop_assert!(acted > 0, "nobody can do anything: {:?}", program.processes);
+        }
+        for (route, left_out) in program.routes.iter().zip(&program.left_out) {
+            prop_assert_eq!(route.left_out(), &left_out[..]);
         }
     }
 }

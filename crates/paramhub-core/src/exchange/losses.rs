@@ -9,7 +9,7 @@
 //! contributed at no chunk, so that no update counts the member twice, and one that no chunk has passed, so that
 //! the process can pull the parameters from which the step starts.
 
-use super::rules::{Exchange, MemberRequest, MemberState};
+use super::rules::{Exchange, MemberRequest};
 use super::violation::LostBeforeStart;
 use crate::stragglers::Quorum;
 
@@ -48,6 +48,11 @@ impl Exchange {
         self.lost[member as usize] = false;
         self.departed[member as usize] = false;
         self.departures -= 1;
+        for slot in 0..self.chunks.len() as u32 {
+            if self.has_contributed(slot, member, self.step(slot)) {
+                self.former_contributions.insert((slot, member));
+            }
+        }
         self.start_at(member, step);
         step
     }
@@ -62,8 +67,8 @@ impl Exchange {
     fn start_at(&mut self, member: u32, step: u32) {
         self.joined_at[member as usize] = step;
         for slot in 0..self.chunks.len() as u32 {
-            *self.member_mut(slot, member) =
-                MemberState { next_step: step, request: MemberRequest::None, is_prompt: true };
+            let state = self.member_mut(slot, member);
+            (state.next_step, state.request, state.is_prompt) = (step, MemberRequest::None, true);
             self.count_awaited(slot);
         }
     }

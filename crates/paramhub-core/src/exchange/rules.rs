@@ -2,6 +2,7 @@
 //!
 //! An [`Exchange`] sees no data. It tells its caller what to do with each payload and when to run the optimizer.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use super::violation::{Awaited, LeftWhileAwaited, ProtocolViolation};
@@ -49,6 +50,9 @@ pub struct Exchange {
     pub(super) lost: Vec<bool>,
     /// For each member, the first step to which it contributes: another process contributed to earlier ones.
     pub(super) joined_at: Vec<u32>,
+    /// The slots and members for which the sum of the step under way has a contribution of a process that was
+    /// lost and whose place another process has taken.
+    pub(super) former_contributions: HashSet<(u32, u32)>,
     /// The number of chunks that are held and not released yet.
     held: u32,
     /// The next slot that the release under way updates; the number of chunks if there is no release.
@@ -243,6 +247,7 @@ impl Exchange {
             departures: 0,
             lost: vec![false; rules.members as usize],
             joined_at: vec![0; rules.members as usize],
+            former_contributions: HashSet::new(),
             held: 0,
             release_at: chunks.len() as u32,
             start_version: None,
@@ -412,8 +417,8 @@ impl Exchange {
         if self.rules.quorum.is_some() {
             return self.push_in_time_or_late(slot, member, step, answer);
         }
-        *self.member_mut(slot, member) =
-            MemberState { next_step: step + 1, request: MemberRequest::Waiting(answer), is_prompt: true };
+        let state = self.member_mut(slot, member);
+        (state.next_step, state.request) = (step + 1, MemberRequest::Waiting(answer));
         let (members_due, contributions_due) = match self.rules.consistency {
             Consistency::Synchronous => (chunk.reach.members, self.rules.workers),
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => (1, 1),

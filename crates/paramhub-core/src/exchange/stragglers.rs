@@ -30,7 +30,8 @@ impl Exchange {
             let next_step = u32::try_from(chunk.version).map_err(|_| ProtocolViolation::StepsExhausted)?;
             chunk.awaited += 1;
             let request = MemberRequest::Waiting(answer);
-            *self.member_mut(slot, member) = MemberState { next_step, request, is_prompt: false };
+            let state = self.member_mut(slot, member);
+            (state.next_step, state.request, state.is_prompt) = (next_step, request, false);
             return Ok(Arrival { fold: Fold::Drop, then: SumAction::Late });
         }
         let fold = Fold::Sum { starts_sum: chunk.folded == 0, parked: 0..0 };
@@ -66,9 +67,9 @@ impl Exchange {
             return None;
         }
         for member in 0..self.rules.members {
-            let state = self.member_mut(slot, member);
-            let is_missing = u64::from(state.next_step) <= chunk.version;
-            state.is_prompt = !is_missing;
+            let is_missing = !self.has_contributed(slot, member, chunk.version as u32)
+                && !self.former_contributions.remove(&(slot, member));
+            self.member_mut(slot, member).is_prompt = !is_missing;
             let was_expected = !self.departed[member as usize] || self.lost[member as usize];
             self.left_out[member as usize] += u64::from(is_missing && was_expected);
         }
