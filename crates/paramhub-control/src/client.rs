@@ -1,15 +1,15 @@
 //! The manager's calls as methods.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Fingerprint, Namespace};
 use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
-    AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, HubRegistered, HubReport,
-    HubStatus, InitService, JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub,
-    ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated, ServiceInitialised, TeamQuotas,
-    TeamStatus, TokenCreated, TokenStatus,
+    AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, ErrorCode, HubRegistered,
+    HubReport, HubStatus, InitService, JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks,
+    RegisterHub, ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated, ServiceInitialised,
+    TeamQuotas, TeamStatus, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -29,6 +29,8 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(20);
 const RENDEZVOUS_MARGIN: Duration = Duration::from_secs(30);
 /// Added to the time that a poll waits.
 const POLL_MARGIN: Duration = Duration::from_secs(10);
+/// The time between two looks for a job that is about to begin.
+const FIND_PAUSE: Duration = Duration::from_millis(100);
 
 /// A client of one connection manager. Cheap to clone, and usable from several threads at once.
 #[derive(Clone)]
@@ -211,10 +213,34 @@ impl ManagerClient {
         self.answer(self.admin("GET", &job_path(job)))
     }
 
-    /// The namespace and secret of a living job, by name, for workers on another host; available until every
-    /// rank has joined. Needs the admin token where the manager has one.
+    /// The namespace and secret of a living job, by name, for further workers; available until every rank has
+    /// joined, and while the job runs if it goes on when it loses workers. Needs the admin token where the manager
+    /// has one.
     pub fn membership(&self, job: &str) -> Result<ServiceCreated, ControlError> {
         self.answer(self.admin("GET", &format!("{}/membership", job_path(job))))
+    }
+
+    /// The [`membership`](Self::membership) of the living job of this name, or a new job if none lives. Returns whether
+    /// it is new. A job that is between its ranks' settings and its first step takes nobody; this waits for it at most
+    /// for `patience`.
+    pub fn find_or_create(
+        &self,
+        request: &CreateService,
+        patience: Duration,
+    ) -> Result<(ServiceCreated, bool), ControlError> {
+        let until = Instant::now() + patience;
+        loop {
+            match self.membership(&request.name) {
+                Ok(found) => return Ok((found, false)),
+                Err(error) if error.code() == Some(ErrorCode::NotFound) => {
+                    return self.create_service(request).map(|created| (created, true));
+                }
+                Err(error) if error.code() == Some(ErrorCode::NameTaken) && Instant::now() < until => {
+                    std::thread::sleep(FIND_PAUSE);
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Replaces the secret of a living job, by name or namespace. Workers that have yet to join need the new one.

@@ -262,15 +262,16 @@ impl Membership {
         refusal(ErrorCode::NotFound, message)
     }
 
-    /// Returns what a launcher on a further host needs to join a job whose ranks are still connecting.
+    /// Returns what workers need to join a job whose ranks are still connecting, or a running one that goes on when it
+    /// loses workers: processes that take their ranks may come at any time.
     ///
     /// # Errors
-    /// If no job of this name lives, or all ranks of the job have connected.
+    /// If no job of this name lives, or all ranks of the job have connected and it takes no others.
     pub fn credentials_to_join(&self, name: &str) -> Result<ServiceCreated, ServiceError> {
         let Some(job) = self.living.get(name).and_then(|namespace| self.jobs.get(namespace)) else {
             return Err(refusal(ErrorCode::NotFound, format!("no job that lives is called `{name}`")));
         };
-        if job.state() != JobState::Connecting {
+        if job.state() != JobState::Connecting && !job.may_lose_ranks() {
             let message = format!(
                 "job `{name}` has begun, and all its ranks are there: end it with `paramhub jobs stop {name}`, or choose \
                  another name"

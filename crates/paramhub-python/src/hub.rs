@@ -1,5 +1,6 @@
 use std::net::SocketAddr;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::CreateService;
@@ -10,6 +11,9 @@ use pyo3::prelude::*;
 use crate::errors;
 use crate::fork::{is_forked_child, refuse_in_child};
 use crate::waiting::interruptible;
+
+/// How long a job may be between its ranks' settings and its first step, when it takes nobody.
+const FIND_PATIENCE: Duration = Duration::from_secs(60);
 
 /// A hub inside this process, with its own connection manager unless it has joined another.
 #[pyclass(frozen, module = "paramhub._native")]
@@ -158,10 +162,12 @@ impl Drop for Hub {
     }
 }
 
-/// CreateService at the manager at `url`: returns the manager's URL for workers, the job's namespace and its secret.
-/// `options` are its waits and lifetimes, in JSON.
+/// CreateService at the manager at `url`: returns the manager's URL for workers, the job's namespace and its secret, and
+/// whether the job is new. `options` are its waits and lifetimes, in JSON. With `find` a living job of this name, which
+/// takes workers, is taken instead.
 #[pyfunction]
-#[pyo3(signature = (url, name, workers, *, admin_token = None, options = "{}", patience = 0.0))]
+#[pyo3(signature = (url, name, workers, *, admin_token = None, options = "{}", patience = 0.0, find = false))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn create_job(
     py: Python<'_>,
     url: &str,
@@ -170,16 +176,20 @@ pub(crate) fn create_job(
     admin_token: Option<String>,
     options: &str,
     patience: f64,
-) -> PyResult<(String, String, String)> {
+    find: bool,
+) -> PyResult<(String, String, String, bool)> {
     let client = client(py, url, admin_token, patience)?;
     let options = serde_json::from_str(options)
         .map_err(|error| errors::misuse(py, &format!("the job's options cannot be used: {error}")))?;
     let request = CreateService { name, workers, options };
     let caller = client.clone();
-    let created = interruptible(py, move || caller.create_service(&request))?;
-    let created = created.map_err(|error| errors::connect(py, &error.to_string()))?;
+    let created = interruptible(py, move || match find {
+        true => caller.find_or_create(&request, FIND_PATIENCE),
+        false => caller.create_service(&request).map(|created| (created, true)),
+    })?;
+    let (created, is_new) = created.map_err(|error| errors::connect(py, &error.to_string()))?;
     let url = client.url_for_workers(&created);
-    Ok((url, created.namespace.to_string(), String::from(created.secret())))
+    Ok((url, created.namespace.to_string(), String::from(created.secret()), is_new))
 }
 
 /// Ends a job, by name or namespace. Its workers receive the reason.

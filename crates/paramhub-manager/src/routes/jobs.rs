@@ -198,7 +198,8 @@ pub(crate) async fn show(
 }
 
 /// Returns what a launcher on a further host needs for its workers, as CreateService answered it, by the
-/// name of a job that lives. Available until every rank has joined.
+/// name of a job that lives. Available until every rank has joined; with `on_worker_loss` set to `continue` also
+/// while the job runs.
 #[utoipa::path(
     get, path = "/v1/jobs/{job}/membership", tag = "jobs", operation_id = "job_membership",
     params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`.")),
@@ -209,7 +210,7 @@ pub(crate) async fn show(
         (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
         (status = 403, description = "The token has another role.", body = ServiceError),
         (status = 404, description = "No living job has this name.", body = ServiceError),
-        (status = 409, description = "Every rank of it has joined.", body = ServiceError),
+        (status = 409, description = "Every rank of it has joined, and it takes no others.", body = ServiceError),
     )
 )]
 pub(crate) async fn membership(

@@ -7,7 +7,7 @@ use std::time::Duration;
 use paramhub_control::ManagerClient;
 use paramhub_core::auth::{Namespace, Nonce, StreamSecret};
 use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::service::{CreateService, JobOptions, JobState, JobStatus};
+use paramhub_core::service::{CreateService, JobOptions, JobState, JobStatus, ServiceCreated};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::Hyperparameters;
@@ -85,14 +85,7 @@ impl Cluster {
     pub(crate) fn job_with(&self, name: &str, workers: u32, options: JobOptions) -> Ticket {
         let created =
             self.client.create_service(&CreateService { name: name.into(), workers, options }).unwrap();
-        Ticket {
-            url: self.client.url().to_owned(),
-            namespace: created.namespace,
-            nonce: created.nonce,
-            workers,
-            transports: self.transports,
-            secrets: Arc::default(),
-        }
+        Ticket::of(self, created, workers)
     }
 
     /// Waits until a job's state is as wanted, and returns it.
@@ -133,6 +126,17 @@ pub(crate) fn await_true<T>(what: &str, ready: impl Fn() -> Option<T>) -> T {
 }
 
 impl Ticket {
+    pub(crate) fn of(cluster: &Cluster, created: ServiceCreated, workers: u32) -> Ticket {
+        Ticket {
+            url: cluster.client.url().to_owned(),
+            namespace: created.namespace,
+            nonce: created.nonce,
+            workers,
+            transports: cluster.transports,
+            secrets: Arc::default(),
+        }
+    }
+
     /// The secret of a rank that has joined by hand; for another the nonce, which opens nothing.
     pub(crate) fn secret(&self, rank: u32) -> StreamSecret {
         self.secrets.lock().unwrap().get(&rank).copied().unwrap_or(self.nonce.into())

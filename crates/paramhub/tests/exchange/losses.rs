@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use paramhub_core::service::{JobOptions, JobState, OnWorkerLoss};
+use paramhub_core::service::{CreateService, ErrorCode, JobOptions, JobState, OnWorkerLoss};
 use paramhub_core::settings::Settings;
 use paramhub_worker::{Job, Member, Options};
 
@@ -310,4 +310,31 @@ fn a_job_does_not_begin_again_without_all_parameters_to_start_from() {
         );
         drop(rank_0.join().unwrap().ok());
     });
+}
+
+#[test]
+fn a_running_job_that_takes_processes_is_found_by_its_name() {
+    let cluster = Cluster::new(Transports::tcp(), 1);
+    let request = |name: &str, options| CreateService { name: name.into(), workers: 1, options };
+    let find = |name: &str, options| cluster.client.find_or_create(&request(name, options), Duration::ZERO);
+    let (created, is_new) = find("found", options(1)).unwrap();
+    assert!(is_new);
+    let (found, is_new) = find("found", options(1)).unwrap();
+    assert!(!is_new && found.namespace == created.namespace, "its rank has not connected");
+    let ticket = Ticket::of(&cluster, created, 1);
+    let first = take(&ticket, 0, &settings());
+    train(&first, start(&first), 3);
+    let (found, is_new) = find("found", options(1)).unwrap();
+    assert!(!is_new && found.nonce == ticket.nonce, "it runs, and its rank may be lost");
+    die(first);
+    let again = take(&Ticket::of(&cluster, found, 1), 0, &settings());
+    assert_eq!(again.resumed_step(), Some(3));
+    again.leave().unwrap();
+    cluster.await_end("found");
+    assert!(find("found", options(1)).unwrap().1, "a job that has ended is not found");
+    let other = cluster.job("other", 1);
+    let job = take(&other, 0, &settings());
+    let refused = find("other", JobOptions::default()).unwrap_err();
+    assert_eq!(refused.code(), Some(ErrorCode::NameTaken), "its ranks are there for good: {refused}");
+    job.leave().unwrap();
 }

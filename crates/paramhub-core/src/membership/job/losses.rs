@@ -112,7 +112,7 @@ impl Job {
     }
 
     /// Whether the job goes on when a rank is lost.
-    pub(super) fn may_lose_ranks(&self) -> bool {
+    pub(crate) fn may_lose_ranks(&self) -> bool {
         self.options.outlives_workers() && self.state == JobState::Running
     }
 
