@@ -71,7 +71,9 @@ impl JobControl {
     /// if it writes any.
     pub(super) fn left(&mut self, namespace: Namespace, route: RouteId, port: u32, now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        job.left.insert((route, port));
+        if job.left.insert((route, port)) && job.has_left(port) {
+            self.worker_left(namespace, port);
+        }
         self.finish_if_all_left(namespace, now);
     }
 

@@ -107,13 +107,22 @@ impl Job {
         matches!(self.phase, Phase::Refused | Phase::Ending { .. })
     }
 
+    /// Whether the neighbour of a port has left by it on every route.
+    pub(super) fn has_left(&self, port: u32) -> bool {
+        self.left.iter().filter(|&&(_, of)| of == port).count() == self.terms.routes.len()
+    }
+
     /// Whether every neighbour has left by every port, and this hub has left the sites above. Lost ranks need not
-    /// have left, but one rank must have: a job of which all ranks are lost has not finished.
+    /// have left if the job goes on without them, but one rank must have: a job of which all ranks are lost has not
+    /// finished.
     pub(super) fn have_all_left(&self) -> bool {
         let is_away = |&(_, port): &(RouteId, u32)| !self.ranks.is_lost(port);
         let left = self.left.iter().filter(|&port| is_away(port)).count() as u64;
-        let lost = self.ranks.lost().count() * self.terms.routes.len();
-        left > 0 && left + lost as u64 == self.terms.streams()
+        let lost = self.ranks.lost().count();
+        let remain = self.terms.composed.composition.workers() - lost as u32;
+        left > 0
+            && left + (lost * self.terms.routes.len()) as u64 == self.terms.streams()
+            && self.terms.min_workers.is_none_or(|least| remain >= least)
     }
 
     /// Adds what a closed route has counted.

@@ -130,7 +130,17 @@ impl JobControl {
         self.report(HubEvent::WorkerLost { namespace, rank, epoch, reason });
     }
 
-    /// Reports once more what the manager has not decided: it has restarted, and may not have had the report.
+    /// Reports that a worker has left this hub, in a job whose ranks other processes may take.
+    pub(super) fn worker_left(&mut self, namespace: Namespace, rank: u32) {
+        let Some(job) = self.jobs.get(&namespace).filter(|job| job.terms.min_workers.is_some()) else {
+            return;
+        };
+        let epoch = job.ranks.0.get(&rank).map_or(job.terms.epoch, |changed| changed.epoch);
+        self.report(HubEvent::WorkerLeft { namespace, rank, epoch });
+    }
+
+    /// Reports once more what the manager has not decided, and who has left: it has restarted, and may not have had the
+    /// report.
     pub(super) fn report_lost_workers_again(&mut self, namespace: Namespace) {
         let Some(job) = self.jobs.get(&namespace) else { return };
         let reported = job.ranks.0.iter().filter_map(|(&rank, changed)| match &changed.phase {
@@ -141,6 +151,9 @@ impl JobControl {
         });
         let again: Vec<HubEvent> = reported.collect();
         again.into_iter().for_each(|event| self.report(event));
+        let ranks = 0..self.jobs[&namespace].terms.composed.composition.workers();
+        let left: Vec<u32> = ranks.filter(|&rank| self.jobs[&namespace].has_left(rank)).collect();
+        left.into_iter().for_each(|rank| self.worker_left(namespace, rank));
     }
 
     /// The manager has decided that a rank is lost, since an epoch that begins with it.

@@ -130,6 +130,13 @@ impl Membership {
                 };
                 (namespace, job.worker_lost((rank, epoch), bounded(&reason), now))
             }
+            HubEvent::WorkerLeft { namespace, rank, epoch } => {
+                let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
+                    return;
+                };
+                job.worker_left((rank, epoch));
+                (namespace, Transition::None)
+            }
             HubEvent::RankExpected { namespace, rank, epoch, step } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 (namespace, job.rank_expected(hub, (rank, epoch), step))

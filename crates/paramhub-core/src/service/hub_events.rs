@@ -64,6 +64,16 @@ pub enum HubEvent {
         /// What has happened to it, beginning with its name.
         reason: String,
     },
+    /// A worker has left this hub, in a job that goes on without lost workers. Until the job ends, another process may take
+    /// the rank.
+    WorkerLeft {
+        /// The job.
+        namespace: Namespace,
+        /// The rank.
+        rank: u32,
+        /// The epoch since which its process has had the rank.
+        epoch: u64,
+    },
     /// The first step to which the process that takes a rank may contribute at this hub. No chunk of this hub goes
     /// beyond that step until the process joins.
     RankExpected {

@@ -16,6 +16,7 @@ over_transports!(
     no_step_is_lost_where_all_workers_are_awaited,
     all_ranks_may_be_replaced_and_find_parameters_and_state,
     a_rank_may_be_lost_again_and_again,
+    a_rank_that_has_left_may_be_taken_while_the_job_lives,
 );
 
 /// Five chunks, the last of them short, on two cores.
@@ -337,4 +338,38 @@ fn a_running_job_that_takes_processes_is_found_by_its_name() {
     let refused = find("other", JobOptions::default()).unwrap_err();
     assert_eq!(refused.code(), Some(ErrorCode::NameTaken), "its ranks are there for good: {refused}");
     job.leave().unwrap();
+}
+
+/// As launchers do that start all ranks again when one has failed at its end.
+fn a_rank_that_has_left_may_be_taken_while_the_job_lives(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
+    let ticket = &cluster.job_with("left", 2, options(2));
+    let settings = &with_momentum(0.5);
+    let run = |until: u32, ends_well: [bool; 2], expected: Option<u32>| {
+        let ranks: Vec<(Job, Vec<f32>)> = std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| {
+                scope.spawn(move || {
+                    let job = take(ticket, rank, settings);
+                    assert_eq!(job.resumed_step(), expected, "at rank {rank}");
+                    let model = train(&job, start(&job), until);
+                    (job, model)
+                })
+            });
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        let mut models = Vec::new();
+        for ((job, model), ends_well) in ranks.into_iter().zip(ends_well) {
+            match ends_well {
+                true => job.leave().unwrap(),
+                false => die(job),
+            }
+            models.push(model);
+        }
+        assert_eq!(models[0], models[1]);
+        models.swap_remove(0)
+    };
+    run(5, [true, false], None);
+    let model = run(9, [true, true], Some(5));
+    assert_eq!(model, undisturbed(&cluster, 2, settings, 9));
+    assert_eq!(cluster.await_end("left").state, JobState::Finished);
 }

@@ -177,9 +177,19 @@ fn a_job_has_finished_when_those_who_remain_have_left() {
     // Another process must leave, too.
     let mut hub = replaced();
     hub.streams.missing.clear();
-    assert!(leave(&mut hub, 0).is_empty());
+    leave(&mut hub, 0);
+    assert!(matches!(hub.phase(1), Phase::Running));
     leave(&mut hub, 1);
     assert!(end(&hub.close(1)).finished);
+}
+
+#[test]
+fn a_job_that_goes_on_with_all_its_ranks_alone_has_not_finished_without_one() {
+    let mut hub = Hub::running(|terms| terms.min_workers = Some(2));
+    ROUTES.iter().for_each(|&route| drop(hub.core(1, CoreEvent::Left { route, port: 0 })));
+    lost(&mut hub);
+    lose(&mut hub, 2);
+    assert!(matches!(hub.phase(1), Phase::Running));
 }
 
 #[test]
@@ -189,4 +199,25 @@ fn a_job_of_which_all_ranks_are_lost_has_not_finished() {
     lose(&mut hub, 2);
     let all = hub.handle(Event::LoseRank { namespace: job(1), rank: 0, epoch: 3, reason: "rank 0".into() });
     assert!(failures(&all).is_empty() && matches!(hub.phase(1), Phase::Running));
+}
+
+#[test]
+fn a_worker_that_has_left_every_route_is_reported_where_others_may_take_its_rank() {
+    let left = |hub: &mut Hub, route| hub.core(1, CoreEvent::Left { route, port: 1 });
+    let reported = |outputs: &[Output]| {
+        let of_left = |event: &&&HubEvent| matches!(event, HubEvent::WorkerLeft { rank: 1, epoch: 1, .. });
+        reports(outputs).iter().filter(of_left).count()
+    };
+    let mut hub = outliving();
+    let counts = ROUTES.map(|route| reported(&left(&mut hub, route)));
+    assert_eq!(counts.iter().sum::<usize>(), 1, "{counts:?}");
+    assert_eq!(counts.last(), Some(&1), "once it has left all of them: {counts:?}");
+    assert_eq!(
+        reported(&hub.handle(Event::ReportJobs { question: 1 })),
+        1,
+        "a manager that restarts hears of it"
+    );
+    assert_eq!(changes(&lose(&mut hub, 2)), [RankChange::Lose], "another process takes it");
+    let mut hub = Hub::running(|_| ());
+    assert!(ROUTES.iter().all(|&route| reported(&left(&mut hub, route)) == 0));
 }

@@ -32,6 +32,11 @@ fn lost(rank: u32, epoch: u64) -> Vec<MembershipChange> {
     vec![MembershipChange::Lose { rank, epoch, reason: format!("rank {rank} was lost") }]
 }
 
+/// Rank 1 is lost, as hubs hear that have not heard of it before.
+fn taken_in(epoch: u64) -> MembershipChange {
+    MembershipChange::Lose { rank: 1, epoch, reason: "another process takes rank 1".into() }
+}
+
 /// Rank 1 is lost, and process 7 calls for it.
 fn taken(min_workers: u32) -> Job {
     let mut job = outliving(min_workers);
@@ -47,7 +52,7 @@ fn submit(job: &mut Job) -> InitNext {
 /// Lets both hubs answer.
 fn join(job: &mut Job) {
     let expected = MembershipChange::Expect { rank: 1, epoch: 3 };
-    assert_eq!(changes(job.join(1)), [lost(1, 2), vec![expected]].concat());
+    assert_eq!(changes(job.join(1)), [taken_in(2), expected]);
     assert_eq!(job.rank_expected(0, (1, 3), 8), Transition::None);
     let named = changes(job.rank_expected(1, (1, 3), 6));
     assert_eq!(named, [MembershipChange::Join { rank: 1, epoch: 3, step: 8 }], "the latest of all hubs");
@@ -67,6 +72,20 @@ fn a_lost_rank_begins_an_epoch_once() {
     assert_eq!(job.state(), JobState::Running);
     let mut job = running_with(3, 2, JobOptions::default());
     assert_eq!(lose(&mut job, 1, 1), Transition::None, "its hubs end such a job");
+}
+
+#[test]
+fn another_process_takes_the_rank_of_one_that_has_left() {
+    let mut job = outliving(1);
+    job.worker_left((1, 7));
+    assert!(job.connect(&call(1, 7), now()).is_err(), "it has left in no such epoch");
+    job.worker_left((1, 1));
+    job.connect(&call(1, 7), now()).unwrap();
+    assert_eq!(job.connect(&call(1, 8), now()).unwrap_err().code, ErrorCode::Busy, "one process has it");
+    submit(&mut job);
+    join(&mut job);
+    assert_eq!(job.joined_at(1), Some(8));
+    assert!(job.connect(&call(1, 8), now()).is_err(), "the process that has taken it has not left");
 }
 
 #[test]
@@ -99,7 +118,7 @@ fn a_process_that_goes_before_it_has_joined_gives_the_rank_up() {
         panic!("it joins")
     };
     let expected = MembershipChange::Expect { rank: 1, epoch: 5 };
-    assert_eq!(changes(job.join(1)), [lost(1, 4), vec![expected]].concat());
+    assert_eq!(changes(job.join(1)), [taken_in(4), expected]);
     // One that says so gives it up at once.
     let mut job = taken(1);
     let leaves = leave(&mut job, 1, 7, "it has no memory left").unwrap();

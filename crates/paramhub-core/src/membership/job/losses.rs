@@ -61,6 +61,13 @@ impl Job {
         self.lose(rank, reason, now)
     }
 
+    /// The process that has had a rank since this epoch has left a hub.
+    pub(crate) fn worker_left(&mut self, (rank, epoch): (u32, u64)) {
+        if self.assignments.holder(rank).is_some_and(|holder| holder.since == epoch) {
+            self.assignments.finish(rank);
+        }
+    }
+
     /// Tells the hubs once more which ranks are lost, since one of them has reported the job to a manager that has
     /// restarted, and may not have heard what the earlier one had decided. Hubs that know it ignore it.
     pub(super) fn repeat_losses(&self) -> Transition {
@@ -78,7 +85,10 @@ impl Job {
         let Some(holder) = self.assignments.holder(rank) else { return Vec::new() };
         // The epoch of a process that is joining begins after the loss.
         let lost_since = holder.since - u64::from(holder.standing == Standing::Joining);
-        let reason = format!("rank {rank} was lost");
+        let reason = match holder.standing {
+            Standing::Joining => format!("another process takes rank {rank}"),
+            Standing::Lost | Standing::Member => format!("rank {rank} was lost"),
+        };
         let lost = MembershipChange::Lose { rank, epoch: lost_since, reason };
         let joins = self.joins.contains_key(&rank);
         let expected = joins.then_some(MembershipChange::Expect { rank, epoch: holder.since });
@@ -116,12 +126,12 @@ impl Job {
         self.options.outlives_workers() && self.state == JobState::Running
     }
 
-    /// Whether a process may take the rank of this one: it is lost, or it was about to take the rank and has not been
-    /// heard for a while.
+    /// Whether a process may take the rank of this one: it is lost, or it has left, or it was about to take the rank and
+    /// has not been heard for a while. Launchers that start all ranks again also start those that have left.
     pub(super) fn may_replace(&self, holder: &RankHolder, now: Now) -> bool {
         self.state == JobState::Running
             && match holder.standing {
-                Standing::Member => false,
+                Standing::Member => holder.has_finished() && self.may_lose_ranks(),
                 Standing::Lost => true,
                 Standing::Joining => holder.is_silent(COME_BACK_S, now),
             }
@@ -146,8 +156,8 @@ impl Job {
             );
             return Err(refusal(ErrorCode::Busy, message));
         }
-        if self.is_joining(rank) {
-            // The hubs may expect the process that has gone. To them it is lost in an epoch of its own.
+        if self.assignments.holder(rank).is_some_and(|holder| holder.standing != Standing::Lost) {
+            // The hubs expect the process that has gone, or know it as a member. To them it is lost in an epoch of its own.
             self.assignments.begin_epoch();
         }
         Ok(self.assignments.replace(call, now))

@@ -83,7 +83,7 @@ pub(super) struct RankHolder {
     /// The ticket of the process's newest call.
     ticket: u64,
     submitted: bool,
-    /// `true` if the rank has finished its work without a hub.
+    /// `true` if the process has finished its work: without a hub, or it has left one, in a job whose ranks others may take.
     finished: bool,
     /// When a connection on which it waited broke, or when a process that is joining last called.
     lost_at: Option<Now>,
@@ -391,6 +391,11 @@ impl RankHolder {
             _ => false,
         };
         self.is(call.incarnation) && has_same_claim
+    }
+
+    /// Whether the process has finished its work.
+    pub(super) fn has_finished(&self) -> bool {
+        self.finished
     }
 
     /// Whether it has not been heard, on any connection, for this long.

@@ -121,7 +121,10 @@ impl Simulation {
             }
             // The answer to a stop of a job that the hub does not know.
             HubEvent::Ended(end) => assert!(self.job(end.namespace).is_over),
-            HubEvent::WorkerLost { .. } | HubEvent::RankExpected { .. } | HubEvent::RankJoined { .. } => {
+            HubEvent::WorkerLost { .. }
+            | HubEvent::WorkerLeft { .. }
+            | HubEvent::RankExpected { .. }
+            | HubEvent::RankJoined { .. } => {
                 panic!("no rank of these jobs is replaced")
             }
             HubEvent::Kept { .. } | HubEvent::Probed(_) | HubEvent::AllReported { .. } => {}
