@@ -41,6 +41,7 @@ def create_job(
     checkpoint_every: str | None = None,
     resume: str | None = None,
     encrypt: bool | None = None,
+    find: bool = False,
 ) -> JobTicket:
     """Creates a job of ``workers`` ranks at the connection manager at ``url``.
 
@@ -78,6 +79,9 @@ def create_job(
     a folder for checkpoints. With ``resume`` the job starts from a checkpoint of an earlier job of the same name: ``"latest"``,
     or the number of its step.
 
+    With ``find`` the ticket is that of the living job of this name, if there is one and it takes workers: its ranks still
+    connect, or it goes on when a worker is lost. So a program that is started again finds its job.
+
     With ``encrypt`` the streams between hosts are encrypted: those of workers to hubs, and of hubs to one another. By default
     they are if ``PARAMHUB_ENCRYPT`` is 1, or if a hub of the job demands it.
     """
@@ -102,8 +106,8 @@ def create_job(
         "encrypt": (os.environ.get("PARAMHUB_ENCRYPT") == "1" if encrypt is None else encrypt) or None,
     }
     options |= {option: wish for option, wish in wishes.items() if wish is not None}
-    url_for_workers, namespace, secret = _native.create_job(
-        url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience
+    url_for_workers, namespace, secret, _ = _native.create_job(
+        url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience, find=find
     )
     return JobTicket(url_for_workers, namespace, secret)
 

@@ -46,8 +46,9 @@ def create_job(
     admin_token: str | None = None,
     options: str = "{}",
     patience: float = 0.0,
-) -> tuple[str, str, str]:
-    """The manager's URL for workers, and the new job's namespace and secret."""
+    find: bool = False,
+) -> tuple[str, str, str, bool]:
+    """The manager's URL for workers, the job's namespace and secret, and whether the job is new."""
 
 def stop_job(url: str, job: str, reason: str, *, admin_token: str | None = None) -> None: ...
 def connect(

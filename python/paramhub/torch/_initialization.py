@@ -12,6 +12,7 @@ from paramhub.errors import MisuseError
 from paramhub.torch._options import TIMEOUT_DEFAULT, Options
 from paramhub.torch._rank_assignment import RankAssignment, find_rank_assignment
 from paramhub.torch._rendezvous import rendezvous_store
+from paramhub.torch._run_record import RunRecord
 from paramhub.torch._world import World
 
 _world: World | None = None
@@ -33,6 +34,8 @@ def init(
     dead_after: float = 30.0,
     host_hub: bool | None = None,
     deployment: str | None = None,
+    on_worker_loss: str | None = None,
+    linger: float | None = None,
 ) -> None:
     """Joins the other ranks of this run. A second call does nothing.
 
@@ -62,6 +65,13 @@ def init(
     ``deployment`` says which hosts have hubs if no hub is named. The default is rank 0's ``PARAMHUB_DEPLOYMENT``, else ``cs`` for
     several hosts. With ``cs`` every host has a hub, and the hosts' sums go round a ring, so all links carry the same load. With
     ``cc`` only rank 0's host has one, whose link then carries all hosts' gradients.
+
+    ``on_worker_loss`` is what becomes of a `HubOptimizer` when ranks are lost: ``fail``, or ``continue``. It and ``linger`` are
+    rank 0's. With ``continue`` its parameters and state stay at the hub until all ranks are started again, at most ``linger``
+    seconds (300), and training goes on at ``optimizer.resumed_step``. If torchrun has started the ranks and no hub is named, the
+    hub runs in a process of its own, which ends with torchrun. Elsewhere name a hub by its URL; outside of Slurm
+    ``PARAMHUB_RUN_ID`` says which run the ranks belong to. The defaults are ``PARAMHUB_ON_WORKER_LOSS``, else ``fail``, and
+    ``PARAMHUB_LINGER``.
     """
     if _world is not None:
         return
@@ -72,7 +82,16 @@ def init(
         group = (dist.get_rank(), dist.get_world_size())
     assignment = find_rank_assignment(rank, size, local_rank, local_size, group=group)
     options = Options(
-        transport, reproducible, hub_cores, timeout, dead_after, host_hub, deployment, interfaces
+        transport,
+        reproducible,
+        hub_cores,
+        timeout,
+        dead_after,
+        host_hub,
+        deployment,
+        interfaces,
+        on_worker_loss,
+        linger,
     )
     if store is None:
         store = rendezvous_store(assignment, timeout)
@@ -89,9 +108,9 @@ def establish(
 ) -> World:
     """The second half of `init`: joins the other ranks through ``store``, and makes the result this process's world."""
     global _world
-    _world = World(
-        assignment, dist.PrefixStore(_next_store_prefix(), store), url, options, is_separate=is_separate
-    )
+    prefix = _next_store_prefix()
+    record = RunRecord(store, _worlds_made)
+    _world = World(assignment, dist.PrefixStore(prefix, store), record, url, options, is_separate=is_separate)
     atexit.register(_at_exit)
     return _world
 

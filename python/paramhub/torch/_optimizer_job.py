@@ -24,8 +24,8 @@ def open_job(
     codecs: Mapping[str, str],
 ) -> None:
     """Opens the job of these parameters, whose groups are ``groups``. They start from rank 0's values, with the optimizer
-    state in ``states``, or from the values and state of the checkpoint from which the job resumes. Collective. If the job
-    shares memory with the hub, this moves the parameters there."""
+    state in ``states``; or from the values and state at the hubs, if the job resumes from a checkpoint or an earlier start of
+    the ranks has left it. Collective. If the job shares memory with the hub, this moves the parameters there."""
     step = exchanges[0].step
     keys = []
     for exchange, group in zip(exchanges, groups, strict=True):
@@ -34,11 +34,15 @@ def open_job(
             {**key, "shape": _memory.memory_shape(exchange.parameter), "codec": codecs.get(exchange.name)}
         )
     job = world.jobs.open(
-        world.label("hub-optimizer"), {**settings, "keys": keys}, peers="layers" in settings, inherits=True
+        world.label("hub-optimizer"),
+        {**settings, "keys": keys},
+        peers="layers" in settings,
+        inherits=True,
+        outlives_ranks=True,
     )
     resumes = job.resumed_step is not None
     if resumes and world.rank == 0:
-        log(f"parameters and optimizer state are those of the hubs' checkpoint of step {job.resumed_step}")
+        log(f"parameters and optimizer state are those at the hubs, of step {job.resumed_step}")
     held = _place(job, step, exchanges)
     numbers = [exchange.number for exchange in exchanges]
     ranges = [_tensors.memory_range(tensor) for tensor in held]

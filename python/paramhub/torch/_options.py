@@ -20,3 +20,5 @@ class Options:
     host_hub: bool | None = None
     deployment: str | None = None
     interfaces: str | None = None
+    on_worker_loss: str | None = None
+    linger: float | None = None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 from paramhub._hub import Hub
+from paramhub._hub_process import HubProcess
 from paramhub.errors import ConnectError, MisuseError
 from paramhub.torch._hosts import (
     choose_deployment,
@@ -20,7 +24,11 @@ from paramhub.torch._hosts import (
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment
+from paramhub.torch._run_record import RunRecord
 from paramhub.torch._run_secret import admin_token
+
+_DIAL_TIMEOUT = 5.0
+"""Seconds in which a hub that an earlier start has left must take a connection."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,23 @@ class HubAccess:
 
     url: str
     admin_token: str | None
-    is_embedded: bool
-    """True if rank 0's process runs the hub."""
+    place: str
+    """Where the hub is: ``named`` by its URL, in ``rank 0``, or in a ``process`` of its own on rank 0's host."""
     deployment: str
     """Deployment of this run's hubs: ``cc`` or ``cs``."""
     run: str
     """Identifies this run: it separates the run's hosts from those of other runs at the same hub."""
     hubs: int | None = None
     """The number of hubs that a job waits for, if it waits for more than the first."""
+    outlives_ranks: bool = False
+    """True if the jobs of optimizers stay at the hub when ranks are lost, until all are started again."""
+    linger: float | None = None
+    """Seconds for which they do, if not the manager's default."""
+
+    @property
+    def is_embedded(self) -> bool:
+        """Returns whether rank 0's process runs the hub."""
+        return self.place == "rank 0"
 
 
 class RunHubs:
@@ -45,14 +62,21 @@ class RunHubs:
     access: HubAccess
     """Set once rank 0 has chosen the hub."""
 
-    def __init__(self, assignment: RankAssignment, first_ranks: list[int], options: Options) -> None:
-        """``first_ranks`` has for each rank the first rank of its host."""
+    def __init__(
+        self,
+        assignment: RankAssignment,
+        first_ranks: list[int],
+        record: RunRecord | None,
+        options: Options,
+    ) -> None:
+        """``first_ranks`` has for each rank the first rank of its host. ``record`` is what stays when ranks are started again."""
         self.hosts = len(set(first_ranks))
         self.is_on_one_host = assignment.is_on_one_host
         self.sums_by_host = False
         """True if a hub on each host first sums the gradients of the host's ranks."""
         self._assignment = assignment
         self._first_rank = first_ranks[assignment.rank]
+        self._record = record
         self._options = options
         self._run_hub: Hub | None = None
         self._host_hub: Hub | None = None
@@ -70,39 +94,88 @@ class RunHubs:
     def choose(self, url: str | None) -> HubAccess:
         """Returns access to the hub at ``url`` or ``PARAMHUB_URL``, or starts a hub if neither is given. Rank 0 calls it."""
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
-        if not url:
-            return self._start_run_hub()
-        token = admin_token()
-        run = secrets.token_hex(8)
-        return HubAccess(url, token, is_embedded=False, deployment="cc", run=run, hubs=_hubs_to_wait_for())
+        goes_on = self._record is not None and on_worker_loss(self._options.on_worker_loss) == "continue"
+        if not goes_on:
+            if not url:
+                return self._start_run_hub()
+            run = secrets.token_hex(8)
+            return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for())
+        # `paramhub run` has chosen what becomes of its job, and starts its workers again itself.
+        run = (
+            secrets.token_hex(8)
+            if "PARAMHUB_JOB" in os.environ
+            else self._record.name(self._assignment.launcher)
+        )
+        access = HubAccess(
+            url,
+            admin_token(),
+            "named",
+            "cc",
+            run,
+            _hubs_to_wait_for(),
+            outlives_ranks=True,
+            linger=linger(self._options.linger),
+        )
+        return access if url else self._lasting_hub(access)
 
     def _start_run_hub(self) -> HubAccess:
         deployment, run = choose_deployment(self._options.deployment, self.hosts), secrets.token_hex(8)
-        cores = self._hub_cores()
         if self.is_on_one_host:
-            deployment, token = "cc", None
+            deployment = "cc"
             where = "rank 0 runs the hub"
-            self._run_hub = Hub(cores=cores)
         else:
-            address = reachable_address(self._assignment)
-            token = secrets.token_hex(32)
             where = (
                 f"each of the {self.hosts} hosts has a hub (deployment cs)"
                 if deployment == "cs"
                 else f"rank 0 runs the hub for all {self.hosts} hosts (deployment cc)"
             )
-            self._run_hub = Hub(
-                listen=[with_port(address, 0)],
-                manager=with_port(address, 0),
-                rack=_host_name(run, 0) if deployment == "cs" else None,
-                cores=cores,
-                admin_token=token,
+        rack = _host_name(run, 0) if deployment == "cs" else None
+        token = None if self.is_on_one_host else secrets.token_hex(32)
+        self._run_hub = Hub(**self._hub_options(token), rack=rack)
+        self._log_start(where, self._run_hub)
+        return HubAccess(self._run_hub.url, token, "rank 0", deployment, run)
+
+    def _lasting_hub(self, access: HubAccess) -> HubAccess:
+        """Finds the hub that an earlier start of this run's ranks has left, or starts one in a process of its own."""
+        assert self._record is not None
+        if not self._record.is_kept:
+            raise MisuseError(
+                "on_worker_loss is `continue`, but rank 0 would run the hub, and end with it: set PARAMHUB_URL to a hub that is "
+                "started apart (`paramhub hub`), or start the ranks with torchrun, whose ranks leave a hub behind"
             )
+        if self._options.deployment == "cs" or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() == "cs":
+            raise MisuseError(
+                "on_worker_loss is `continue`, which cannot be had with the deployment cs: use cc, or hubs that are started "
+                "apart and named by PARAMHUB_URL"
+            )
+        kept = self._record.read("hub")
+        if kept is not None:
+            found = replace(access, place="process", **json.loads(kept))
+            if _answers(found.url):
+                return found
+            log(f"the hub that this run has left at {found.url} has ended, so training begins anew")
+        # A token that all ranks know need not go through the store.
+        own = None if self.is_on_one_host or access.admin_token is not None else secrets.token_hex(32)
+        token = None if self.is_on_one_host else own or access.admin_token
+        # The launcher's agent is the parent of the ranks.
+        hub = HubProcess(os.getppid(), **self._hub_options(token))
+        self._log_start("a process beside rank 0 runs the hub", hub)
+        kept_token = {} if own is None else {"admin_token": own}
+        self._record.write("hub", json.dumps({"url": hub.url, **kept_token}))
+        return replace(access, url=hub.url, admin_token=token, place="process")
+
+    def _hub_options(self, token: str | None) -> dict[str, Any]:
+        """The options of the hub that all ranks use."""
+        options: dict[str, Any] = {"cores": self._hub_cores(), "admin_token": token}
+        if not self.is_on_one_host:
+            address = reachable_address(self._assignment)
+            options |= {"listen": [with_port(address, 0)], "manager": with_port(address, 0)}
+        return options
+
+    def _log_start(self, where: str, hub: Hub | HubProcess) -> None:
         log(
-            f"no PARAMHUB_URL is set, so {where}: manager {self._run_hub.url} "
-            f"data {','.join(self._run_hub.addresses)} cores {cores}"
+            f"no PARAMHUB_URL is set, so {where}: manager {hub.url} data {','.join(hub.addresses)} cores {self._hub_cores()}"
         )
-        return HubAccess(self._run_hub.url, token, is_embedded=True, deployment=deployment, run=run)
 
     def start_host_hub(self) -> None:
         """Starts a hub for the ranks of this host if the run needs one and this rank is the host's first.
@@ -117,7 +190,8 @@ class RunHubs:
         wanted = is_peer or self._options.host_hub
         manager = urlsplit(self.access.url)
         if wanted is None:
-            wanted = not is_own_address(manager.hostname or "localhost")
+            # A hub of this host would end with its ranks.
+            wanted = not self.access.outlives_ranks and not is_own_address(manager.hostname or "localhost")
         self.sums_by_host = bool(wanted)
         if (
             not wanted
@@ -152,10 +226,13 @@ class RunHubs:
 
     def describe(self) -> str:
         """The hub's URL, and where the hub runs."""
-        where = "PARAMHUB_URL"
-        if self.access.is_embedded:
-            where = "in rank 0, and one on each other host" if self.access.deployment == "cs" else "in rank 0"
-        return f"{self.access.url} ({where})"
+        where = {"named": "PARAMHUB_URL", "process": "in a process of its own"}.get(
+            self.access.place, "in rank 0"
+        )
+        if self.access.deployment == "cs":
+            where += ", and one on each other host"
+        lasts = f", where run {self.access.run} outlives its ranks" if self.access.outlives_ranks else ""
+        return f"{self.access.url} ({where}){lasts}"
 
     def stop_host_hub(self, timeout: float) -> None:
         """Stops this host's hub, if this process runs it. First waits, at most ``timeout`` seconds, until the hub holds no
@@ -184,6 +261,35 @@ def _hubs_to_wait_for() -> int | None:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
         raise MisuseError(f"PARAMHUB_HUBS is `{text}`: how many hubs a job waits for, 1 to 1024")
     return int(text)
+
+
+def on_worker_loss(given: str | None) -> str:
+    """What becomes of the jobs of optimizers when a rank is lost: ``given``, else ``PARAMHUB_ON_WORKER_LOSS``, else ``fail``."""
+    chosen = given or os.environ.get("PARAMHUB_ON_WORKER_LOSS", "").strip() or "fail"
+    if chosen not in ("fail", "continue"):
+        raise MisuseError(f"on_worker_loss is `fail` or `continue`, not {chosen!r}")
+    return chosen
+
+
+def linger(given: float | None) -> float | None:
+    """Seconds for which a job waits for processes in the place of those that were lost: ``given``, else ``PARAMHUB_LINGER``."""
+    text = os.environ.get("PARAMHUB_LINGER", "").strip()
+    if given is not None or not text:
+        return given
+    try:
+        return float(text)
+    except ValueError:
+        raise MisuseError(f"PARAMHUB_LINGER is {text!r}: a number of seconds") from None
+
+
+def _answers(url: str) -> bool:
+    """Returns whether something listens at the URL's address."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname or "localhost", address.port or 80), _DIAL_TIMEOUT).close()
+    except OSError:
+        return False
+    return True
 
 
 def _host_name(run: str, first_rank: int) -> str:

@@ -47,6 +47,7 @@ class RunJobs:
         *,
         shared_parameters: str = "never",
         inherits: bool = False,
+        outlives_ranks: bool = False,
         peers: bool = False,
     ) -> _native.Job:
         """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
@@ -55,6 +56,8 @@ class RunJobs:
         the hub's names; ``reproducible`` is added from the run's options if it is left out. The job that ``paramhub run`` has
         created, with its name and its checkpoints, goes to the first call with ``inherits``: a job that exchanges
         gradients, and that all ranks open at the same point.
+        ``outlives_ranks`` is for jobs that are to stay when ranks are lost, if the run asks for it: a later start of the run
+        finds the job by its name.
         ``shared_parameters`` says whether results are read from one copy for all ranks of the host: ``never``,
         ``where possible`` or ``always``. ``peers`` is for jobs whose layers may be exchanged as factors, from rank to rank.
         """
@@ -65,7 +68,8 @@ class RunJobs:
         # A ring gives each link one stream each way: docs/decisions/pytorch.md.
         by_hosts = "ring" if hub.deployment == "cs" else "auto"
         reduction = by_hosts if self._may_sum_by_host(settings, text) else "flat"
-        url, namespace, secret = self._ticket(label, members, rank, inherits, reduction)
+        stays = outlives_ranks and hub.outlives_ranks
+        url, namespace, secret = self._ticket(label, members, rank, inherits, stays, reduction)
         member = _native.connect(
             url,
             namespace,
@@ -86,7 +90,21 @@ class RunJobs:
         )
         job = member.init(text)
         self._jobs.append(job)
+        if stays:
+            self._check_steps(label, job, members)
         return job
+
+    def _check_steps(self, label: str, job: _native.Job, members: list[int]) -> None:
+        """Checks that all ranks begin a job at one step. No rank goes on, and perhaps leaves, before all have joined.
+
+        A hub that had not yet noticed the end of a rank may have let others join before that rank was lost, at an earlier step.
+        """
+        steps = self._store.allgather_text(f"joined/{label}", str(job.resumed_step), members)
+        if len(set(steps)) > 1:
+            raise ConnectError(
+                f"rank {self._rank}: the ranks would go on from different steps ({', '.join(steps)}, by rank), since the hub "
+                "noticed late that an earlier process of a rank had ended: start all ranks again"
+            )
 
     def _may_sum_by_host(self, settings: dict[str, Any], text: str) -> bool:
         """Returns whether the hosts' hubs can sum for their ranks in a job with these settings, whose JSON is ``text``. If they
@@ -99,7 +117,7 @@ class RunJobs:
         )
 
     def _ticket(
-        self, label: str, members: list[int], rank: int, inherits: bool, reduction: str
+        self, label: str, members: list[int], rank: int, inherits: bool, stays: bool, reduction: str
     ) -> tuple[str, str, str]:
         """The job's URL, namespace and secret: from the launcher, from the member that creates the job, or created here."""
         # The launcher chose its job's reduction before the settings were known.
@@ -116,10 +134,15 @@ class RunJobs:
                 )
             return tuple(json.loads(self._store.secret.open(f"job/{label}", text)))
         hub = self._hubs.access
+        lasting: dict[str, Any] = {}
+        if stays:
+            # All ranks are started again together, and meet in other groups, too, so none goes on without the others.
+            lasting = {"on_worker_loss": "continue", "min_workers": len(members), "linger": hub.linger}
+        run = hub.run if stays else secrets.token_hex(4)
         try:
             ticket = create_job(
                 hub.url,
-                f"{_script_name()}-{secrets.token_hex(4)}/{label}",
+                f"{_script_name()}-{run}/{label}",
                 len(members),
                 admin_token=hub.admin_token,
                 rendezvous_timeout=self._options.timeout,
@@ -127,6 +150,8 @@ class RunJobs:
                 hubs=hub.hubs,
                 patience=10.0,
                 reduction=reduction,
+                find=stays,
+                **lasting,
             )
         except Exception as error:
             self._store.report_failure(f"job/{label}", json.dumps([str(error)]))

@@ -21,6 +21,7 @@ from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment
 from paramhub.torch._run_hubs import HubAccess, RunHubs
 from paramhub.torch._run_jobs import RunJobs
+from paramhub.torch._run_record import RunRecord
 from paramhub.torch._run_secret import RunSecret
 from paramhub.torch._run_store import EXIT_TIMEOUT, RunStore
 from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE, FailureState
@@ -34,12 +35,14 @@ class World:
         self,
         assignment: RankAssignment,
         store: dist.Store,
+        record: RunRecord | None,
         url: str | None,
         options: Options,
         *,
         is_separate: bool = False,
     ) -> None:
-        """Joins the other ranks. ``is_separate`` says that these ranks are not those of torch.distributed's process group."""
+        """Joins the other ranks. ``record`` is what stays of the run when its ranks are started again, if anything
+        is to. ``is_separate`` says that these ranks are not those of torch.distributed's process group."""
         self._is_separate = is_separate
         assignment, first_ranks, common_sources = locate_hosts(assignment, store, options.timeout)
         assert assignment.local_rank is not None and assignment.local_size is not None
@@ -57,7 +60,7 @@ class World:
         self._group: Group | None = None
         self._labels: dict[str, int] = {}
         self.failures = FailureState()
-        self.hubs = RunHubs(assignment, first_ranks, options)
+        self.hubs = RunHubs(assignment, first_ranks, record, options)
         self._store = RunStore(store, self.rank, self.size, options.timeout)
         self.jobs = RunJobs(self.rank, self.size, self.hubs, self._store, options, self.failures)
         try:

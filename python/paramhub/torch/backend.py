@@ -60,7 +60,7 @@ def _create(options: Any, _backend_options: object) -> Any:
             world = _initialization.establish(assignment, store, None, opts)
         else:
             # The default group is another backend's, and not all of its ranks are here.
-            world, members = World(assignment, dist.PrefixStore("world", store), None, opts), None
+            world, members = World(assignment, dist.PrefixStore("world", store), None, None, opts), None
     assert world is not None
     if is_default and (world.rank, world.size) != (rank, size):
         raise MisuseError(

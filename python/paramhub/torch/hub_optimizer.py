@@ -143,8 +143,8 @@ class HubOptimizer(torch.optim.Optimizer):
         self._used_parameters = (
             UsedParameters(self._world, self._exchanges) if find_unused_parameters else None
         )
+        self._resumed_step: int | None = None
         self._open_job(None)
-        self._resumed_step = self._step.job.resumed_step
         self._parameter_hooks = ParameterHooks(model, self._exchanges)
         self._step.watch = trace.watch(model)
         self._released = weakref.finalize(
@@ -192,6 +192,8 @@ class HubOptimizer(torch.optim.Optimizer):
         settings = {**self._settings, **self._schemes.settings, "optimizer": chosen}
         open_job(self._world, self._exchanges, groups, settings, states, self._codecs)
         self._schemes.opened(self._step.job)
+        if self._step.job.resumed_step is not None:
+            self._resumed_step = self._step.job.resumed_step
         members: list[list[Exchange]] = [[] for _ in self.param_groups]
         for exchange, group in zip(self._exchanges, groups, strict=True):
             members[group].append(exchange)
@@ -371,8 +373,9 @@ class HubOptimizer(torch.optim.Optimizer):
 
     @property
     def resumed_step(self) -> int | None:
-        """The step from which training resumes, if parameters and the optimizer's state come from a checkpoint of the hubs;
-        None if they are rank 0's. The checkpoint sets neither ``param_groups`` nor the position in the data."""
+        """The step from which training resumes, if parameters and the optimizer's state are the hubs': those of a checkpoint, or
+        those that an earlier start of the ranks has left (see `init` for ``on_worker_loss``). None if they are rank 0's. The
+        hubs set neither ``param_groups`` nor the position in the data."""
         return self._resumed_step
 
     @property
@@ -401,7 +404,8 @@ class HubOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a saved state of a HubOptimizer, or of torch.optim's optimizer of this kind, and from the model's
-        present parameters: load the model first. Collective; all ranks continue from rank 0's state and parameters."""
+        present parameters: load the model first. Collective; all ranks continue from rank 0's state and parameters. If an
+        earlier start of the ranks has called it, too, they continue from what the hubs hold of that (see `resumed_step`)."""
         self._refuse_within_step("load_state_dict()")
         for group, saved in zip_longest(
             self.param_groups, state_dict["param_groups"], fillvalue={"params": ()}
@@ -420,6 +424,7 @@ class HubOptimizer(torch.optim.Optimizer):
             if entry and exchange is not None:
                 states[exchange.number] = _optimizer_state.from_torch(self._kind, entry, exchange)
         super().load_state_dict({**state_dict, "state": {}})
+        self._resumed_step = None
         self._reopen_job(states)
 
     def broadcast_parameters(self) -> None:

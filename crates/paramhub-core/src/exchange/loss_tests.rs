@@ -161,18 +161,46 @@ fn all_begin_at_one_step_if_all_were_lost() {
     exchange.lose(0).unwrap();
     exchange.lose(1).unwrap();
     // Chunk 0 has had step 0, chunk 1 has half of it, chunk 2 nothing.
+    assert!(exchange.begin_steps_again());
     assert_eq!((exchange.rejoin(1), exchange.end_if_complete(1)), (1, None));
     assert!(!exchange.skip_missed_steps(2), "there are too few yet");
     exchange.join_at(1, 1);
+    assert!(!exchange.begin_steps_again());
     assert_eq!(exchange.rejoin(0), 1);
-    assert_eq!(exchange.end_if_complete(1), Some(Update { step: 0, number: 1, contributions: 1 }));
-    assert_eq!(exchange.end_if_complete(2), None);
-    assert!(exchange.skip_missed_steps(2) && !exchange.skip_missed_steps(1));
+    for slot in [1, 2] {
+        assert_eq!(exchange.end_if_complete(slot), None);
+        assert!(exchange.skip_missed_steps(slot), "half a step does not count");
+    }
     for (slot, member) in [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)] {
         exchange.pull(slot, member, 1).unwrap();
         assert_eq!(answer_all(&mut exchange, slot), [member], "slot {slot}");
     }
-    assert_eq!((exchange.updates(1), exchange.updates(2)), (1, 0));
+    assert_eq!((exchange.updates(1), exchange.updates(2)), (0, 0));
+}
+
+#[test]
+fn all_make_the_step_again_from_which_all_were_lost() {
+    let mut exchange = begun(2, 2, 2);
+    push(&mut exchange, 0, 0, 0);
+    push(&mut exchange, 1, 1, 0);
+    for member in [0, 1] {
+        exchange.lose(member).unwrap();
+    }
+    assert!(exchange.begin_steps_again());
+    for member in [0, 1] {
+        assert_eq!(exchange.rejoin(member), 0, "although both had contributed to a part");
+        exchange.join_at(member, 0);
+    }
+    for slot in [0, 1] {
+        for member in [0, 1] {
+            exchange.pull(slot, member, 0).unwrap();
+        }
+        assert_eq!(answer_all(&mut exchange, slot), [0, 1]);
+        assert_eq!(push(&mut exchange, slot, 0, 0), SumAction::Wait);
+        let update = Update { step: 0, number: 1, contributions: 2 };
+        assert_eq!(push(&mut exchange, slot, 1, 0), SumAction::Update(update));
+    }
+    assert_eq!(exchange.left_out(), [0, 0]);
 }
 
 #[test]
@@ -341,6 +369,10 @@ impl Program {
         if let Some(route) = missing {
             if !self.routes[route].is_lost(member) {
                 return false;
+            }
+            if self.routes[route].begin_steps_again() {
+                let of_route = route * self.chunks as usize..(route + 1) * self.chunks as usize;
+                self.sums[of_route].iter_mut().for_each(Sum::clear);
             }
             self.named[member as usize][route] = Some(self.routes[route].rejoin(member));
             self.settle(route);

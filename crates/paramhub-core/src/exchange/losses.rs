@@ -8,6 +8,9 @@
 //! [joins](Exchange::join_at) at the latest of them, everywhere. That step is one to which the former process has
 //! contributed at no chunk, so that no update counts the member twice, and one that no chunk has passed, so that
 //! the process can pull the parameters from which the step starts.
+//!
+//! If all members are lost, their successors make the steps under way [again](Exchange::begin_steps_again), all from
+//! the same parameters. Only a step that some chunks have made and others have not is lost at those others.
 
 use super::rules::{Exchange, MemberRequest};
 use super::violation::LostBeforeStart;
@@ -34,12 +37,30 @@ impl Exchange {
         Ok(())
     }
 
+    /// Begins the steps under way again if all members are lost: nothing that they contributed to them counts. Returns
+    /// whether they are; the caller then drops the sums.
+    pub fn begin_steps_again(&mut self) -> bool {
+        if !self.lost.iter().all(|&is_lost| is_lost) {
+            return false;
+        }
+        for slot in 0..self.chunks.len() as u32 {
+            let step = self.step(slot);
+            (self.chunks[slot as usize].arrived, self.chunks[slot as usize].folded) = (0, 0);
+            for member in 0..self.rules.members {
+                self.member_mut(slot, member).next_step = step;
+            }
+            self.count_awaited(slot);
+        }
+        self.former_contributions.clear();
+        true
+    }
+
     /// Gives the place of a lost member to another process, and returns the first step to which that process may
     /// contribute at these chunks: the newest step that is under way at any of them, or that the former process
     /// has reached. Until [`Exchange::join_at`] no chunk goes beyond it.
     ///
-    /// The caller first adds what the former process has contributed to the sums, and then calls
-    /// [`Exchange::end_if_complete`] for every slot, since there may be enough members again.
+    /// The caller first calls [`Exchange::begin_steps_again`] or adds what the former process has contributed to the
+    /// sums, and then calls [`Exchange::end_if_complete`] for every slot, since there may be enough members again.
     pub fn rejoin(&mut self, member: u32) -> u32 {
         debug_assert!(self.lost[member as usize], "only the place of a lost member is given away");
         let slots = 0..self.chunks.len() as u32;

@@ -32,7 +32,11 @@ impl Hub {
                 RankChange::Expect => {
                     let Some(job) = &mut self.job else { return };
                     job.port(id, rank).has_left = false;
-                    first_step = job.route(id).exchange.rejoin(rank).max(first_step);
+                    let route = job.route(id);
+                    if route.exchange.begin_steps_again() {
+                        route.drop_sums();
+                    }
+                    first_step = route.exchange.rejoin(rank).max(first_step);
                 }
                 RankChange::Join { step } => {
                     let Some(job) = &mut self.job else { return };

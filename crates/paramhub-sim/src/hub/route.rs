@@ -156,6 +156,11 @@ impl Route {
         }
     }
 
+    /// Drops the sums of the steps under way.
+    pub(super) fn drop_sums(&mut self) {
+        self.chunks.iter_mut().for_each(|chunk| chunk.sum.clear());
+    }
+
     /// Takes every answer that is owed by a stream that works, with the rank that gets it.
     pub(super) fn take_due_answers(&mut self) -> Vec<(u32, Header, Content)> {
         let mut answers = Vec::new();

@@ -21,7 +21,9 @@ impl Shard {
     /// Gives the place of a lost worker to another process. Returns the first step to which that may contribute here,
     /// and the arenas of the former process.
     pub(crate) fn expect(&mut self, worker: u32) -> (u32, Option<RankArenas>) {
-        if self.arenas.has(worker) {
+        if self.exchange.begin_steps_again() {
+            self.sums.drop_parts();
+        } else if self.arenas.has(worker) {
             for (&slot, index) in self.slots.iter().zip(0..) {
                 if self.exchange.has_contributed(index, worker, self.exchange.step(index)) {
                     let aggregator = &*self.plan.aggregator;

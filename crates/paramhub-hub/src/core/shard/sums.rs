@@ -175,6 +175,11 @@ impl Sums {
         has_part || matches!(self.accumulation, Accumulation::InMemberOrder { .. })
     }
 
+    /// Drops the sums of all steps under way.
+    pub(super) fn drop_parts(&mut self) {
+        self.has_part.fill(false);
+    }
+
     /// Notes that the sum was made at its place.
     pub(super) fn is_made(&mut self, index: u32) {
         self.has_part[index as usize] = true;
