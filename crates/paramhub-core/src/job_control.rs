@@ -140,6 +140,7 @@ impl JobControl {
                 self.lose_rank(namespace, (rank, epoch), &reason, now);
             }
             Event::ExpectRank { namespace, rank, epoch } => self.expect_rank(namespace, rank, epoch),
+            Event::Finish { namespace } => self.finished_elsewhere(namespace, now),
             Event::JoinRank { namespace, rank, epoch, step } => {
                 self.join_rank(namespace, (rank, epoch), step);
             }

@@ -131,6 +131,7 @@ impl JobController {
                 Event::LoseRank { namespace, rank, epoch, reason }
             }
             HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
+            HubCommand::Finish { namespace } => Event::Finish { namespace },
             HubCommand::JoinRank { namespace, rank, epoch, step } => {
                 Event::JoinRank { namespace, rank, epoch, step }
             }

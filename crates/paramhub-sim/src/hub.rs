@@ -156,6 +156,7 @@ impl Hub {
                 Event::LoseRank { namespace, rank, epoch, reason }
             }
             HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
+            HubCommand::Finish { namespace } => Event::Finish { namespace },
             HubCommand::JoinRank { namespace, rank, epoch, step } => {
                 Event::JoinRank { namespace, rank, epoch, step }
             }

@@ -91,6 +91,14 @@ impl JobControl {
         }
     }
 
+    /// All workers of a job have left another of its hubs, so this one waits for no process in the place of a lost one.
+    pub(super) fn finished_elsewhere(&mut self, namespace: Namespace, now: Duration) {
+        if let Some(job) = self.jobs.get_mut(&namespace) {
+            job.has_finished_elsewhere = true;
+            self.finish_if_all_left(namespace, now);
+        }
+    }
+
     /// Ends the jobs whose last checkpoint has not been taken for too long, so that a disk that does not answer
     /// does not keep a job for ever.
     pub(super) fn check_finishing(&mut self, now: Duration) {

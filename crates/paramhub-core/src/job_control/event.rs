@@ -80,6 +80,11 @@ pub enum Event {
         /// The epoch that begins with this.
         epoch: u64,
     },
+    /// All workers of a job have left another of its hubs.
+    Finish {
+        /// The job.
+        namespace: Namespace,
+    },
     /// The process that takes a rank joins.
     JoinRank {
         /// The job.

@@ -43,6 +43,8 @@ pub(super) struct Job {
     pub(super) counters: JobCounters,
     /// For each rank: the updates that left it out on routes that are closed.
     pub(super) left_out: Vec<u64>,
+    /// Whether all workers have left another hub of the job.
+    pub(super) has_finished_elsewhere: bool,
 }
 
 /// How far a job has come, in this order. A job can fail in each phase before `Ending`.
@@ -90,6 +92,7 @@ impl Job {
             concluding: None,
             counters: JobCounters::default(),
             left_out: Vec::new(),
+            has_finished_elsewhere: false,
         }
     }
 
@@ -120,9 +123,9 @@ impl Job {
         let left = self.left.iter().filter(|&port| is_away(port)).count() as u64;
         let lost = self.ranks.lost().count();
         let remain = self.terms.composed.composition.workers() - lost as u32;
-        left > 0
-            && left + (lost * self.terms.routes.len()) as u64 == self.terms.streams()
-            && self.terms.min_workers.is_none_or(|least| remain >= least)
+        let goes_on = left > 0 && self.terms.min_workers.is_none_or(|least| remain >= least);
+        left + (lost * self.terms.routes.len()) as u64 == self.terms.streams()
+            && (goes_on || self.has_finished_elsewhere)
     }
 
     /// Adds what a closed route has counted.

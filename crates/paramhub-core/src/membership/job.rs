@@ -142,6 +142,8 @@ pub struct Job {
     joins: BTreeMap<u32, PendingJoin>,
     /// Since when the job has had fewer workers than it goes on with.
     waits_since: Option<Now>,
+    /// Whether all workers of a job that may lose some have left one of its hubs.
+    has_finished_at_a_hub: bool,
     /// The calls that wait for the job.
     calls: BTreeMap<CallId, JobCall>,
     lease: Lease,
@@ -215,6 +217,7 @@ impl Job {
             concluding: None,
             joins: BTreeMap::new(),
             waits_since: None,
+            has_finished_at_a_hub: false,
             calls: BTreeMap::new(),
             lease: Lease::new(request.options.lease_s, now.monotonic),
             phase: JobPhase::Connecting,

@@ -150,6 +150,12 @@ pub enum HubCommand {
         /// The step.
         step: u32,
     },
+    /// All workers of a job that goes on without lost workers have left another of its hubs: the job has finished here, too,
+    /// whichever rank is lost or is being taken.
+    Finish {
+        /// The job.
+        namespace: Namespace,
+    },
     /// Measure with another hub what the network between the two carries. The hub answers with
     /// [`HubEvent::Probed`] within a second.
     Probe(ProbeOrder),

@@ -190,6 +190,17 @@ fn a_job_that_goes_on_with_all_its_ranks_alone_has_not_finished_without_one() {
     lost(&mut hub);
     lose(&mut hub, 2);
     assert!(matches!(hub.phase(1), Phase::Running));
+    // Unless the rank had left another hub before it was lost.
+    hub.handle(Event::Finish { namespace: job(1) });
+    assert!(end(&hub.close(1)).finished);
+    // Those who are there are still waited for.
+    let mut hub = Hub::running(|terms| terms.min_workers = Some(2));
+    hub.handle(Event::Finish { namespace: job(1) });
+    lost(&mut hub);
+    lose(&mut hub, 2);
+    assert!(matches!(hub.phase(1), Phase::Running));
+    ROUTES.iter().for_each(|&route| drop(hub.core(1, CoreEvent::Left { route, port: 0 })));
+    assert!(end(&hub.close(1)).finished);
 }
 
 #[test]

@@ -253,7 +253,7 @@ impl Job {
             return self.fail(ErrorCode::JobEnded, message, now);
         }
         if self.state != JobState::Running || !self.job_hubs.iter().all(|job_hub| job_hub.ended) {
-            return Transition::None;
+            return self.finish_elsewhere();
         }
         self.end(JobState::Finished, now)
     }

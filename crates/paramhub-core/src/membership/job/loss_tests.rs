@@ -4,7 +4,7 @@ use super::losses::MembershipChange;
 use super::tests::{call, init_answer, later, leave, now, process, running_with, settings};
 use super::*;
 use crate::auth::Purpose;
-use crate::service::OnWorkerLoss;
+use crate::service::{JobEnd, OnWorkerLoss};
 
 /// A running job of three workers and two hubs that goes on with so many workers.
 fn outliving(min_workers: u32) -> Job {
@@ -86,6 +86,34 @@ fn another_process_takes_the_rank_of_one_that_has_left() {
     join(&mut job);
     assert_eq!(job.joined_at(1), Some(8));
     assert!(job.connect(&call(1, 8), now()).is_err(), "the process that has taken it has not left");
+}
+
+#[test]
+fn a_job_that_has_finished_at_a_hub_finishes_at_the_others() {
+    let mut job = outliving(3);
+    (0..3).for_each(|rank| job.worker_left((rank, 1)));
+    job.connect(&call(1, 7), now()).unwrap();
+    submit(&mut job);
+    let _ = job.join(1);
+    let end = JobEnd::finished(job.namespace);
+    assert_eq!(
+        changes(job.hub_ended(0, &end, now())),
+        [MembershipChange::Finish],
+        "nobody is awaited for rank 1"
+    );
+    // A process dies while it leaves, and the other hub reports that later.
+    let mut job = outliving(3);
+    (0..3).for_each(|rank| job.worker_left((rank, 1)));
+    let end = JobEnd::finished(job.namespace);
+    assert_eq!(job.hub_ended(0, &end, now()), Transition::None, "all are about to leave the other hub, too");
+    assert_eq!(changes(lose(&mut job, 1, 1)), [lost(1, 2), vec![MembershipChange::Finish]].concat());
+    assert!(matches!(job.hub_ended(1, &end, now()), Transition::Ended { .. }));
+    assert_eq!(job.state(), JobState::Finished);
+    // A hub without chunks has finished before anybody has left.
+    let mut job = outliving(3);
+    let end = JobEnd::finished(job.namespace);
+    assert_eq!(job.hub_ended(0, &end, now()), Transition::None);
+    assert_eq!(changes(lose(&mut job, 1, 1)), lost(1, 2));
 }
 
 #[test]

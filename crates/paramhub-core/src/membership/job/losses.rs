@@ -34,6 +34,8 @@ pub(crate) enum MembershipChange {
     Expect { rank: u32, epoch: u64 },
     /// That process contributes from this step on.
     Join { rank: u32, epoch: u64, step: u32 },
+    /// All workers have left a hub, so that the job has finished at the others, too.
+    Finish,
 }
 
 impl MembershipChange {
@@ -43,6 +45,7 @@ impl MembershipChange {
             MembershipChange::Lose { rank, epoch, ref reason } => {
                 HubCommand::LoseRank { namespace, rank, epoch, reason: reason.clone() }
             }
+            MembershipChange::Finish => HubCommand::Finish { namespace },
             MembershipChange::Expect { rank, epoch } => HubCommand::ExpectRank { namespace, rank, epoch },
             MembershipChange::Join { rank, epoch, step } => {
                 HubCommand::JoinRank { namespace, rank, epoch, step }
@@ -66,6 +69,22 @@ impl Job {
         if self.assignments.holder(rank).is_some_and(|holder| holder.since == epoch) {
             self.assignments.finish(rank);
         }
+    }
+
+    /// The job has finished at a hub. The others wait for no process in the place of a lost one any more: one that was lost
+    /// while it left has left that hub, and one that was about to take the rank of another came too late.
+    pub(super) fn finish_elsewhere(&mut self) -> Transition {
+        let mut holders = (0..self.workers).filter_map(|rank| self.assignments.holder(rank));
+        // A hub without chunks of the job is done as soon as it has allocated.
+        let have_all_left =
+            holders.all(|holder| holder.standing != Standing::Member || holder.has_finished());
+        self.has_finished_at_a_hub |= self.may_lose_ranks() && have_all_left;
+        if !self.has_finished_at_a_hub || self.lost_ranks().is_empty() {
+            return Transition::None;
+        }
+        let message = "all workers have left one of its hubs, so it finishes at the others, too".into();
+        let epoch = self.assignments.newest_epoch();
+        Transition::MembershipChanged { changes: vec![MembershipChange::Finish], epoch, message }
     }
 
     /// Tells the hubs once more which ranks are lost, since one of them has reported the job to a manager that has
@@ -117,7 +136,8 @@ impl Job {
             false => format!("it goes on with {present} of its {} workers", self.workers),
         };
         let message = format!("{reason}; {then}");
-        let changes = vec![MembershipChange::Lose { rank, epoch, reason: reason.to_owned() }];
+        let mut changes = vec![MembershipChange::Lose { rank, epoch, reason: reason.to_owned() }];
+        changes.extend(self.has_finished_at_a_hub.then_some(MembershipChange::Finish));
         Transition::MembershipChanged { changes, epoch, message }
     }
 
