@@ -7,7 +7,7 @@ use crate::config::distance;
 const PREFIX: &str = "PARAMHUB_";
 
 /// Variables that workers, the Python package or its bindings read and that no flag stands for.
-const OF_WORKERS: [&str; 9] = [
+const OF_WORKERS: [&str; 12] = [
     paramhub_kernels::ISA_VARIABLE,
     "PARAMHUB_JOB",
     "PARAMHUB_SECRET",
@@ -17,6 +17,9 @@ const OF_WORKERS: [&str; 9] = [
     "PARAMHUB_HUBS",
     "PARAMHUB_ENCRYPT",
     "PARAMHUB_TRACE",
+    "PARAMHUB_ON_WORKER_LOSS",
+    "PARAMHUB_LINGER",
+    "PARAMHUB_RUN_ID",
 ];
 
 /// One line for each variable of the environment that begins with `PARAMHUB_` and that neither the command line nor a worker reads.

@@ -188,6 +188,17 @@ pub(crate) fn create_job(
         false => caller.create_service(&request).map(|created| (created, true)),
     })?;
     let (created, is_new) = created.map_err(|error| errors::connect(py, &error.to_string()))?;
+    if !is_new {
+        let caller = client.clone();
+        let status = interruptible(py, move || caller.job(&created.namespace.to_string()))?;
+        let status = status.map_err(|error| errors::connect(py, &error.to_string()))?;
+        if status.workers != workers {
+            let (name, found) = (status.name, status.workers);
+            let message =
+                format!("job `{name}` has {found} ranks, not {workers}: start as many ranks as before");
+            return Err(errors::connect(py, &message));
+        }
+    }
     let url = client.url_for_workers(&created);
     Ok((url, created.namespace.to_string(), String::from(created.secret()), is_new))
 }

@@ -16,7 +16,9 @@ import pytest
 from launching import PARAMHUB, PYTHON, TORCHRUN, Ended, Program
 from team import Rank, Team, TeamError
 
+import paramhub
 import paramhub.torch
+from paramhub.errors import ConnectError
 
 PROGRAM = """
 import os, sys, time, zlib
@@ -200,6 +202,8 @@ def test_other_launchers_name_the_run_and_a_hub(start: Start, program: Path) -> 
     for rank in ranks(0, "waits_at=3"):
         found = rank.await_output(r"waits as process (\d+)")
         os.kill(int(found[1]), signal.SIGKILL)
+    with pytest.raises(ConnectError, match="has 2 ranks, not 3: start as many ranks as before"):
+        paramhub.create_job(url, "train-mine/hub-optimizer-0", 3, find=True)
     for rank in ranks(1):
         code, output = rank.wait()
         assert code == 0, output
