@@ -376,7 +376,7 @@ pub(super) fn left_out(job: &JobStatus) -> Vec<String> {
 }
 
 /// The workers that the job has lost, and what became of their ranks.
-pub(super) fn describe_losses(losses: &LossCounters, workers: u32) -> String {
+fn describe_losses(losses: &LossCounters, workers: u32) -> String {
     let count =
         |count: u64, one: &str, more: &str| format!("{count} {}", if count == 1 { one } else { more });
     format!(
