@@ -69,6 +69,10 @@ pub struct TrainSection {
     pub stragglers: Stragglers,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub progress_timeout_s: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chaos_s: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chaos_seed: Option<u64>,
     #[serde(with = "text")]
     pub scheme: SchemeChoice,
     #[serde(with = "text")]
@@ -117,6 +121,8 @@ impl Default for TrainSection {
             hubs: None,
             stragglers: Stragglers::Wait,
             progress_timeout_s: None,
+            chaos_s: None,
+            chaos_seed: None,
             scheme: SchemeChoice::default(),
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),

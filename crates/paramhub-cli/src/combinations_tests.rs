@@ -33,6 +33,7 @@ fn options_of_commands_show_the_sentence_of_every_rule_about_them() {
     let resume = || Some("latest".parse().unwrap());
     let run = RunSection::default;
     let train = TrainSection::default;
+    let chaos = || TrainSection { chaos_s: Some(1.0), ..train() };
     let by = |exchange| TrainSection { exchange, ..train() };
     let (local, depcha) = (by(ExchangeKind::Local), by(ExchangeKind::Depcha));
     let shm = TrainSection { transport: Transport::Shm, ..train() };
@@ -70,6 +71,10 @@ fn options_of_commands_show_the_sentence_of_every_rule_about_them() {
         of_train(None, None, TrainSection { reproducible: true, ..depcha }),
         of_train(None, None, TrainSection { compute_threads: NonZeroUsize::new(2).unwrap(), ..train() }),
         of_train(None, None, TrainSection { check_collectives: true, ..train() }),
+        of_train(None, None, TrainSection { chaos_s: Some(1.0), ..by(ExchangeKind::Funnel) }),
+        of_train(None, None, TrainSection { reproducible: true, ..chaos() }),
+        of_train(None, by_run, chaos()),
+        of_train(None, None, TrainSection { chaos_seed: Some(3), ..train() }),
         of_train(None, None, TrainSection { momentum: 0.5, optimizer: TrainOptimizer::AdamW, ..train() }),
         of_train(None, None, TrainSection { codec: Codec::OneBit, ..shm.clone() }),
         of_train(None, None, TrainSection { on_interface_down: OnInterfaceDown::Continue, ..shm.clone() }),
@@ -111,6 +116,7 @@ fn settings_that_combine_are_accepted() {
         (URL, None, funnel),
         (URL, Some(RankLauncher::Run), TrainSection { reproducible: true, ..train() }),
         (None, Some(RankLauncher::Mpi), TrainSection { cores: 2, ..train() }),
+        (URL, None, TrainSection { chaos_s: Some(0.5), chaos_seed: Some(3), ..train() }),
     ] {
         of_train(url, launcher, section).unwrap();
     }

@@ -6,8 +6,8 @@ use clap::{Args, Subcommand, ValueEnum};
 use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
 use paramhub::Stragglers;
 use paramhub::service::{
-    AwaitedRanks, CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, OnWorkerLoss,
-    ServiceCreated,
+    AwaitedRanks, CreateService, JobOptions, JobState, JobStatus, LossCounters, OnInterfaceDown,
+    OnWorkerLoss, ServiceCreated,
 };
 use paramhub_core::checkpoint::{CheckpointStatus, Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
@@ -325,7 +325,8 @@ fn show(job: &JobStatus) -> String {
     let lost: Vec<String> = job.lost.iter().map(ToString::to_string).collect();
     let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
     let ended = job.ended_at.map_or("-".to_owned(), |at| format!("{} ago", age(at)));
-    for (what, value) in [
+    let losses = job.losses.as_ref().map_or(String::new(), |losses| describe_losses(losses, job.workers));
+    let rows = [
         ("job", job.name.clone()),
         ("namespace", job.namespace.to_string()),
         ("state", state(job.state).into()),
@@ -333,6 +334,7 @@ fn show(job: &JobStatus) -> String {
         ("workers", job.workers.to_string()),
         ("ranks connected", or_dash(&connected.join(" "))),
         ("ranks lost", or_dash(&lost.join(" "))),
+        ("losses", losses),
         ("epoch", job.epoch.to_string()),
         ("keys", job.keys.to_string()),
         ("gradients of one worker", bytes(job.bytes)),
@@ -351,7 +353,9 @@ fn show(job: &JobStatus) -> String {
         ("checkpoints", job.checkpoints.as_ref().map_or("-".to_owned(), checkpoints)),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
-    ] {
+    ];
+    // A job that fails with its first loss counts none, and has no such row.
+    for (what, value) in rows.into_iter().filter(|(_, value)| !value.is_empty()) {
         table.add_row([what.to_owned(), value]);
     }
     // Messages, and the explanation of a reduction, are sentences.
@@ -369,6 +373,18 @@ pub(super) fn left_out(job: &JobStatus) -> Vec<String> {
         format!("rank {rank}, of {missed} of {updates} updates of chunks ({percent:.1}%)")
     };
     late.map(line).collect()
+}
+
+/// The workers that the job has lost, and what became of their ranks.
+fn describe_losses(losses: &LossCounters, workers: u32) -> String {
+    let count =
+        |count: u64, one: &str, more: &str| format!("{count} {}", if count == 1 { one } else { more });
+    format!(
+        "{} lost, {} taken by other processes; {:.1} s with fewer than {workers} workers",
+        count(losses.workers_lost, "worker", "workers"),
+        count(losses.workers_joined, "rank", "ranks"),
+        losses.incomplete_seconds
+    )
 }
 
 fn awaited(late: &AwaitedRanks) -> String {

@@ -283,7 +283,12 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         print!("{}", config.to_toml());
         return Ok(ExitCode::SUCCESS);
     }
-    start_log(&config, matches!(task, CliTask::Hub | CliTask::Manager))?;
+    let usual_log = match task {
+        CliTask::Hub | CliTask::Manager => "info",
+        CliTask::Train => train::usual_log(&config),
+        _ => "warn",
+    };
+    start_log(&config, usual_log)?;
     match task {
         CliTask::Train => train::train(&config),
         CliTask::Hub => hub::serve(&config),
@@ -417,8 +422,8 @@ macro_rules! overlay {
 }
 use overlay;
 
-fn start_log(config: &Config, is_server: bool) -> anyhow::Result<()> {
-    let filter = config.log.as_deref().unwrap_or(if is_server { "info" } else { "warn" });
+fn start_log(config: &Config, usual: &str) -> anyhow::Result<()> {
+    let filter = config.log.as_deref().unwrap_or(usual);
     let filter: Targets = filter
         .parse()
         .map_err(|error| Usage(format!("the log filter `{filter}` cannot be read: {error}")))?;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use paramhub::service::{JobState, OnInterfaceDown, OnWorkerLoss, ServiceCreated};
+use paramhub::service::{JobState, JobStatus, OnInterfaceDown, OnWorkerLoss, ServiceCreated};
 use paramhub::{ManagerClient, Stragglers};
 use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
@@ -287,19 +287,23 @@ pub(super) fn announce_end(
     std::thread::Builder::new().name("announce-end".into()).spawn(announce).ok().map(|_| ended)
 }
 
-/// Prints how often each rank was left out. Hubs report a job's end to the manager a little later than to the
-/// workers, so this waits for the last counts.
-pub(super) fn say_left_out(client: &ManagerClient, job: &ServiceCreated) {
+/// The status of a job whose workers have ended. Hubs report a job's end to the manager a little later than to the
+/// workers, so this waits for the last counts. `None` if the manager does not answer any more.
+pub(super) fn last_status(client: &ManagerClient, job: &ServiceCreated) -> Option<JobStatus> {
     let (name, begun) = (job.namespace.to_string(), Instant::now());
     loop {
-        let Ok(status) = client.job(&name) else { return };
+        let status = client.job(&name).ok()?;
         if status.state.has_ended() || begun.elapsed() > LAST_COUNTS {
-            for line in super::jobs::left_out(&status) {
-                eprintln!("paramhub: left out because it was late: {line}");
-            }
-            return;
+            return Some(status);
         }
         std::thread::sleep(LAST_COUNTS / 40);
+    }
+}
+
+/// Prints how often each rank was left out.
+pub(super) fn say_left_out(client: &ManagerClient, job: &ServiceCreated) {
+    for line in last_status(client, job).iter().flat_map(super::jobs::left_out) {
+        eprintln!("paramhub: left out because it was late: {line}");
     }
 }
 

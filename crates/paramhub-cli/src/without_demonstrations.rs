@@ -44,6 +44,10 @@ pub(crate) fn train(_: &Config) -> anyhow::Result<ExitCode> {
     refuse()
 }
 
+pub(crate) fn usual_log(_: &Config) -> &'static str {
+    "warn"
+}
+
 pub(crate) fn work(_: &WorkerFlags) -> anyhow::Result<ExitCode> {
     refuse()
 }

@@ -30,7 +30,7 @@ pub use hub::{NumberedCommand, PollCommands, Presence, RegisterHub};
 pub use hub_events::{CauseKind, HubEvent, JobEnd, StopWhen, add_by_rank};
 pub use options::{JobOptions, OnInterfaceDown, OnWorkerLoss};
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
-pub use status::{AwaitedRanks, CoreCounters, HubStatus, JobCounters, JobState, JobStatus};
+pub use status::{AwaitedRanks, CoreCounters, HubStatus, JobCounters, JobState, JobStatus, LossCounters};
 pub use teams::{Allowance, TeamAllowance, TeamQuotas, TeamStatus};
 pub use tokens::{CreateToken, TokenCreated, TokenRole, TokenStatus};
 

@@ -201,9 +201,26 @@ fn collect_jobs(state: &Membership, metrics: &mut prometheus_client::registry::R
     let help =
         "How long ranks have waited for one that is late beyond what recent steps explain, and at which key";
     metrics.register("job_awaited_seconds", help, awaited);
+    collect_losses(state, metrics);
     collect_checkpoints(state, metrics);
     metrics.register("job_core_seconds", "Time that hub cores spent on a living job", busy);
     metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);
+}
+
+/// What living jobs have lost that go on when a worker is lost.
+fn collect_losses(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
+    let [lost, joined] = [(); 2].map(|()| Family::<JobLabels, Counter>::default());
+    let incomplete = Family::<JobLabels, Counter<f64, AtomicU64>>::default();
+    for job in state.jobs().filter(|job| !job.state().has_ended()) {
+        let Some(losses) = job.losses(now()) else { continue };
+        let labels = JobLabels { job: job.name.clone(), namespace: job.namespace.to_string() };
+        lost.get_or_create(&labels).inc_by(losses.workers_lost);
+        joined.get_or_create(&labels).inc_by(losses.workers_joined);
+        incomplete.get_or_create(&labels).inc_by(losses.incomplete_seconds);
+    }
+    metrics.register("job_workers_lost", "Workers that a living job has lost and gone on without", lost);
+    metrics.register("job_workers_joined", "Processes that have taken a lost rank of a living job", joined);
+    metrics.register("job_incomplete_seconds", "Time during which a living job had lost a rank", incomplete);
 }
 
 /// The checkpoints of living jobs that take any.

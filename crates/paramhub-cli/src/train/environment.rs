@@ -2,13 +2,15 @@
 
 use anyhow::Context;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::{CoreCounters, CreateService, JobOptions, JobState, ServiceCreated};
+use paramhub::service::{
+    CoreCounters, CreateService, JobOptions, JobState, JobStatus, OnWorkerLoss, ServiceCreated,
+};
 use paramhub::{Manager, ManagerClient, RunningManager};
 use paramhub_harness::launch::LaunchEnd;
 
 use crate::checkpoints::{effective_every, kept};
 use crate::config::{Config, ExchangeKind, TrainSection};
-use crate::run::{end_job, say_left_out};
+use crate::run::{end_job, last_status, say_left_out};
 use crate::{client, deployment};
 
 /// The place where the workers of a training meet.
@@ -89,6 +91,11 @@ impl TrainEnvironment {
         }
     }
 
+    /// What the manager knows of the job when its workers have ended.
+    pub(super) fn last_status(&self) -> Option<JobStatus> {
+        self.job().and_then(|(client, job)| last_status(client, job))
+    }
+
     /// The job, and a client of its manager.
     pub(super) fn job(&self) -> Option<(&ManagerClient, &ServiceCreated)> {
         match self {
@@ -150,6 +157,10 @@ pub(super) fn options(section: &TrainSection) -> JobOptions {
         on_interface_down: section.on_interface_down,
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,
+        on_worker_loss: match section.chaos_s {
+            Some(_) => OnWorkerLoss::Continue,
+            None => OnWorkerLoss::Fail,
+        },
         ..JobOptions::default()
     }
 }

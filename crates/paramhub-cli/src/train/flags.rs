@@ -104,6 +104,15 @@ pub(crate) struct TrainFlags {
     /// End the job, naming the rank, when others have waited so long for one of them [default: never]
     #[arg(long, value_name = "SECONDS", env = "PARAMHUB_TRAIN_PROGRESS_TIMEOUT")]
     progress_timeout: Option<f64>,
+    /// Show that training goes on while workers die: kill a random worker process, rank 0's too, with SIGKILL every so many
+    /// seconds, and start another in its place. The kills end shortly before the training, so that all are back; --log warn
+    /// adds what hub and manager say [default: never; without a number: 1]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "1", value_name = "SECONDS",
+        env = "PARAMHUB_TRAIN_CHAOS")]
+    chaos: Option<f64>,
+    /// Decides which workers --chaos kills, one after the other [default: random, and printed]
+    #[arg(long, value_name = "SEED", env = "PARAMHUB_TRAIN_CHAOS_SEED")]
+    chaos_seed: Option<u64>,
     /// How fully connected layers are exchanged: hub; by factors between the workers; factors-to-hub, where one hub makes a
     /// layer's gradient of them; or auto, whichever of the first two moves less [default: hub]
     #[arg(long, value_name = "SCHEME", env = "PARAMHUB_TRAIN_SCHEME")]
@@ -150,9 +159,10 @@ impl TrainFlags {
         self.url.apply(config);
         let section = &mut config.train;
         section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
+        section.chaos_s = self.chaos.or(section.chaos_s);
         overlay!(self => config.train;
             net, data, epochs, batch, momentum, optimizer, seed, exchange, compute_threads, check_collectives, transport, reproducible, consistency,
             reduction, encrypt, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
-            workers, lr, weight_decay, deployment, hubs, test_every, trace, json, save, name, checkpoints, checkpoint_every, resume);
+            workers, lr, weight_decay, deployment, hubs, chaos_seed, test_every, trace, json, save, name, checkpoints, checkpoint_every, resume);
     }
 }

@@ -13,6 +13,7 @@ use paramhub_harness::launch::{
     SupervisedJob, describe_exit, this_program_command,
 };
 
+use super::chaos::Chaos;
 use super::environment::TrainEnvironment;
 use super::parameters;
 use super::progress::Display;
@@ -32,6 +33,7 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
         .prefix("paramhub-train-")
         .tempdir()
         .context("cannot create a folder for the workers' parameters")?;
+    let chaos = Chaos::new(section)?;
     let environment = TrainEnvironment::open(config)?;
     let supervised_job =
         environment.job().filter(|_| environment.outlives_the_launcher()).map(|(client, job)| {
@@ -48,7 +50,7 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
             return Err(error);
         }
     };
-    let mut training_observer = TrainingObserver::new(section, &environment, processes);
+    let mut training_observer = TrainingObserver::new(section, &environment, processes, chaos);
     let ended = launch.supervise(&signals, &mut training_observer);
     if section.stragglers.leaves_out() {
         environment.say_left_out();
@@ -60,10 +62,11 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
     } else {
         "its workers"
     };
-    let TrainingObserver { display, reported, .. } = training_observer;
+    let TrainingObserver { display, reported, chaos, .. } = training_observer;
     display.finish();
+    let chaos_summary = chaos.as_ref().map(|chaos| chaos.summary(environment.last_status().as_ref()));
     environment.close(Some(&ended));
-    let reports = match evaluate(ended, &reported, scratch.path())? {
+    let reports = match evaluate(ended, &reported, chaos.as_ref(), scratch.path())? {
         TrainingOutcome::Done(reports) => reports,
         TrainingOutcome::Interrupted(signal) => {
             let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
@@ -73,14 +76,18 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
         TrainingOutcome::Failed(reason) => bail!("training failed: {reason}"),
     };
 
-    let difference = parameters::largest_difference(scratch.path(), reports.len())?;
-    let summary = Summary::new(section, reports, hub_busy, Some(difference));
+    let ranks: Vec<usize> = reports.iter().map(|report| report.rank).collect();
+    let difference = parameters::largest_difference(scratch.path(), &ranks)?;
+    let mut summary = Summary::new(section, reports, hub_busy, Some(difference));
+    if let Some(chaos_summary) = chaos_summary {
+        summary = summary.after(chaos_summary);
+    }
     println!("{}", summary.table());
     if let Some(path) = &section.json {
         summary.write(path)?;
     }
     if let Some(path) = &section.save {
-        let saved = parameters::file_of(scratch.path(), 0);
+        let saved = parameters::file_of(scratch.path(), ranks[0]);
         std::fs::copy(&saved, path)
             .with_context(|| format!("cannot save the parameters as {}", path.display()))?;
     }
@@ -117,6 +124,7 @@ fn commands(
 struct TrainingObserver<'a> {
     environment: &'a TrainEnvironment,
     display: Display,
+    chaos: Option<Chaos>,
     /// `true` if each worker has written its report.
     reported: Vec<bool>,
     /// The cores' counters at the first progress message, so that their busy share covers the training alone.
@@ -127,12 +135,22 @@ struct TrainingObserver<'a> {
 }
 
 impl<'a> TrainingObserver<'a> {
-    fn new(section: &TrainSection, environment: &'a TrainEnvironment, processes: usize) -> Self {
+    fn new(
+        section: &TrainSection,
+        environment: &'a TrainEnvironment,
+        processes: usize,
+        chaos: Option<Chaos>,
+    ) -> Self {
         // Rank 0 reports its own examples; the other ranks compute as many at the same pace.
         let examples_factor = if processes == 1 { 1.0 } else { f64::from(section.workers()) };
+        let display = Display::new(section, examples_factor);
+        if let Some(chaos) = &chaos {
+            display.print(&chaos.title());
+        }
         TrainingObserver {
             environment,
-            display: Display::new(section, examples_factor),
+            display,
+            chaos,
             reported: vec![false; processes],
             cores_before: None,
             cores_after: None,
@@ -164,18 +182,41 @@ impl LaunchObserver for TrainingObserver<'_> {
         };
         match message {
             Some(Message::Progress(progress)) => {
+                let is_news = |chaos: &mut Chaos| chaos.stepped(&progress, Instant::now());
+                if !self.chaos.as_mut().is_none_or(is_news) {
+                    return;
+                }
                 if self.cores_before.is_none() {
                     self.cores_before = Some(self.environment.cores());
                 }
                 self.display.update(&progress);
             }
+            Some(Message::Joined { step }) => {
+                let chaos = self.chaos.as_mut();
+                if let Some(back) = chaos.and_then(|chaos| chaos.joined(line.rank, step, Instant::now())) {
+                    self.display.print(&back);
+                }
+            }
             Some(Message::Reported) => {
+                if let Some(chaos) = &mut self.chaos {
+                    chaos.finished();
+                }
                 if self.cores_after.is_none() {
                     self.cores_after = Some(self.environment.cores());
                 }
                 self.reported[line.rank] = true;
             }
             None => self.display.print(&format!("[{}] {}", line.rank, String::from_utf8_lossy(&line.bytes))),
+        }
+    }
+
+    fn worker_to_kill(&mut self) -> Option<usize> {
+        self.chaos.as_mut()?.victim(Instant::now())
+    }
+
+    fn killed(&mut self, worker: usize) {
+        if let Some(chaos) = &mut self.chaos {
+            self.display.print(&chaos.killed(worker));
         }
     }
 
@@ -202,21 +243,32 @@ enum TrainingOutcome {
     Failed(String),
 }
 
-fn evaluate(ended: LaunchEnd, reported: &[bool], folder: &Path) -> anyhow::Result<TrainingOutcome> {
+fn evaluate(
+    ended: LaunchEnd,
+    reported: &[bool],
+    chaos: Option<&Chaos>,
+    folder: &Path,
+) -> anyhow::Result<TrainingOutcome> {
     if let Some(signal) = ended.signal {
         return Ok(TrainingOutcome::Interrupted(signal));
     }
     if let Some(reason) = ended.stopped {
         return Ok(TrainingOutcome::Failed(reason));
     }
+    // A process that was to take the rank of a killed one may have come when the others had made the last step.
+    let came_too_late =
+        |rank: usize| reported.contains(&true) && chaos.is_some_and(|chaos| chaos.is_away(rank));
+    let failed: Vec<usize> = ended.failed.into_iter().filter(|&rank| !came_too_late(rank)).collect();
     // A worker that was killed is the cause. The others fail because of it and report that.
-    let killed = ended.failed.iter().find(|&&rank| ended.exits[rank].code().is_none());
-    if let Some(&rank) = killed.or(ended.failed.first()) {
+    let killed = failed.iter().find(|&&rank| ended.exits[rank].code().is_none());
+    if let Some(&rank) = killed.or(failed.first()) {
         return Ok(TrainingOutcome::Failed(format!("worker {rank} {}", describe_exit(ended.exits[rank]))));
     }
-    if let Some(rank) = reported.iter().position(|is_reported| !is_reported) {
+    let is_missing = |&rank: &usize| !reported[rank] && !came_too_late(rank);
+    if let Some(rank) = (0..reported.len()).find(is_missing) {
         return Ok(TrainingOutcome::Failed(format!("worker {rank} ended without a report")));
     }
-    let reports = (0..reported.len()).map(|rank| WorkerReport::read(folder, rank));
+    let ranks = (0..reported.len()).filter(|&rank| reported[rank]);
+    let reports = ranks.map(|rank| WorkerReport::read(folder, rank));
     Ok(TrainingOutcome::Done(reports.collect::<anyhow::Result<_>>()?))
 }

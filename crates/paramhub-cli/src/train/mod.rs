@@ -1,6 +1,7 @@
 //! `paramhub train`: [`launcher`] starts workers, each of which is a [`worker`]. Where another launcher has
 //! started the ranks, each is a [`rank`].
 
+mod chaos;
 mod environment;
 mod flags;
 mod gather;
@@ -23,6 +24,12 @@ pub(super) use rank_launcher::RankLauncher;
 #[cfg(test)]
 pub(super) use spec::check;
 pub(super) use worker::{WorkerFlags, work};
+
+/// The log filter where none is given. With `--chaos` the launcher itself tells of each worker that is lost, of which hub
+/// and manager would warn as well.
+pub(super) fn usual_log(config: &Config) -> &'static str {
+    if config.train.chaos_s.is_some() { "error" } else { "warn" }
+}
 
 pub(super) fn train(config: &Config) -> anyhow::Result<ExitCode> {
     let launcher = rank_launcher::RankLauncher::find()?;

@@ -50,7 +50,7 @@ fn of_run(section: TrainSection) -> anyhow::Result<ExitCode> {
     let ranks = ranks.context("WORLD_SIZE does not say how many ranks `paramhub run` has started")?;
     let rank = membership.rank;
     let trained = TrainingRank::new(section, rank, ranks).learn(|section, data, network, progress| {
-        train_through_hub(section, &data, network, membership, progress)
+        train_through_hub(section, &data, network, membership, |_| {}, progress)
     })?;
     // Ranks that exchange through hubs do not exchange their times, so rank 0 reports its own alone.
     if rank == 0 {
@@ -121,7 +121,7 @@ fn at_hubs_of_rank_0(mut config: Config, ranks: &dyn Communicator) -> anyhow::Re
     let membership = Membership::of_job(url, &job, rank);
     let training_rank = TrainingRank::new(config.train, rank, size);
     let trained = training_rank.learn(|section, data, network, progress| {
-        train_through_hub(section, &data, network, membership, progress)
+        train_through_hub(section, &data, network, membership, |_| {}, progress)
     })?;
     trained.conclude(ranks)?;
     ranks.leave()?;
@@ -133,6 +133,7 @@ fn at_hubs_of_rank_0(mut config: Config, ranks: &dyn Communicator) -> anyhow::Re
 
 /// A rank before its training.
 struct TrainingRank {
+    rank: u32,
     section: TrainSection,
     display: Option<Display>,
 }
@@ -142,7 +143,7 @@ impl TrainingRank {
     fn new(mut section: TrainSection, rank: u32, ranks: u32) -> TrainingRank {
         section.workers = Some(ranks);
         let display = (rank == 0).then(|| Display::new(&section, f64::from(ranks)));
-        TrainingRank { section, display }
+        TrainingRank { rank, section, display }
     }
 
     /// Loads the data and has `learn` train a network on it.
@@ -155,7 +156,7 @@ impl TrainingRank {
             &mut dyn FnMut(&Progress),
         ) -> anyhow::Result<TrainingResult>,
     ) -> anyhow::Result<TrainedRank> {
-        let TrainingRank { section, mut display } = self;
+        let TrainingRank { rank, section, mut display } = self;
         rehearse(&section)?;
         let data = section.data.load()?;
         let mut network = Network::new(section.net, data.train.geometry(), section.seed)?;
@@ -168,12 +169,13 @@ impl TrainingRank {
         if let Some(display) = display {
             display.finish();
         }
-        Ok(TrainedRank { section, keys: network.keys().to_vec(), result })
+        Ok(TrainedRank { rank, section, keys: network.keys().to_vec(), result })
     }
 }
 
 /// A rank after its training.
 struct TrainedRank {
+    rank: u32,
     section: TrainSection,
     keys: Vec<Key>,
     result: TrainingResult,
@@ -181,7 +183,7 @@ struct TrainedRank {
 
 impl TrainedRank {
     fn report(&self) -> WorkerReport {
-        WorkerReport::new(&self.result.report, self.result.transport)
+        WorkerReport::new(self.rank as usize, &self.result.report, self.result.transport)
     }
 
     /// Gathers the results of all ranks at rank 0, which shows them.
@@ -200,7 +202,7 @@ impl TrainedRank {
 
     /// Prints the table, and writes the files that were asked for.
     fn show(&self, reports: Vec<WorkerReport>, difference: Option<f64>) -> anyhow::Result<()> {
-        let TrainedRank { section, keys, result } = self;
+        let TrainedRank { section, keys, result, .. } = self;
         let summary = Summary::new(section, reports, Vec::new(), difference);
         println!("{}", summary.table());
         if let Some(path) = &section.json {

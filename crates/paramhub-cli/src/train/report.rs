@@ -1,11 +1,13 @@
 //! The results of a run, as a table and as JSON.
 
+use std::cmp::Reverse;
 use std::path::Path;
 
 use anyhow::Context;
 use comfy_table::{Table, presets};
 use serde::Serialize;
 
+use super::chaos::ChaosSummary;
 use super::spec::{EpochDone, WorkerReport};
 use crate::config::{ExchangeKind, TrainSection};
 
@@ -32,6 +34,10 @@ pub(super) struct Summary {
     hub_busy: Vec<f64>,
     workers: Vec<WorkerTimes>,
     epochs: Vec<EpochDone>,
+    /// What the kills of `--chaos` did, if there were any. The times of a worker are then those of the newest process of
+    /// its rank, and the epochs those of the process that has trained longest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    chaos: Option<ChaosSummary>,
     settings: TrainSection,
     version: &'static str,
 }
@@ -57,11 +63,16 @@ impl Summary {
         hub_busy: Vec<f64>,
         max_parameter_difference: Option<f64>,
     ) -> Self {
-        let first = &reports[0];
+        // Rank 0 alone has measured the accuracy; with --chaos all have, and one of them has trained longest.
+        let standing =
+            |report: &&WorkerReport| (report.accuracy.is_some(), report.steps, Reverse(report.rank));
+        let first = reports.iter().max_by_key(standing).expect("a training has a worker");
         let steps = first.steps;
         let seconds = reports.iter().map(|report| report.seconds).fold(0.0, f64::max);
         let is_exchanged = section.exchange != ExchangeKind::Local;
-        let bytes = mean(&reports, |report| (report.bytes_sent + report.bytes_received) as f64);
+        let bytes_per_step = |report: &WorkerReport| {
+            (report.bytes_sent + report.bytes_received) as f64 / report.steps.max(1) as f64
+        };
         let examples = steps * section.batch * section.workers() as usize;
         let settings = section.with_defaults();
         Summary {
@@ -71,18 +82,32 @@ impl Summary {
             seconds,
             steps_per_second: steps as f64 / seconds,
             examples_per_second: examples as f64 / seconds,
-            bytes_per_worker_per_step: is_exchanged.then_some(bytes / steps as f64),
+            bytes_per_worker_per_step: is_exchanged.then(|| mean(&reports, bytes_per_step)),
             hidden_fraction: is_exchanged.then(|| mean(&reports, |report| report.hidden_fraction)),
             max_parameter_difference,
             hub_busy,
-            workers: reports
-                .iter()
-                .enumerate()
-                .map(|(rank, report)| WorkerTimes::new(rank, report))
-                .collect(),
+            workers: reports.iter().map(WorkerTimes::new).collect(),
             epochs: first.epochs.clone(),
+            chaos: None,
             settings,
             version: env!("CARGO_PKG_VERSION"),
+        }
+    }
+
+    /// The results of a training whose workers were killed. Its steps are those that the launcher saw, since no process
+    /// need have made all of them.
+    pub(super) fn after(self, chaos: ChaosSummary) -> Summary {
+        let share_made = 1.0 - chaos.missing_contributions.unwrap_or(0.0);
+        let examples_per_step = (self.settings.batch * self.settings.workers() as usize) as f64 * share_made;
+        // The first of the steps ends where the time begins.
+        let steps_per_second = chaos.steps.saturating_sub(1) as f64 / chaos.seconds;
+        Summary {
+            steps: chaos.steps,
+            seconds: chaos.seconds,
+            steps_per_second,
+            examples_per_second: steps_per_second * examples_per_step,
+            chaos: Some(chaos),
+            ..self
         }
     }
 
@@ -123,6 +148,9 @@ impl Summary {
         if let Some(difference) = self.max_parameter_difference.filter(|_| self.workers.len() > 1) {
             row("largest parameter difference", difference.to_string());
         }
+        for (what, value) in self.chaos.iter().flat_map(ChaosSummary::rows) {
+            row(what, value);
+        }
         table.to_string()
     }
 
@@ -152,9 +180,9 @@ impl Summary {
 }
 
 impl WorkerTimes {
-    fn new(rank: usize, report: &WorkerReport) -> Self {
+    fn new(report: &WorkerReport) -> Self {
         WorkerTimes {
-            rank,
+            rank: report.rank,
             seconds: report.seconds,
             compute_seconds: report.compute_seconds,
             wait_seconds: report.wait_seconds,

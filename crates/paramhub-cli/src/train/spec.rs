@@ -15,6 +15,10 @@ use super::rank_launcher::RankLauncher;
 use crate::config::{Config, ExchangeKind, TrainSection};
 use crate::{Usage, deployment};
 
+/// Bounds of the time from one kill of `--chaos` to the next. A process needs some of it to start.
+const CHAOS_S_MIN: f64 = 0.05;
+const CHAOS_S_MAX: f64 = 3600.0;
+
 /// The task, in one file for all workers. Each worker's rank and job are in its environment.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Spec {
@@ -28,11 +32,15 @@ pub(super) struct Spec {
 #[serde(tag = "event", rename_all = "snake_case")]
 pub(super) enum Message {
     Progress(StepsDone),
+    /// The worker has joined the job, and this is the first step to which it contributes. Only `--chaos` asks for this.
+    Joined {
+        step: usize,
+    },
     /// The worker's report is in the folder.
     Reported,
 }
 
-/// Rank 0's progress.
+/// The progress of rank 0, or of any rank with `--chaos`.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(super) struct StepsDone {
     pub(super) step: usize,
@@ -54,10 +62,11 @@ impl From<&Progress> for StepsDone {
 /// The results of a worker's run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct WorkerReport {
+    pub(super) rank: usize,
     pub(super) steps: usize,
     pub(super) seconds: f64,
     pub(super) loss: f64,
-    /// The accuracy on the test set, which rank 0 alone measures.
+    /// The accuracy on the test set, which rank 0 alone measures, except with `--chaos`.
     pub(super) accuracy: Option<f64>,
     pub(super) compute_seconds: f64,
     pub(super) wait_seconds: f64,
@@ -90,8 +99,8 @@ impl From<&Epoch> for EpochDone {
 
 impl WorkerReport {
     /// Writes the report for the launcher.
-    pub(super) fn write(&self, folder: &Path, rank: usize) -> anyhow::Result<()> {
-        let path = report_file(folder, rank);
+    pub(super) fn write(&self, folder: &Path) -> anyhow::Result<()> {
+        let path = report_file(folder, self.rank);
         let text = serde_json::to_vec(self).context("the report is no JSON")?;
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     }
@@ -104,8 +113,9 @@ impl WorkerReport {
         serde_json::from_slice(&text).with_context(|| format!("{} is no worker's report", path.display()))
     }
 
-    pub(super) fn new(report: &Report, transport: &str) -> Self {
+    pub(super) fn new(rank: usize, report: &Report, transport: &str) -> Self {
         WorkerReport {
+            rank,
             steps: report.steps,
             seconds: report.seconds,
             loss: report.loss,
@@ -139,6 +149,13 @@ pub(crate) fn check(config: &Config, launcher: Option<RankLauncher>) -> Result<(
     if section.cores == 0 {
         return Err("--cores 0: a hub needs at least one core".into());
     }
+    if let Some(seconds) = section.chaos_s
+        && !(CHAOS_S_MIN..=CHAOS_S_MAX).contains(&seconds)
+    {
+        return Err(format!(
+            "--chaos={seconds}: give the seconds from one kill to the next, {CHAOS_S_MIN} to {CHAOS_S_MAX}"
+        ));
+    }
     combinations::check(asked(config, launcher)).map_err(|conflict| conflict.to_string())
 }
 
@@ -164,6 +181,9 @@ fn asked(config: &Config, launcher: Option<RankLauncher>) -> Features {
         (Feature::HubCores, section.cores != defaults.cores),
         (Feature::JobName, section.name.is_some()),
         (Feature::Workers, section.workers.is_some()),
+        (Feature::Chaos, section.chaos_s.is_some()),
+        (Feature::NoChaos, section.chaos_s.is_none()),
+        (Feature::ChaosSeed, section.chaos_seed.is_some()),
     ]);
     let is_adam = matches!(section.optimizer, TrainOptimizer::Adam | TrainOptimizer::AdamW);
     let shares_memory = section.transport == Transport::Shm;
@@ -179,7 +199,9 @@ fn asked(config: &Config, launcher: Option<RankLauncher>) -> Features {
         (Feature::StartedByRun, is_of_run),
         (Feature::StartedByMpi, launcher == Some(RankLauncher::Mpi)),
     ]);
-    let options = JobOptions { hubs: section.hubs, ..options(section) };
+    // `train` has no flag for this policy of its job: messages are to name `--chaos` instead.
+    let on_worker_loss = JobOptions::default().on_worker_loss;
+    let options = JobOptions { hubs: section.hubs, on_worker_loss, ..options(section) };
     chosen
         .and(circumstances)
         .and(options.features())

@@ -16,6 +16,7 @@ use paramhub_core::scheme::SchemeChoice;
 use paramhub_syncer::Syncers;
 use paramhub_train::data::Data;
 use paramhub_train::dataflow::{self, Learner};
+use paramhub_train::exchange::Exchange;
 use paramhub_train::hub::HubExchange;
 use paramhub_train::local::LocalExchange;
 use paramhub_train::net::Network;
@@ -29,12 +30,14 @@ pub(super) struct TrainingResult {
     pub(super) transport: &'static str,
 }
 
-/// Trains through the hubs of the job that `membership` names.
+/// Trains through the hubs of the job that `membership` names. `on_joined` hears the first step to which this rank
+/// contributes, from 1.
 pub(super) fn train_through_hub(
     section: &TrainSection,
     data: &Data,
     network: &mut Network,
     membership: Membership,
+    on_joined: impl FnOnce(usize),
     on_progress: &mut dyn FnMut(&Progress),
 ) -> anyhow::Result<TrainingResult> {
     let options = Options { transport: section.transport, ..Options::from_env()? };
@@ -43,7 +46,8 @@ pub(super) fn train_through_hub(
     let syncers = Syncers::join(membership, options, settings, &Registry::with_builtins(), 1)?;
     let job = syncers.job();
     let rank = job.rank();
-    if rank == 0 {
+    // With --chaos the launcher tells of each worker that is lost, and of its return.
+    if rank == 0 && section.chaos_s.is_none() {
         job.on_notice(|notice| eprintln!("{notice}"));
     }
     let transport = if job.shares_memory() { "shared memory" } else { "tcp" };
@@ -53,7 +57,10 @@ pub(super) fn train_through_hub(
         }
     }
     let mut exchange = HubExchange::new(syncers);
-    let report = train(&section.trainer(rank == 0), data, network, &mut exchange, on_progress)?;
+    on_joined(exchange.first_step() + 1);
+    // With --chaos rank 0 may have died when the test set is to be measured.
+    let measures = rank == 0 || section.chaos_s.is_some();
+    let report = train(&section.trainer(measures), data, network, &mut exchange, on_progress)?;
     exchange.leave()?;
     Ok(TrainingResult { report, transport })
 }

@@ -35,10 +35,17 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
         _ => Some(Membership::from_env()?),
     };
     let rank = membership.as_ref().map_or(0, |membership| membership.rank);
-    let mut progress = progress_of(rank);
+    let mut progress = progress_of(rank, section.chaos_s.is_some());
     let result = match (section.exchange.collective(), membership) {
         (_, None) => train_locally(&section, &data, &mut network, &mut progress)?,
-        (None, Some(at)) => train_through_hub(&section, &data, &mut network, at, &mut progress)?,
+        (None, Some(at)) => {
+            let joined = |step| {
+                if section.chaos_s.is_some() {
+                    send(&Message::Joined { step });
+                }
+            };
+            train_through_hub(&section, &data, &mut network, at, joined, &mut progress)?
+        }
         (Some(kind), Some(at)) => {
             let worker = Options { transport: section.transport, ..Options::from_env()? };
             let communicator = rendezvous(at, RendezvousOptions { worker, ..RendezvousOptions::default() })?;
@@ -49,19 +56,21 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
     parameters::save(&file, network.keys(), &result.report.parameters)?;
     // The report grows with the number of epochs, and the launcher limits the length of a line, so it goes
     // into a file.
-    WorkerReport::new(&result.report, result.transport).write(&folder, rank as usize)?;
+    WorkerReport::new(rank as usize, &result.report, result.transport).write(&folder)?;
     send(&Message::Reported);
     Ok(ExitCode::SUCCESS)
 }
 
-/// Sends the progress of rank 0, for all ranks.
-fn progress_of(rank: u32) -> impl FnMut(&Progress) {
+/// Sends the progress of rank 0, for all ranks. With `--chaos` each rank sends each step: any of them may be the one
+/// that goes on, and the launcher looks for gaps between steps.
+fn progress_of(rank: u32, of_each: bool) -> impl FnMut(&Progress) {
     let mut last_sent: Option<Instant> = None;
     move |progress| {
-        let is_due = progress.step == progress.of
+        let is_due = of_each
+            || progress.step == progress.of
             || progress.accuracy.is_some()
             || last_sent.is_none_or(|last_sent| last_sent.elapsed() >= PROGRESS_INTERVAL);
-        if rank == 0 && is_due {
+        if (rank == 0 || of_each) && is_due {
             last_sent = Some(Instant::now());
             send(&Message::Progress(progress.into()));
         }

@@ -1,8 +1,9 @@
 //! `paramhub run` whose workers are killed while the job goes on.
 
+use paramhub::ManagerClient;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{Process, paramhub, wait_until};
+use crate::common::{Process, hub, paramhub, wait_until};
 
 /// Trains with three workers, each of which first prints its process id.
 fn train(options: &[&str], epochs: &str) -> Process {
@@ -43,6 +44,29 @@ fn a_killed_worker_is_started_again_and_joins_the_others() {
     let ended = training.finish().expect_code(0);
     assert!(ended.stdout.contains("test accuracy"), "{}", ended.stdout);
     assert!(ended.stderr.contains("it goes on with 2 of its 3 workers"), "{}", ended.stderr);
+}
+
+#[test]
+fn the_job_tells_what_it_has_lost_and_who_has_come_back() {
+    let (hub, url) = hub([]);
+    let client = ManagerClient::new(&url, None).unwrap();
+    let training = train(&["--max-restarts", "1", "--hub", &url, "--name", "counted"], "60");
+    await_first_step(&training);
+    let shown = || paramhub(["jobs", "show", "counted", "--hub", &url]).finish().expect_code(0).stdout;
+    let none = "0 workers lost, 0 ranks taken by other processes; 0.0 s with fewer than 3 workers";
+    assert!(shown().contains(none), "{}", shown());
+    let pid = pids(&training, 2)[0];
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    wait_until("another process has the rank", || {
+        let losses = client.job("counted").unwrap().losses.unwrap();
+        losses.workers_lost == 1 && losses.workers_joined == 1
+    });
+    let one = "1 worker lost, 1 rank taken by other processes; ";
+    assert!(shown().contains(one), "{}", shown());
+    training.finish().expect_code(0);
+    assert!(shown().contains(one), "it is told when the job is over, too: {}", shown());
+    hub.signal(Signal::TERM);
+    hub.finish().expect_code(0);
 }
 
 #[test]

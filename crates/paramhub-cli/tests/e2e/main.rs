@@ -3,6 +3,7 @@
 mod common;
 mod e2e_bench;
 mod e2e_bench_designs;
+mod e2e_chaos;
 mod e2e_checkpoints;
 mod e2e_choose;
 mod e2e_collectives;

@@ -109,6 +109,9 @@ features! {
     HubMembership, "hub-membership", "a membership in a job of hubs";
     Momentum, "momentum", "`--momentum`";
     AdamOptimizer, "adam-optimizer", "the optimizer adam or adamw";
+    Chaos, "chaos", "`--chaos`";
+    ChaosSeed, "chaos-seed", "`--chaos-seed`";
+    NoChaos, "no-chaos", "a missing `--chaos`";
     // Launchers and hubs' processes.
     DeploymentCc, "deployment-cc", "`--deployment cc`";
     DeploymentCs, "deployment-cs", "`--deployment cs`";

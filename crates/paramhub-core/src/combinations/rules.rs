@@ -18,6 +18,7 @@ pub static TOPICS: &[Topic] = &[
     Topic { title: "Checkpoints", rules: jobs::CHECKPOINTS },
     Topic { title: "A worker's own options", rules: jobs::WORKERS },
     Topic { title: "Exchanges of `train` and of key-value stores", rules: commands::EXCHANGES },
+    Topic { title: "Workers that `train` kills", rules: commands::CHAOS },
     Topic { title: "Launchers", rules: commands::LAUNCHERS },
     Topic { title: "Hubs", rules: commands::HUBS },
 ];

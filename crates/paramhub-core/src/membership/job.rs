@@ -9,6 +9,7 @@ pub(crate) mod cause;
 mod ending;
 mod information_book;
 pub(crate) mod job_hubs;
+mod loss_tally;
 #[cfg(test)]
 mod loss_tests;
 mod losses;
@@ -41,6 +42,7 @@ pub(crate) use calls::JobCall;
 use cause::Cause;
 use ending::PendingConclusion;
 use job_hubs::JobHub;
+use loss_tally::LossTally;
 pub(crate) use losses::MembershipChange;
 use losses::PendingJoin;
 use rank_assignments::RankAssignments;
@@ -140,6 +142,8 @@ pub struct Job {
     concluding: Option<PendingConclusion>,
     /// The processes that join, by rank.
     joins: BTreeMap<u32, PendingJoin>,
+    /// The workers that the job has lost.
+    loss_tally: LossTally,
     /// Since when the job has had fewer workers than it goes on with.
     waits_since: Option<Now>,
     /// Whether all workers of a job that may lose some have left one of its hubs.
@@ -216,6 +220,7 @@ impl Job {
             announced: None,
             concluding: None,
             joins: BTreeMap::new(),
+            loss_tally: LossTally::default(),
             waits_since: None,
             has_finished_at_a_hub: false,
             calls: BTreeMap::new(),
@@ -313,6 +318,7 @@ impl Job {
             reduction: self.reduction.clone(),
             counters: self.counters(),
             left_out: self.left_out(),
+            losses: self.losses(now),
             awaited: self.awaited(now),
             checkpoints: self.checkpoints(),
             created_at: self.created_at,

@@ -75,6 +75,9 @@ pub struct JobStatus {
     /// ranks were never left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<u64>,
+    /// What the job has lost, if it goes on when a worker is lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub losses: Option<LossCounters>,
     /// The ranks that keep the others waiting for longer than the job's recent steps explain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub awaited: Option<AwaitedRanks>,
@@ -85,6 +88,18 @@ pub struct JobStatus {
     pub created_at: u64,
     /// The time at which the job ended, in seconds since the Unix epoch; `None` while it lives.
     pub ended_at: Option<u64>,
+}
+
+/// What a job has lost that goes on when a worker is lost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct LossCounters {
+    /// Workers that were lost.
+    pub workers_lost: u64,
+    /// Processes that have taken the rank of a lost worker.
+    pub workers_joined: u64,
+    /// Seconds during which at least one rank was lost.
+    pub incomplete_seconds: f64,
 }
 
 /// Ranks for which others wait.

@@ -35,6 +35,15 @@ pub trait LaunchObserver {
     /// how many there can be.
     fn lost(&mut self, _worker: usize, _exit: ExitStatus, _restarts: Option<(u32, u32)>) {}
 
+    /// A worker to kill, while the launcher has no reason to end all of them; called after each [`tick`](Self::tick).
+    /// Another process is started in its place.
+    fn worker_to_kill(&mut self) -> Option<usize> {
+        None
+    }
+
+    /// A worker that was to be killed is dead, and another process is started in its place.
+    fn killed(&mut self, _worker: usize) {}
+
     /// The launcher has received a signal and will end its workers: at once, or when the sender of the
     /// returned channel is dropped.
     fn interrupted(&mut self, _signal: i32) -> Option<Receiver<()>> {
@@ -68,6 +77,8 @@ pub struct Launch {
     on_failure: OnWorkerFailure,
     /// How often each worker has been started again.
     restarts: Vec<u32>,
+    /// Which workers the launcher has killed and not yet reaped.
+    killed: Vec<bool>,
     /// Workers that have failed and are not started again, while the others go on.
     lost: Vec<usize>,
     line_sender: SyncSender<PipeLine>,
@@ -147,6 +158,7 @@ impl Launch {
         let mut launch = Launch {
             workers: Vec::new(),
             restarts: vec![0; commands.len()],
+            killed: vec![false; commands.len()],
             commands,
             on_failure,
             lost: Vec::new(),
@@ -226,6 +238,13 @@ impl Launch {
                 stopped = Some(reason);
                 self.stop_soon();
             }
+            if first_signal.is_none()
+                && self.stop.is_none()
+                && let Some(worker) = watch.worker_to_kill()
+            {
+                self.killed[worker] = true;
+                self.workers[worker].signal(Signal::KILL);
+            }
             self.enforce_stop();
         }
         if self.workers.iter().all(|worker| worker.exit.is_some_and(|exit| !exit.success())) {
@@ -264,6 +283,14 @@ impl Launch {
             let Some(exit) = worker.reap() else { continue };
             self.supervisor.remove(worker.pid());
             if exit.success() || was_signalled {
+                continue;
+            }
+            if std::mem::take(&mut self.killed[rank]) && self.stop.is_none() {
+                watch.killed(rank);
+                match self.spawn(rank) {
+                    Ok(worker) => self.workers[rank] = worker,
+                    Err(_) => failed.push(rank),
+                }
                 continue;
             }
             match self.on_failure {

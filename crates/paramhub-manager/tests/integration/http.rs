@@ -4,9 +4,14 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::common::*;
-use paramhub_core::service::{ErrorCode, JobCounters, ServiceError};
+use paramhub_core::auth::Purpose;
+use paramhub_core::service::{
+    ErrorCode, HubEvent, InitService, JobCounters, JobOptions, OnWorkerLoss, ServiceError,
+};
+use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_manager::ManagerConfig;
 use serde_json::Value;
 
@@ -336,4 +341,45 @@ fn the_metrics_show_jobs_hubs_and_requests() {
     let text = metrics();
     assert!(text.contains("paramhub_jobs{state=\"finished\"} 1"), "{text}");
     assert!(!text.contains("team/counted"), "an ended job leaves no series behind\n{text}");
+}
+
+#[test]
+fn the_metrics_show_what_a_job_has_lost_that_goes_on() {
+    let (manager, client) = start(config());
+    let hub = Hub::join(&client, HubBehaviour::Serve);
+    let options = JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..JobOptions::default() };
+    let job = Job::create_with(&client, "goes-on", 2, options);
+    let trained = || Settings { optimizer: OptimizerChoice::named("sgd"), ..settings(8) };
+    for connected in job.all_ranks(0..2, |job, rank| job.connect(rank)) {
+        connected.unwrap();
+    }
+    for begun in job.all_ranks(0..2, move |job, rank| job.init(rank, trained())) {
+        begun.unwrap();
+    }
+    let name = |metric: &str| {
+        format!("paramhub_job_{metric}_total{{job=\"goes-on\",namespace=\"{}\"}} ", job.namespace)
+    };
+    let value = |metric: &str| -> f64 {
+        let text = ask(manager.address(), &request("GET", "/metrics", "")).1;
+        let found = text.lines().find_map(|line| line.strip_prefix(&name(metric)));
+        found.unwrap_or_else(|| panic!("no {metric} in\n{text}")).parse().unwrap()
+    };
+    assert_eq!(["workers_lost", "workers_joined", "incomplete_seconds"].map(value), [0.0; 3]);
+    let reason = "rank 1 was lost: its process was killed".into();
+    hub.report(HubEvent::WorkerLost { namespace: job.namespace, rank: 1, epoch: 1, reason });
+    assert_eq!(["workers_lost", "workers_joined"].map(value), [1.0, 0.0]);
+    eventually("time with a lost rank passes", || value("incomplete_seconds") > 0.0);
+    // Another process takes the rank.
+    let other = process(9);
+    job.connect_as(1, other).unwrap();
+    let proof = job.secrets.lock().unwrap()[&1].prove_rank(Purpose::Init, job.namespace, 1, other);
+    let call = InitService { rank: 1, incarnation: other, proof, settings: trained() };
+    let begun = client.init_service(job.namespace, &call, Duration::from_secs(60)).unwrap();
+    assert_eq!(begun.resumed_step, Some(7));
+    assert_eq!(["workers_lost", "workers_joined"].map(value), [1.0, 1.0]);
+    let then = value("incomplete_seconds");
+    assert_eq!(value("incomplete_seconds"), then, "no rank is lost any more");
+    let losses = client.job("goes-on").unwrap().losses.unwrap();
+    assert_eq!((losses.workers_lost, losses.workers_joined, losses.incomplete_seconds), (1, 1, then));
+    hub.finish(&job);
 }

@@ -2,15 +2,15 @@
 
 use crate::combinations::Caller::{CommandLine, Hub, Python, Store};
 use crate::combinations::Feature::{
-    AdamOptimizer, CheckedCollectives, CheckpointEvery, CheckpointFolder, ChosenCodec, ChosenConsistency,
-    ChosenReduction, ChosenScheme, ChosenTransport, ChunkBytes, Communicator, ComputeThreads,
-    ContinuesOverInterfaces, CoreRate, DeploymentCc, DeploymentCs, DeploymentNcc, DeploymentNcs,
-    ExchangeConcom, ExchangeDepcha, ExchangeFunnel, ExchangeHub, ExchangeLocal, FixedAddresses,
-    HierarchicalReduction, HostRank, HubCores, HubCount, HubDeadAfter, HubInterfaces, HubMembership,
-    HubState, JobName, JoinedManager, LateLeftOut, ManagerAddress, ManagerTls, Momentum, NoHostRank, NoHubs,
-    OneHost, OptimizerAtOwner, OutstandingKeys, OwnHub, ProgressTimeout, Reproducible, Resume, RunningHub,
-    SeveralHosts, SeveralHubs, SharedMemory, StartedByMpi, StartedByRun, Trace, UnnamedJob, WorkerInterfaces,
-    Workers,
+    AdamOptimizer, Chaos, ChaosSeed, CheckedCollectives, CheckpointEvery, CheckpointFolder, ChosenCodec,
+    ChosenConsistency, ChosenReduction, ChosenScheme, ChosenTransport, ChunkBytes, Communicator,
+    ComputeThreads, ContinuesOverInterfaces, CoreRate, DeploymentCc, DeploymentCs, DeploymentNcc,
+    DeploymentNcs, ExchangeConcom, ExchangeDepcha, ExchangeFunnel, ExchangeHub, ExchangeLocal,
+    FixedAddresses, HierarchicalReduction, HostRank, HubCores, HubCount, HubDeadAfter, HubInterfaces,
+    HubMembership, HubState, JobName, JoinedManager, LateLeftOut, ManagerAddress, ManagerTls, Momentum,
+    NoChaos, NoHostRank, NoHubs, OneHost, OptimizerAtOwner, OutstandingKeys, OwnHub, ProgressTimeout,
+    Quantised, Reproducible, Resume, RunningHub, SeveralHosts, SeveralHubs, SharedMemory, StartedByMpi,
+    StartedByRun, Trace, UnnamedJob, WorkerInterfaces, Workers,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -135,6 +135,50 @@ pub(super) const EXCHANGES: &[Rule] = &[
         verdict: NoEffect,
         why: "Adam has moments of its own",
         remedy: "use the optimizer sgd or nesterov, or leave it out",
+        callers: &[CommandLine],
+    },
+];
+
+pub(super) const CHAOS: &[Rule] = &[
+    Rule {
+        these: &[Chaos],
+        those: &[ExchangeLocal, ExchangeFunnel, ExchangeConcom, ExchangeDepcha],
+        verdict: Refused,
+        why: "only hubs keep what a process needs that takes the rank of one that was killed",
+        remedy: "use the exchange hub, or leave `--chaos` out",
+        callers: &[CommandLine],
+    },
+    Rule {
+        these: &[Chaos],
+        those: &[
+            Reproducible,
+            ChosenConsistency,
+            ChosenScheme,
+            Quantised,
+            HierarchicalReduction,
+            LateLeftOut,
+            ContinuesOverInterfaces,
+        ],
+        verdict: Refused,
+        why: "its workers are lost and come back, and such a job does not go on when one is lost",
+        remedy: "leave one of the two out",
+        callers: &[CommandLine],
+    },
+    Rule {
+        these: &[Chaos],
+        those: &[StartedByRun, StartedByMpi],
+        verdict: Refused,
+        why: "it kills and starts workers that it has started itself",
+        remedy: "start `paramhub train` without a launcher, or use `paramhub run --on-worker-loss continue --max-restarts N` and \
+                 kill workers yourself",
+        callers: &[CommandLine],
+    },
+    Rule {
+        these: &[ChaosSeed],
+        those: &[NoChaos],
+        verdict: NoEffect,
+        why: "no worker is killed",
+        remedy: "give --chaos, too",
         callers: &[CommandLine],
     },
 ];

@@ -176,6 +176,7 @@ impl Job {
             self.message.clear();
         }
         self.ended_at = Some(now.unix_s);
+        self.loss_tally.note(false, now);
         self.proposed = None;
         self.information_book = None;
         self.concluding = None;

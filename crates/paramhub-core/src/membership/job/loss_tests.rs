@@ -4,7 +4,7 @@ use super::losses::MembershipChange;
 use super::tests::{call, init_answer, later, leave, now, process, running_with, settings};
 use super::*;
 use crate::auth::Purpose;
-use crate::service::{JobEnd, OnWorkerLoss};
+use crate::service::{JobEnd, LossCounters, OnWorkerLoss};
 
 /// A running job of three workers and two hubs that goes on with so many workers.
 fn outliving(min_workers: u32) -> Job {
@@ -213,4 +213,53 @@ fn a_manager_that_restarts_knows_who_is_lost_and_who_was_about_to_come() {
     assert!(matches!(&again[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]), "{again:?}");
     let (mut job, _) = Job::restore(outliving(3).record(now()), now());
     assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+}
+
+/// Workers lost, ranks taken by other processes, and seconds with a lost rank.
+fn counted(job: &Job, now: Now) -> (u64, u64, f64) {
+    let LossCounters { workers_lost, workers_joined, incomplete_seconds } = job.losses(now).unwrap();
+    (workers_lost, workers_joined, incomplete_seconds)
+}
+
+#[test]
+fn losses_and_those_who_take_the_ranks_are_counted_and_the_time_in_between() {
+    let mut job = taken(1);
+    assert_eq!(counted(&job, later(1.0)), (1, 0, 1.0), "while it lasts");
+    submit(&mut job);
+    join(&mut job);
+    assert_eq!(counted(&job, later(9.0)), (1, 1, 1.0));
+    assert_eq!(job.status(later(9.0)).losses, job.losses(later(9.0)));
+    // While two are lost the time passes once.
+    changes(job.worker_lost((0, 1), "rank 0 was lost", later(10.0)));
+    changes(job.worker_lost((2, 1), "rank 2 was lost", later(12.0)));
+    assert_eq!(counted(&job, later(14.0)), (3, 1, 5.0));
+    // A process that gives a rank up before it has joined is no worker that was lost.
+    job.connect(&call(0, 8), later(14.0)).unwrap();
+    changes(job.rank_lost_again(0, later(14.0)));
+    assert_eq!(counted(&job, later(14.0)), (3, 1, 5.0));
+    // The time ends with the job.
+    assert!(matches!(job.fail(ErrorCode::JobEnded, "stopped".into(), later(15.0)), Transition::Ended { .. }));
+    assert_eq!(counted(&job, later(100.0)), (3, 1, 6.0));
+    let (job, _) = Job::restore(job.record(later(100.0)), later(200.0));
+    assert_eq!(counted(&job, later(200.0)), (3, 1, 6.0), "a manager that restarts remembers it");
+    assert_eq!(running_with(3, 2, JobOptions::default()).losses(now()), None, "such a job fails instead");
+}
+
+#[test]
+fn the_time_with_a_lost_rank_goes_on_while_the_manager_restarts() {
+    let mut job = outliving(1);
+    changes(lose(&mut job, 1, 1));
+    let (mut job, _) = Job::restore(job.record(later(3.0)), later(8.0));
+    assert_eq!(counted(&job, later(9.0)), (1, 0, 9.0));
+    job.connect(&call(1, 7), later(9.0)).unwrap();
+    job.submit(1, process(7), &settings(), later(9.0)).unwrap();
+    changes(job.join(1));
+    for hub in [0, 1] {
+        let _ = job.rank_expected(hub, (1, 3), 8);
+        let _ = job.rank_joined(hub, (1, 3), later(10.0));
+    }
+    assert_eq!(counted(&job, later(20.0)), (1, 1, 10.0));
+    // Nothing is lost while it restarts once more.
+    let (job, _) = Job::restore(job.record(later(20.0)), later(30.0));
+    assert_eq!(counted(&job, later(40.0)), (1, 1, 10.0));
 }

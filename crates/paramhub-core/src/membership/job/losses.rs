@@ -14,7 +14,7 @@ use super::rank_assignments::{RankHolder, Standing, describe_process, list_ranks
 use super::{COME_BACK_S, Job, Transition};
 use crate::auth::Namespace;
 use crate::membership::Now;
-use crate::service::{ConnectService, ErrorCode, HubCommand, JobState, ServiceError, refusal};
+use crate::service::{ConnectService, ErrorCode, HubCommand, JobState, LossCounters, ServiceError, refusal};
 
 /// A process that joins a running job.
 #[derive(Debug, Default)]
@@ -124,6 +124,10 @@ impl Job {
     fn lose(&mut self, rank: u32, reason: &str, now: Now) -> Transition {
         let epoch = self.assignments.begin_epoch();
         let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
+        // A process that was to take a rank, and did not, had not become one of the job's workers.
+        if holder.standing == Standing::Member {
+            self.loss_tally.lost();
+        }
         (holder.standing, holder.since) = (Standing::Lost, epoch);
         self.joins.remove(&rank);
         self.message = reason.to_owned();
@@ -234,6 +238,7 @@ impl Job {
         self.joins.remove(&rank);
         let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
         holder.standing = Standing::Member;
+        self.loss_tally.joined();
         let present = self.note_presence(now);
         self.message = format!("rank {rank} is back: another process has it");
         // The record, with a rank that is a member, is saved before the process hears of it.
@@ -303,9 +308,15 @@ impl Job {
         lost
     }
 
-    /// Notes since when there are too few workers, if there are, and returns how many there are.
+    /// What the job has lost so far, if it goes on when a rank is lost.
+    pub fn losses(&self, now: Now) -> Option<LossCounters> {
+        self.options.outlives_workers().then(|| self.loss_tally.counters(now))
+    }
+
+    /// Notes since when ranks are lost or there are too few workers, if so, and returns how many workers there are.
     pub(super) fn note_presence(&mut self, now: Now) -> u32 {
         let present = self.assignments.standing(Standing::Member).len() as u32;
+        self.loss_tally.note(present < self.workers, now);
         self.waits_since = match present < self.options.min_workers {
             true => self.waits_since.or(Some(now)),
             false => None,

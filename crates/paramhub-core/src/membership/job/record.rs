@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::job_hubs::JobHub;
+use super::loss_tally::LossTally;
 use super::rank_assignments::RankRecord;
 use super::{Job, JobPhase, SettingsSummary, SitePlacement, Transition};
 use crate::auth::{Epoch, Nonce};
@@ -38,6 +39,9 @@ pub struct JobRecord {
 /// The ranks and hubs of a job whose ranks have all connected, and what they were told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MembersRecord {
+    /// When this was recorded, in seconds since the Unix epoch; 0 in the store of an earlier release.
+    #[serde(default)]
+    recorded_at: u64,
     ranks: Vec<RankRecord>,
     /// The place of each rank.
     places: Vec<Place>,
@@ -83,11 +87,11 @@ impl Job {
             epoch: self.epoch,
             options: self.options,
             status: self.status(now),
-            members: has_members.then(|| Box::new(self.members_record())),
+            members: has_members.then(|| Box::new(self.members_record(now))),
         }
     }
 
-    fn members_record(&self) -> MembersRecord {
+    fn members_record(&self, now: Now) -> MembersRecord {
         let hub = |job_hub: &JobHub| JobHubRecord {
             hub: job_hub.hub,
             counters: job_hub.counters,
@@ -96,6 +100,7 @@ impl Job {
         };
         let information_book = self.information_book.clone().filter(|_| self.state == JobState::Running);
         MembersRecord {
+            recorded_at: now.unix_s,
             ranks: self.assignments.record(),
             places: self.places.clone(),
             peer_addresses: self.peer_addresses.clone(),
@@ -120,6 +125,7 @@ impl Job {
         job.created_at = status.created_at;
         job.message = status.message;
         job.reduction = status.reduction;
+        job.loss_tally = LossTally::restored(status.losses.unwrap_or_default());
         job.summary = SettingsSummary {
             keys: status.keys,
             bytes: status.bytes,
@@ -171,6 +177,10 @@ impl Job {
         if state == JobState::Running {
             (self.state, self.phase) = (JobState::Running, JobPhase::Running);
             self.agreed = true;
+            // While no manager ran, a rank that was lost stayed so.
+            let away_s =
+                if members.recorded_at == 0 { 0 } else { now.unix_s.saturating_sub(members.recorded_at) };
+            self.loss_tally.note(!self.lost_ranks().is_empty(), now.earlier(away_s as f64));
             self.note_presence(now);
             if let Some(placed) = members.placed {
                 self.placements = placed.placements;
