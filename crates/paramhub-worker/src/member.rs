@@ -27,7 +27,7 @@ const RENEW_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a worker calls for a rank that another process has, in a job that goes on when workers are lost. No hub may
 /// have noticed yet that the other has died.
-const TAKEN_TIMEOUT: Duration = Duration::from_secs(5);
+const TAKEN_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause between two such calls.
 const TAKEN_PAUSE: Duration = Duration::from_millis(100);
 

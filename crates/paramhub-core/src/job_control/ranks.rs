@@ -20,6 +20,10 @@ use crate::auth::Namespace;
 use crate::composition::Neighbour;
 use crate::service::{CauseKind, HubEvent};
 
+/// The time in which a process that has joined must open its streams. The others wait for it, and it opens them at once
+/// unless it has died.
+const OPENING_TIMEOUT: Duration = Duration::from_secs(8);
+
 /// The ranks of a job whose process is lost, or is not the one with which the job began.
 #[derive(Debug, Default)]
 pub(super) struct ChangedRanks(BTreeMap<u32, ChangedRank>);
@@ -246,7 +250,7 @@ impl JobControl {
     /// are admitted.
     pub(super) fn rank_joined(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        let until = now.saturating_add(job.terms.rendezvous);
+        let until = now.saturating_add(job.terms.rendezvous.min(OPENING_TIMEOUT));
         let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
         let RankPhase::Joining { cores, step } = phase else { return };
         *cores -= 1;
@@ -279,7 +283,7 @@ impl JobControl {
                 if !missing.contains(&Neighbour::Worker(rank)) {
                     changed.phase = RankPhase::Present { step };
                 } else if now >= until {
-                    late.push((namespace, rank, job.terms.rendezvous));
+                    late.push((namespace, rank, job.terms.rendezvous.min(OPENING_TIMEOUT)));
                 }
             }
         }

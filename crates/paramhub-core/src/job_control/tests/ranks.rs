@@ -1,5 +1,8 @@
 use super::*;
 
+/// The time in which a process that has joined must open its streams.
+const OPENING: Duration = Duration::from_secs(8);
+
 /// A running job that goes on with one worker.
 fn outliving() -> Hub {
     Hub::running(|terms| terms.min_workers = Some(1))
@@ -127,11 +130,11 @@ fn another_process_joins_at_the_latest_step_of_all_cores() {
 #[test]
 fn a_process_that_has_joined_must_open_its_streams_in_time() {
     let mut hub = replaced();
-    let outputs = hub.reach(RENDEZVOUS);
+    let outputs = hub.reach(OPENING);
     let [HubEvent::WorkerLost { rank: 1, epoch: 3, reason, .. }] = reports(&outputs)[..] else {
         panic!("{outputs:?}")
     };
-    assert!(reason.contains("did not open all streams within 30 s"), "{reason}");
+    assert!(reason.contains("did not open all streams within 8 s"), "{reason}");
     assert_eq!(changes(&lose(&mut hub, 4)), [RankChange::Lose]);
     let mut hub = replaced();
     hub.streams.missing.clear();
