@@ -3,10 +3,11 @@
     python bench/pytorch/restarts.py
     python bench/pytorch/restarts.py --rounds 10 --ranks 4 --millions 25 --json
 
-In each round a training by every way runs under ``torchrun --max-restarts 3``, and its rank 1 is killed after some steps. With
-the hub the ranks go on at the step that was under way. DDP's ranks begin with step 0, for they read no file. For every way the
-rows have the medians, and the longest, of the seconds from the kill to the end of the next step of all ranks, and from the
-begin of the new ranks' programs to it; how many steps were made a second time; and the most starts that a round took.
+In each round a training with the hub runs under ``torchrun --max-restarts 1``. Its rank 1 is killed in the middle of a step, and
+the ranks go on at that step. The round's other training is the same script on gloo, which is only started: torchrun needs as long
+to start it again, if that works, and without a file it begins with step 0. The rows have the medians, and the longest, of the
+seconds from the kill to the end of the next step of all ranks, and from the begin of the ranks' programs to the end of their
+first step; and how many steps were made a second time.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Round:
         program.write_text(PROGRAM)
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=c10d"),
-            *("--rdzv-endpoint=127.0.0.1:0", f"--nproc-per-node={ranks}", "--max-restarts=3"),
+            *("--rdzv-endpoint=127.0.0.1:0", f"--nproc-per-node={ranks}", "--max-restarts=1"),
             *(
                 "--monitor-interval=0.1",
                 str(program),
@@ -100,28 +101,33 @@ class Round:
             )
 
     def run(self) -> dict[str, float]:
+        start, killed, first = 0, None, 0
         try:
-            victim = int(self._await(rf"EVENT 1 0 step {STEPS_BEFORE - 1} \S+ (\d+)", 1)[0][0])
-            # The other ranks are in the middle of the next step.
-            time.sleep(0.5)
-            killed = time.monotonic()
-            os.kill(victim, signal.SIGKILL)
-            begun = [float(each[0]) for each in self._await(r"EVENT \d+ 1 begun (\S+)", self.ranks)]
-            # A start may fail, too, as gloo's sometimes does when it dials the ranks of the start before.
-            start, first = self._await(r"EVENT 0 ([1-9]) step (\d+) ", 1)[0]
+            if self.way == "hub":
+                start, killed = 1, self._kill()
+                first = int(self._await(r"EVENT 0 1 step (\d+) ", 1)[0][0])
+            begun = self._await(rf"EVENT \d+ {start} begun (\S+)", self.ranks)
             ends = self._await(rf"EVENT \d+ {start} step {first} (\S+)", self.ranks)
-            if self.launcher.wait(LIMIT_SECONDS) != 0:
+            end = max(float(each[0]) for each in ends)
+            if killed is not None and self.launcher.wait(LIMIT_SECONDS) != 0:
                 raise SystemExit(f"{self.way} has failed:\n{self.output.read_text(errors='replace')}")
         finally:
             if self.launcher.poll() is None:
-                os.killpg(self.launcher.pid, signal.SIGKILL)
+                os.killpg(self.launcher.pid, signal.SIGTERM)
                 self.launcher.wait()
-        return {
-            "from_kill_s": max(float(each[0]) for each in ends) - killed,
-            "from_begin_s": max(float(each[0]) for each in ends) - min(begun),
-            "again": STEPS_BEFORE - int(first),
-            "starts": int(start),
-        }
+        found = {"from_begin_s": end - min(float(each[0]) for each in begun)}
+        if killed is not None:
+            found |= {"from_kill_s": end - killed, "again": STEPS_BEFORE - first}
+        return found
+
+    def _kill(self) -> float:
+        """Kills rank 1 in the middle of a step, and returns when."""
+        victim = int(self._await(rf"EVENT 1 0 step {STEPS_BEFORE - 1} \S+ (\d+)", 1)[0][0])
+        # The other ranks are in the middle of the next step.
+        time.sleep(0.5)
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        return killed
 
     def _await(self, pattern: str, count: int) -> list[tuple[str, ...]]:
         """Waits until so many lines match, and returns the groups of each."""
@@ -156,14 +162,16 @@ def main() -> None:
             rounds[way].append(found)
             if arguments.json:
                 print(json.dumps({"way": way, **found}), flush=True)
-    print(f"{'way':<6} {'from kill s':>14} {'from begin s':>14} {'steps again':>12} {'starts':>7}")
+    print(f"{'way':<6} {'from kill s':>14} {'from begin s':>14} {'steps again':>12}")
     for way in WAYS:
-        cells = []
-        for name in ("from_kill_s", "from_begin_s"):
-            values = [each[name] for each in rounds[way]]
-            cells.append(f"{statistics.median(values):.2f} to {max(values):.2f}")
-        again, starts = (max(each[name] for each in rounds[way]) for name in ("again", "starts"))
-        print(f"{way:<6} {cells[0]:>14} {cells[1]:>14} {again:>12.0f} {starts:>7.0f}")
+        cells = [_cell(rounds[way], name) for name in ("from_kill_s", "from_begin_s")]
+        again = max(each.get("again", 0) for each in rounds[way]) if way == "hub" else STEPS_BEFORE
+        print(f"{way:<6} {cells[0]:>14} {cells[1]:>14} {again:>12.0f}")
+
+
+def _cell(rounds: list[dict[str, float]], name: str) -> str:
+    values = [each[name] for each in rounds if name in each]
+    return f"{statistics.median(values):.2f} to {max(values):.2f}" if values else "-"
 
 
 if __name__ == "__main__":

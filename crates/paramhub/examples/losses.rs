@@ -94,14 +94,14 @@ fn measure(arguments: &Arguments) -> Result<(), Error> {
         others[victim].wait()?;
         others[victim] = start(victim as u32 + 1)?;
         let mut gap = Duration::ZERO;
-        let mut was_lost = false;
-        while killed.elapsed() < PATIENCE {
-            gap = gap.max(training.step(&job)?);
-            let lost = client.job("losses")?.lost;
-            if was_lost && lost.is_empty() {
-                break;
+        let has_joined = || {
+            Ok::<_, Error>(client.job("losses")?.losses.is_some_and(|all| all.workers_joined > kill.into()))
+        };
+        while !has_joined()? {
+            if killed.elapsed() > PATIENCE {
+                return Err(format!("rank {} is not back after {PATIENCE:?}", victim + 1).into());
             }
-            was_lost |= !lost.is_empty();
+            gap = gap.max(training.step(&job)?);
         }
         // The first step with the new process waits for its parameters.
         gap = training.steps(&job, 2)?.into_iter().fold(gap, Duration::max);
