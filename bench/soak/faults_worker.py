@@ -1,0 +1,71 @@
+"""A rank of a job that outlives its workers, which ``paramhub run`` starts: it checks the change that each step makes.
+
+Rank r contributes 4^r, with the sign of the step. With SGD at a rate of 1 each element then falls by the mean of those who
+contributed. All elements of a chunk fall by the same, and the change tells who they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+import zlib
+
+import numpy
+
+import paramhub
+
+CHUNK = 8192
+"""Elements of a chunk."""
+SHAPES = {"first": 5 * CHUNK, "second": 3 * CHUNK + 1000, "third": 100}
+
+
+def changes(rank: int, ranks: int, least: int) -> numpy.ndarray:
+    """The changes that a step may make in which this rank takes part, ascending."""
+    others = [other for other in range(ranks) if other != rank]
+    counts = range(max(least - 1, 0), ranks)
+    groups = [(rank, *group) for count in counts for group in itertools.combinations(others, count)]
+    return numpy.array(sorted(sum(4.0**each for each in group) / len(group) for group in groups))
+
+
+def say(text: str) -> None:
+    """Writes a line at once, so that the lines of several processes do not mix."""
+    os.write(1, f"{text}\n".encode())
+
+
+def main() -> None:
+    steps, least = int(sys.argv[1]), int(sys.argv[2])
+    values = {name: numpy.zeros(elements, "f4") for name, elements in SHAPES.items()}
+    with paramhub.connect() as job:
+        job.init(values, optimizer=paramhub.SGD(lr=1.0))
+        # A step that some ranks have made and that was lost at some chunks is behind the step at which this one begins.
+        allowed, own = changes(job.rank, int(os.environ["WORLD_SIZE"]), least), 4.0**job.rank
+        while (step := job.next_step("first")) < steps:
+            sign = 1.0 if step % 2 == 0 else -1.0
+            before = {name: value.copy() for name, value in values.items()}
+            waiting = [
+                job.push_pull(name, numpy.full_like(value, sign * own), out=value)
+                for name, value in values.items()
+            ]
+            for handle in waiting:
+                handle.wait()
+            for name, value in values.items():
+                change = sign * (before[name] - value)
+                for chunk in range(0, len(change), CHUNK):
+                    part = change[chunk : chunk + CHUNK]
+                    off = numpy.abs(allowed - part[0]).min()
+                    if part.min() != part.max() or off > 0.01:
+                        say(
+                            f"WRONG: step {step} changes chunk {chunk // CHUNK} of {name} by {part.min()} to {part.max()} "
+                            f"at rank {job.rank}"
+                        )
+            if step == 0:
+                say(f"rank {job.rank} has begun")
+            time.sleep(0.002)
+        text = b"".join(value.tobytes() for value in values.values())
+        say(f"rank {job.rank} ends with {zlib.crc32(text):08x}")
+
+
+if __name__ == "__main__":
+    main()
