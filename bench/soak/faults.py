@@ -52,6 +52,9 @@ class Run:
         self.log = folder / "log"
         self.output = self.log.open("wb")
         self.manager = self._start_manager()
+        until = time.monotonic() + BOUND_S
+        while "manager ready" not in self.text() and time.monotonic() < until:
+            time.sleep(0.02)
         joined = ["--join", self.url]
         self.hubs = [self._start(["hub", "--listen", address, *joined]) for address in self.addresses[1:]]
         how = ["--on-worker-loss", "continue", "--min-workers", str(self.least), "--dead-after", "2"]

@@ -170,9 +170,10 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     };
     let first_rank = environment.first_rank(section);
     let supervise = || {
-        let job_watch = (section.hosts > 1)
-            .then(|| JobWatch::start(environment.client.clone(), &environment.job))
-            .transpose()?;
+        // Elsewhere all workers end with their job, and the launcher with them.
+        let may_outlast = section.hosts > 1 || section.on_worker_loss == OnWorkerLoss::Continue;
+        let job_watch =
+            may_outlast.then(|| JobWatch::start(environment.client.clone(), &environment.job)).transpose()?;
         let supervised_job = environment.outlives_the_launcher().then(|| SupervisedJob {
             url: environment.client.url().to_owned(),
             token: config.admin_token(),
@@ -333,8 +334,15 @@ impl LaunchObserver for OutputPrinter<'_> {
             Some((restart, most)) => {
                 eprintln!("paramhub: worker {rank} {how}; it is started again ({restart} of {most})");
             }
+            None if !self.may_restart() => {
+                eprintln!("paramhub: worker {rank} {how}; it is not started again, since the job has ended");
+            }
             None => eprintln!("paramhub: worker {rank} {how}; the others go on without it"),
         }
+    }
+
+    fn may_restart(&mut self) -> bool {
+        !self.job_watch.as_mut().is_some_and(JobWatch::has_ended)
     }
 
     fn interrupted(&mut self, signal: i32) -> Option<Receiver<()>> {

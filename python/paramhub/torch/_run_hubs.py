@@ -94,29 +94,21 @@ class RunHubs:
     def choose(self, url: str | None) -> HubAccess:
         """Returns access to the hub at ``url`` or ``PARAMHUB_URL``, or starts a hub if neither is given. Rank 0 calls it."""
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
-        goes_on = self._record is not None and on_worker_loss(self._options.on_worker_loss) == "continue"
-        if not goes_on:
+        # `paramhub run` has chosen what becomes of its job, and starts single workers again.
+        goes_on = (
+            on_worker_loss(self._options.on_worker_loss) == "continue" and "PARAMHUB_JOB" not in os.environ
+        )
+        if self._record is None or not goes_on:
             if not url:
                 return self._start_run_hub()
             run = secrets.token_hex(8)
             return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for())
-        # `paramhub run` has chosen what becomes of its job, and starts its workers again itself.
-        run = (
-            secrets.token_hex(8)
-            if "PARAMHUB_JOB" in os.environ
-            else self._record.name(self._assignment.launcher)
+        run, waits_s = self._record.name(self._assignment.launcher), linger(self._options.linger)
+        if not url:
+            return self._lasting_hub(self._record, run, waits_s)
+        return HubAccess(
+            url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), outlives_ranks=True, linger=waits_s
         )
-        access = HubAccess(
-            url,
-            admin_token(),
-            "named",
-            "cc",
-            run,
-            _hubs_to_wait_for(),
-            outlives_ranks=True,
-            linger=linger(self._options.linger),
-        )
-        return access if url else self._lasting_hub(access)
 
     def _start_run_hub(self) -> HubAccess:
         deployment, run = choose_deployment(self._options.deployment, self.hosts), secrets.token_hex(8)
@@ -135,10 +127,9 @@ class RunHubs:
         self._log_start(where, self._run_hub)
         return HubAccess(self._run_hub.url, token, "rank 0", deployment, run)
 
-    def _lasting_hub(self, access: HubAccess) -> HubAccess:
+    def _lasting_hub(self, record: RunRecord, run: str, linger: float | None) -> HubAccess:
         """Finds the hub that an earlier start of this run's ranks has left, or starts one in a process of its own."""
-        assert self._record is not None
-        if not self._record.is_kept:
+        if not record.is_kept:
             raise MisuseError(
                 "on_worker_loss is `continue`, but rank 0 would run the hub, and end with it: set PARAMHUB_URL to a hub that is "
                 "started apart (`paramhub hub`), or start the ranks with torchrun, whose ranks leave a hub behind"
@@ -148,21 +139,21 @@ class RunHubs:
                 "on_worker_loss is `continue`, which cannot be had with the deployment cs: use cc, or hubs that are started "
                 "apart and named by PARAMHUB_URL"
             )
-        kept = self._record.read("hub")
-        if kept is not None:
-            found = replace(access, place="process", **json.loads(kept))
-            if _answers(found.url):
-                return found
-            log(f"the hub that this run has left at {found.url} has ended, so training begins anew")
         # A token that all ranks know need not go through the store.
-        own = None if self.is_on_one_host or access.admin_token is not None else secrets.token_hex(32)
-        token = None if self.is_on_one_host else own or access.admin_token
+        known = None if self.is_on_one_host else admin_token()
+        if (kept := record.read("hub")) is not None:
+            url, token = json.loads(kept)
+            if _answers(url):
+                return HubAccess(
+                    url, token or known, "process", "cc", run, outlives_ranks=True, linger=linger
+                )
+            log(f"the hub that this run has left at {url} has ended, so training begins anew")
+        own = None if self.is_on_one_host or known is not None else secrets.token_hex(32)
         # The launcher's agent is the parent of the ranks.
-        hub = HubProcess(os.getppid(), **self._hub_options(token))
+        hub = HubProcess(os.getppid(), **self._hub_options(own or known))
         self._log_start("a process beside rank 0 runs the hub", hub)
-        kept_token = {} if own is None else {"admin_token": own}
-        self._record.write("hub", json.dumps({"url": hub.url, **kept_token}))
-        return replace(access, url=hub.url, admin_token=token, place="process")
+        record.write("hub", json.dumps([hub.url, own]))
+        return HubAccess(hub.url, own or known, "process", "cc", run, outlives_ranks=True, linger=linger)
 
     def _hub_options(self, token: str | None) -> dict[str, Any]:
         """The options of the hub that all ranks use."""

@@ -20,6 +20,8 @@ pub(super) struct JobWatch {
     /// The thread ends when this is dropped; it is not joined.
     _open: Sender<()>,
     failed: Option<(Instant, String)>,
+    /// Whether the job has ended.
+    ended: bool,
 }
 
 impl JobWatch {
@@ -43,16 +45,28 @@ impl JobWatch {
             }
         };
         thread::Builder::new().name("run-job-watch".into()).spawn(watch).context("cannot start a thread")?;
-        Ok(JobWatch { failure, _open: open, failed: None })
+        Ok(JobWatch { failure, _open: open, failed: None, ended: false })
     }
 
     /// The reason to end the workers, once the job has failed and the grace period is over.
     pub(super) fn failure(&mut self) -> Option<String> {
-        match self.failure.try_recv() {
-            Ok(reason) => self.failed = Some((Instant::now(), reason)),
-            Err(TryRecvError::Empty | TryRecvError::Disconnected) => {}
-        }
+        self.listen();
         let (_, reason) = self.failed.as_ref().filter(|(since, _)| since.elapsed() >= GRACE)?;
         Some(reason.clone())
+    }
+
+    /// Whether the job has ended, well or not, as far as the manager has said so.
+    pub(super) fn has_ended(&mut self) -> bool {
+        self.listen();
+        self.ended
+    }
+
+    fn listen(&mut self) {
+        match self.failure.try_recv() {
+            Ok(reason) => (self.failed, self.ended) = (Some((Instant::now(), reason)), true),
+            // The thread ends with the job.
+            Err(TryRecvError::Disconnected) => self.ended = true,
+            Err(TryRecvError::Empty) => {}
+        }
     }
 }

@@ -60,8 +60,9 @@ impl JobControl {
         self.fail(namespace, CauseKind::PeerLost, None, reason, now);
     }
 
-    /// Ends a job at which a neighbour is at fault. If the neighbour is silent while the manager is out of
-    /// reach, the reason says that the hub itself is cut off.
+    /// Ends a job at which a neighbour is at fault, or reports the loss of a worker to the manager. If the neighbour
+    /// is silent while the manager is out of reach, a job ends because the hub itself is cut off; but a job that goes on
+    /// without lost workers waits until the manager, which decides who is lost, is back.
     pub(super) fn faulted(
         &mut self,
         namespace: Namespace,
@@ -74,6 +75,9 @@ impl JobControl {
         let (cause, message) = match (cause, out_of_reach.filter(|time| *time >= CUT_OFF)) {
             (FaultCause::Kind(kind), _) => (kind, message),
             (FaultCause::Silence, None) => (CauseKind::PeerLost, message),
+            (FaultCause::Silence, Some(_)) if self.may_lose(namespace, CauseKind::PeerLost) => {
+                (CauseKind::PeerLost, message)
+            }
             (FaultCause::Silence, Some(time)) => {
                 let seconds = time.as_secs_f64();
                 let reason = format!(

@@ -35,6 +35,11 @@ pub trait LaunchObserver {
     /// how many there can be.
     fn lost(&mut self, _worker: usize, _exit: ExitStatus, _restarts: Option<(u32, u32)>) {}
 
+    /// Whether a worker that has failed may be started again.
+    fn may_restart(&mut self) -> bool {
+        true
+    }
+
     /// A worker to kill, while the launcher has no reason to end all of them; called after each [`tick`](Self::tick).
     /// Another process is started in its place.
     fn worker_to_kill(&mut self) -> Option<usize> {
@@ -311,6 +316,7 @@ impl Launch {
     fn replace(&mut self, rank: usize, exit: ExitStatus, most: u32, watch: &mut dyn LaunchObserver) {
         let restart = self.restarts[rank] + 1;
         if restart <= most
+            && watch.may_restart()
             && let Ok(worker) = self.spawn(rank)
         {
             watch.lost(rank, exit, Some((restart, most)));

@@ -161,6 +161,15 @@ fn a_process_may_be_lost_before_it_has_joined() {
 }
 
 #[test]
+fn a_silent_worker_is_reported_although_the_manager_is_out_of_reach() {
+    let mut hub = outliving();
+    hub.control.note_manager(Some(hub.now - CUT_OFF * 2));
+    let outputs = hub.fault(FaultCause::Silence);
+    assert!(failures(&outputs).is_empty() && matches!(hub.phase(1), Phase::Running));
+    assert!(has!(outputs, Output::Report(HubEvent::WorkerLost { rank: 1, epoch: 1, .. })));
+}
+
+#[test]
 fn a_job_has_finished_when_those_who_remain_have_left() {
     let leave = |hub: &mut Hub, port: u32| {
         let left = |route: RouteId| CoreEvent::Left { route, port };
