@@ -243,6 +243,8 @@ impl Hub {
                 encrypt: false,
             })
             .unwrap();
+        // A hub takes jobs once it has called, and its thread may be slow to do so.
+        client.report(&registered, &HubReport::default()).unwrap();
         Hub::serve(client, registered, shape, behaviour, ServedCommands::default())
     }
 
