@@ -7,10 +7,10 @@ workers in Python, which needs the package and numpy. The seed chooses what befa
 a worker, SIGSTOP for a worker for up to four seconds (it counts as lost after two), or SIGKILL for the manager, which is
 started again up to three seconds later. Half of the jobs go on with any one worker, half need all of them.
 
-Each worker contributes a value of its own. So the change of a chunk tells who is in the mean: the worker itself, once, and in
-jobs that need all workers every worker. A run is right if no worker sees another change, all end with equal parameters, and the
-launcher ends well within a bound. Each run prints its seed; the exit code is 1 if any run was wrong. This program ends all
-processes that it starts.
+Each worker contributes a value of its own. So the change of a chunk tells who is in the mean: the worker itself, once. In jobs
+that need all workers, every fault may cost a part of one step, and all other steps have every worker. A run is right if no
+worker sees anything else, all end with equal parameters, and the launcher ends well within a bound. Each run prints its seed;
+the exit code is 1 if any run was wrong. This program ends all processes that it starts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Run:
         how = ["--on-worker-loss", "continue", "--min-workers", str(self.least), "--dead-after", "2"]
         job = ["run", "--hub", self.url, "--hubs", "2", "-n", str(WORKERS), "--name", "faults", *how]
         again = ["--linger", "60", "--max-restarts", "1000"]
-        worker = [sys.executable, str(WORKER), str(steps), str(self.least)]
+        worker = [sys.executable, str(WORKER), str(steps)]
         self.launcher = self._start([*job, *again, "--", *worker])
         self.stopped: list[tuple[float, int]] = []
         self.manager_back_at = 0.0
@@ -181,6 +181,9 @@ def play(run: Run, faults: int, done: Counter[str]) -> str | None:
     text = run.text()
     if wrong := re.findall(r"WRONG.*", text):
         return wrong[0]
+    lacking = set(re.findall(r"step (\d+) lacks a rank", text))
+    if run.least == WORKERS and len(lacking) > done["kill"] + done["stop"]:
+        return f"{len(lacking)} steps lack a rank, of a job that needs all"
     if run.launcher.returncode != 0:
         return f"the launcher has ended with {run.launcher.returncode}"
     ends = set(re.findall(r"rank \d ends with (\w+)", text))

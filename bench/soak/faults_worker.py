@@ -21,11 +21,10 @@ CHUNK = 8192
 SHAPES = {"first": 5 * CHUNK, "second": 3 * CHUNK + 1000, "third": 100}
 
 
-def changes(rank: int, ranks: int, least: int) -> numpy.ndarray:
+def changes(rank: int, ranks: int) -> numpy.ndarray:
     """The changes that a step may make in which this rank takes part, ascending."""
     others = [other for other in range(ranks) if other != rank]
-    counts = range(max(least - 1, 0), ranks)
-    groups = [(rank, *group) for count in counts for group in itertools.combinations(others, count)]
+    groups = [(rank, *group) for count in range(ranks) for group in itertools.combinations(others, count)]
     return numpy.array(sorted(sum(4.0**each for each in group) / len(group) for group in groups))
 
 
@@ -35,12 +34,14 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    steps, least = int(sys.argv[1]), int(sys.argv[2])
+    steps = int(sys.argv[1])
     values = {name: numpy.zeros(elements, "f4") for name, elements in SHAPES.items()}
     with paramhub.connect() as job:
         job.init(values, optimizer=paramhub.SGD(lr=1.0))
         # A step that some ranks have made and that was lost at some chunks is behind the step at which this one begins.
-        allowed, own = changes(job.rank, int(os.environ["WORLD_SIZE"]), least), 4.0**job.rank
+        ranks = int(os.environ["WORLD_SIZE"])
+        allowed, own = changes(job.rank, ranks), 4.0**job.rank
+        complete = sum(4.0**rank for rank in range(ranks)) / ranks
         while (step := job.next_step("first")) < steps:
             sign = 1.0 if step % 2 == 0 else -1.0
             before = {name: value.copy() for name, value in values.items()}
@@ -60,6 +61,8 @@ def main() -> None:
                             f"WRONG: step {step} changes chunk {chunk // CHUNK} of {name} by {part.min()} to {part.max()} "
                             f"at rank {job.rank}"
                         )
+                    if abs(part[0] - complete) > 0.01:
+                        say(f"rank {job.rank}: step {step} lacks a rank")
             if step == 0:
                 say(f"rank {job.rank} has begun")
             time.sleep(0.002)
