@@ -106,7 +106,7 @@ def create_job(
         "encrypt": (os.environ.get("PARAMHUB_ENCRYPT") == "1" if encrypt is None else encrypt) or None,
     }
     options |= {option: wish for option, wish in wishes.items() if wish is not None}
-    url_for_workers, namespace, secret, _ = _native.create_job(
+    url_for_workers, namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience, find=find
     )
     return JobTicket(url_for_workers, namespace, secret)

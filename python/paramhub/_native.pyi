@@ -47,8 +47,8 @@ def create_job(
     options: str = "{}",
     patience: float = 0.0,
     find: bool = False,
-) -> tuple[str, str, str, bool]:
-    """The manager's URL for workers, the job's namespace and secret, and whether the job is new."""
+) -> tuple[str, str, str]:
+    """The manager's URL for workers, and the job's namespace and secret."""
 
 def stop_job(url: str, job: str, reason: str, *, admin_token: str | None = None) -> None: ...
 def connect(

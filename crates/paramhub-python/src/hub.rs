@@ -162,8 +162,8 @@ impl Drop for Hub {
     }
 }
 
-/// CreateService at the manager at `url`: returns the manager's URL for workers, the job's namespace and its secret, and
-/// whether the job is new. `options` are its waits and lifetimes, in JSON. With `find` a living job of this name, which
+/// CreateService at the manager at `url`: returns the manager's URL for workers, the job's namespace and its secret.
+/// `options` are its waits and lifetimes, in JSON. With `find` a living job of this name, which
 /// takes workers, is taken instead.
 #[pyfunction]
 #[pyo3(signature = (url, name, workers, *, admin_token = None, options = "{}", patience = 0.0, find = false))]
@@ -177,7 +177,7 @@ pub(crate) fn create_job(
     options: &str,
     patience: f64,
     find: bool,
-) -> PyResult<(String, String, String, bool)> {
+) -> PyResult<(String, String, String)> {
     let client = client(py, url, admin_token, patience)?;
     let options = serde_json::from_str(options)
         .map_err(|error| errors::misuse(py, &format!("the job's options cannot be used: {error}")))?;
@@ -200,7 +200,7 @@ pub(crate) fn create_job(
         }
     }
     let url = client.url_for_workers(&created);
-    Ok((url, created.namespace.to_string(), String::from(created.secret()), is_new))
+    Ok((url, created.namespace.to_string(), String::from(created.secret())))
 }
 
 /// Ends a job, by name or namespace. Its workers receive the reason.

@@ -127,7 +127,7 @@ class RunHubs:
         self._log_start(where, self._run_hub)
         return HubAccess(self._run_hub.url, token, "rank 0", deployment, run)
 
-    def _lasting_hub(self, record: RunRecord, run: str, linger: float | None) -> HubAccess:
+    def _lasting_hub(self, record: RunRecord, run: str, waits_s: float | None) -> HubAccess:
         """Finds the hub that an earlier start of this run's ranks has left, or starts one in a process of its own."""
         if not record.is_kept:
             raise MisuseError(
@@ -145,7 +145,7 @@ class RunHubs:
             url, token = json.loads(kept)
             if _answers(url):
                 return HubAccess(
-                    url, token or known, "process", "cc", run, outlives_ranks=True, linger=linger
+                    url, token or known, "process", "cc", run, outlives_ranks=True, linger=waits_s
                 )
             log(f"the hub that this run has left at {url} has ended, so training begins anew")
         own = None if self.is_on_one_host or known is not None else secrets.token_hex(32)
@@ -153,7 +153,7 @@ class RunHubs:
         hub = HubProcess(os.getppid(), **self._hub_options(own or known))
         self._log_start("a process beside rank 0 runs the hub", hub)
         record.write("hub", json.dumps([hub.url, own]))
-        return HubAccess(hub.url, own or known, "process", "cc", run, outlives_ranks=True, linger=linger)
+        return HubAccess(hub.url, own or known, "process", "cc", run, outlives_ranks=True, linger=waits_s)
 
     def _hub_options(self, token: str | None) -> dict[str, Any]:
         """The options of the hub that all ranks use."""
