@@ -10,6 +10,8 @@ pub const WORKERS_MAX: u32 = 1024;
 /// The largest weight of a job: shares of a core that differ by more than a factor of a hundred cannot be
 /// distinguished.
 pub const WEIGHT_MAX: u32 = 100;
+/// The largest number of steps from one to which a job can go back to the next: so many are repeated at most.
+pub const REWIND_EVERY_MAX: u32 = 1000;
 /// Keys in one job's table.
 pub const KEYS_MAX: usize = 1 << 20;
 /// Bytes of a key's name.

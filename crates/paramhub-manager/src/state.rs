@@ -185,7 +185,7 @@ pub(crate) struct CallingRank {
 
 /// Checks the arguments of `CreateService`.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
-    use paramhub_core::limits::{
+    use paramhub_core::limits::{REWIND_EVERY_MAX,
         HUBS_MAX, JOB_NAME_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S, WEIGHT_MAX, WORKERS_MAX,
     };
 
@@ -232,6 +232,12 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         return refuse(format!(
             "job `{name}` has {} workers and is to go on with {} or more: set min_workers to 1 to {}",
             request.workers, options.min_workers, request.workers
+        ));
+    }
+    if !(1..=REWIND_EVERY_MAX).contains(&options.rewind_every) {
+        return refuse(format!(
+            "rewind_every of job `{name}` is {}: 1 to {REWIND_EVERY_MAX} steps are possible",
+            options.rewind_every
         ));
     }
     let bounds = [

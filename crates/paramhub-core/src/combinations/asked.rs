@@ -7,7 +7,7 @@ use crate::composition::{Composition, OptimizeAt, Reduction};
 use crate::consistency::Consistency;
 use crate::key::Key;
 use crate::scheme::{LayerKind, LayerSettings, Plan, Scheme, SchemeChoice};
-use crate::service::{JobOptions, JobPlan};
+use crate::service::{JobOptions, JobPlan, OnWorkerLoss};
 use crate::settings::{Settings, is_built_in};
 
 impl Settings {
@@ -101,9 +101,12 @@ impl JobOptions {
         features_of_reduction(self.reduction, self.optimize_at).and(Features::of([
             (Feature::ContinuesOverInterfaces, self.continues()),
             (Feature::LateLeftOut, self.stragglers.leaves_out()),
-            (Feature::OutlivesWorkers, self.outlives_workers()),
+            (Feature::ContinuesWithoutWorkers, self.on_worker_loss == OnWorkerLoss::Continue),
+            (Feature::Rewinds, self.rewinds()),
+            (Feature::NoRewind, !self.rewinds()),
             (Feature::FailsWithWorkers, !self.outlives_workers()),
             (Feature::MinWorkers, self.min_workers != JobOptions::default().min_workers),
+            (Feature::RewindEvery, self.rewind_every != JobOptions::default().rewind_every),
             (Feature::Linger, self.linger_s != JobOptions::default().linger_s),
             (Feature::EncryptedStreams, self.encrypt),
             (Feature::ProgressTimeout, self.progress_timeout_s.is_some()),

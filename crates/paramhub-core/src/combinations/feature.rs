@@ -66,9 +66,12 @@ features! {
     // A job's policies.
     ContinuesOverInterfaces, "continues-over-interfaces", "`on_interface_down = continue`";
     LateLeftOut, "late-left-out", "`stragglers` other than wait";
-    OutlivesWorkers, "outlives-workers", "`on_worker_loss = continue`";
+    ContinuesWithoutWorkers, "continues-without-workers", "`on_worker_loss = continue`";
+    Rewinds, "rewinds", "`on_worker_loss = rewind`";
+    NoRewind, "no-rewind", "`on_worker_loss` other than rewind";
     FailsWithWorkers, "fails-with-workers", "`on_worker_loss = fail`";
     MinWorkers, "min-workers", "`min_workers`";
+    RewindEvery, "rewind-every", "`rewind_every`";
     Linger, "linger", "`linger`";
     EncryptedStreams, "encrypted-streams", "`encrypt`";
     ProgressTimeout, "progress-timeout", "`progress_timeout`";

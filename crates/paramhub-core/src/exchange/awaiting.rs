@@ -62,6 +62,7 @@ mod tests {
             has_parameters: true,
             two_phase,
             quorum: None,
+            rewind_every: None,
         }
     }
 

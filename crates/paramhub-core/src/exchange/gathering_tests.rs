@@ -17,6 +17,7 @@ fn hub(change: impl FnOnce(&mut Rules)) -> (Exchange, Gathering) {
         has_parameters: false,
         two_phase: false,
         quorum: None,
+        rewind_every: None,
     };
     change(&mut rules);
     let mut exchange = Exchange::new(rules, SLOTS);

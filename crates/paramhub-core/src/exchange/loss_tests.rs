@@ -20,6 +20,7 @@ fn rules(workers: u32, least: u32) -> Rules {
         has_parameters: true,
         two_phase: false,
         quorum: Some(Quorum::NotLost { least }),
+        rewind_every: None,
     }
 }
 

@@ -27,6 +27,9 @@
 //! process may take a lost member's place, from a step on that no contribution of the former process can reach;
 //! see [`Exchange::rejoin`].
 //!
+//! In a job that goes [back](Exchange::rewind) when a member is lost, all members begin again at an earlier step, of which
+//! the hub has kept the parameters.
+//!
 //! If the [factors](crate::factors) of a layer come instead of its gradient, [`Gathering`] keeps the state of
 //! their pieces. All chunks of the layer become complete at once, and the hub makes their sums one after the
 //! other.
@@ -37,13 +40,15 @@
 mod awaiting;
 mod gathering;
 mod losses;
+mod rewind;
 mod rules;
 mod stragglers;
 mod violation;
 
 pub use gathering::{Gathered, GatheredLayer, Gathering};
+pub use rewind::RewoundTo;
 pub use rules::{Answer, Arrival, ChunkReach, Exchange, Fold, Rules, SumAction, Update};
-pub use violation::{Awaited, LeftWhileAwaited, LostBeforeStart, ProtocolViolation};
+pub use violation::{Awaited, CannotRewind, LeftWhileAwaited, LostBeforeStart, ProtocolViolation};
 
 #[cfg(test)]
 mod gathering_tests;
@@ -51,6 +56,8 @@ mod gathering_tests;
 mod loss_tests;
 #[cfg(test)]
 mod resume_tests;
+#[cfg(test)]
+mod rewind_tests;
 #[cfg(test)]
 mod straggler_tests;
 #[cfg(test)]

@@ -55,6 +55,7 @@ impl TestJob {
             has_parameters,
             two_phase: false,
             quorum: None,
+            rewind_every: None,
         };
         let first = if has_parameters { START } else { 0 };
         let worker = || Worker {

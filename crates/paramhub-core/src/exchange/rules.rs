@@ -5,6 +5,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
+use super::rewind::KeptVersion;
 use super::violation::{Awaited, LeftWhileAwaited, ProtocolViolation};
 use crate::consistency::Consistency;
 use crate::limits::STATE_UPDATES_MAX;
@@ -34,6 +35,9 @@ pub struct Rules {
     /// In a job whose steps may end without some members: the condition that ends a chunk's step. Such a job is
     /// synchronous, has one phase and one site, and is not reproducible.
     pub quorum: Option<Quorum>,
+    /// In a job that goes [back](super::Exchange::rewind) when a member is lost: the number of updates from one copy of
+    /// a chunk to the next. Such a job is synchronous, has one site, and has no quorum.
+    pub rewind_every: Option<u32>,
 }
 
 /// The state of one route's chunks. Slots number the chunks as in [`crate::placement::Placement::chunks`].
@@ -58,7 +62,9 @@ pub struct Exchange {
     /// The next slot that the release under way updates; the number of chunks if there is no release.
     release_at: u32,
     /// The version that the first parameters came with.
-    start_version: Option<u32>,
+    pub(super) start_version: Option<u32>,
+    /// For each slot, the copy that the caller keeps; empty if the job never goes back.
+    pub(super) kept: Vec<Option<KeptVersion>>,
     /// For each member, how many updates of chunks were made without it; empty if the job waits for all members.
     pub(super) left_out: Vec<u64>,
 }
@@ -132,6 +138,12 @@ impl ChunkState {
             takes_factors: false,
             stage: StepStage::Open,
         }
+    }
+
+    /// Goes back to an earlier version, which had had this many updates; `None` if the chunk is at it.
+    pub(super) fn go_back(&mut self, version: u32, updates: Option<u64>) {
+        self.version = u64::from(version);
+        self.updates = updates.unwrap_or(self.updates);
     }
 
     /// Ends the step under way.
@@ -251,6 +263,7 @@ impl Exchange {
             held: 0,
             release_at: chunks.len() as u32,
             start_version: None,
+            kept: vec![None; if rules.rewind_every.is_some() { chunks.len() } else { 0 }],
             left_out: vec![0; if rules.quorum.is_some() { rules.members as usize } else { 0 }],
             chunks,
         };
@@ -260,7 +273,8 @@ impl Exchange {
 
     /// Bytes that this state takes.
     pub fn memory_bytes(rules: Rules, chunks: u32) -> u64 {
-        let per_chunk = size_of::<ChunkState>() + size_of::<MemberState>() * rules.members as usize;
+        let kept = if rules.rewind_every.is_some() { size_of::<Option<KeptVersion>>() } else { 0 };
+        let per_chunk = size_of::<ChunkState>() + kept + size_of::<MemberState>() * rules.members as usize;
         u64::from(chunks) * per_chunk as u64
     }
 
@@ -541,6 +555,12 @@ impl Exchange {
         let chunk = self.chunks.get_mut(slot as usize)?;
         self.release_at += 1;
         Some((slot, chunk.update(chunk.version as u32, self.rules.workers)))
+    }
+
+    /// Forgets which chunks are held or wait for their update.
+    pub(super) fn forget_releases(&mut self) {
+        self.held = 0;
+        self.release_at = self.chunks.len() as u32;
     }
 
     /// Returns whether chunks of a released step wait for their update.

@@ -19,6 +19,7 @@ fn rules(workers: u32, quorum: Quorum) -> Rules {
         has_parameters: true,
         two_phase: false,
         quorum: Some(quorum),
+        rewind_every: None,
     }
 }
 

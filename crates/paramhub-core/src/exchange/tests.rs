@@ -325,6 +325,7 @@ fn rules() -> impl Strategy<Value = Rules> {
             has_parameters,
             two_phase: two_phase && has_parameters && consistency == Consistency::Synchronous,
             quorum: None,
+            rewind_every: None,
         },
     )
 }
@@ -354,6 +355,7 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
         has_parameters: true,
         two_phase: false,
         quorum: None,
+        rewind_every: None,
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, Some(0), 100).unwrap();
@@ -384,6 +386,7 @@ fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_bef
         has_parameters: true,
         two_phase: false,
         quorum: None,
+        rewind_every: None,
     };
     let mut exchange = Exchange::new(rules, 1);
     assert_eq!(exchange.initialise_state(0, Some(1), 5), Err(ProtocolViolation::StateInitialised));
@@ -425,6 +428,7 @@ fn an_answer_may_still_be_sent_when_its_rank_has_left() {
         has_parameters: false,
         two_phase: false,
         quorum: None,
+        rewind_every: None,
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.push(0, 0, 0, Answer::Parameters).unwrap();
@@ -447,6 +451,7 @@ fn a_rank_that_waits_for_parameters_is_stranded_by_rank_zero_alone() {
             has_parameters: true,
             two_phase: false,
             quorum: None,
+            rewind_every: None,
         };
         let mut exchange = Exchange::new(rules, 1);
         exchange.pull(0, 1, 0).unwrap();
@@ -472,6 +477,7 @@ fn steps_end_where_versions_could_not_be_counted_any_more() {
         has_parameters: true,
         two_phase: false,
         quorum: None,
+        rewind_every: None,
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, Some(0), u32::MAX - 1).unwrap();
@@ -497,6 +503,7 @@ fn two_phases(chunks: u32) -> Exchange {
         has_parameters: true,
         two_phase: true,
         quorum: None,
+        rewind_every: None,
     };
     Exchange::new(rules, chunks)
 }

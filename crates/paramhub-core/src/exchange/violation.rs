@@ -115,6 +115,32 @@ pub struct LeftWhileAwaited {
 #[error("was lost before rank 0 had sent all parameters to start from")]
 pub struct LostBeforeStart;
 
+/// The chunks of a route cannot go back to a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("it is at step {version} and its copy is {}, so that it cannot go back to step {step}", OfStep(*kept))]
+pub struct CannotRewind {
+    /// The slot of the chunk that cannot.
+    pub slot: u32,
+    /// The step to go back to.
+    pub step: u32,
+    /// The chunk's version.
+    pub version: u32,
+    /// The version of its copy, if it has one.
+    pub kept: Option<u32>,
+}
+
+/// The step of a copy, for people.
+struct OfStep(Option<u32>);
+
+impl std::fmt::Display for OfStep {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(step) => write!(f, "of step {step}"),
+            None => f.write_str("missing"),
+        }
+    }
+}
+
 /// The event that members wait for at a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Awaited {

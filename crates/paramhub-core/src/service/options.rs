@@ -52,8 +52,12 @@ pub struct JobOptions {
     /// number of ranks.
     #[serde(skip_serializing_if = "is_one")]
     pub min_workers: u32,
-    /// With `on_worker_loss` `continue`: the time for which the job waits for other processes while it has fewer
-    /// workers than `min_workers`, 1 to 604,800; it fails after that.
+    /// With `on_worker_loss` `rewind`: the number of steps from one to which the job can go back to the next, 1 to
+    /// 1,000. The hubs keep a copy of parameters and optimizer state.
+    #[serde(skip_serializing_if = "is_one")]
+    pub rewind_every: u32,
+    /// Unless `on_worker_loss` is `fail`: the time for which the job waits for other processes while it has fewer
+    /// workers than it needs for a step, 1 to 604,800; it fails after that.
     #[serde(skip_serializing_if = "is_default_linger")]
     pub linger_s: f64,
     /// Encrypts the streams between hosts: those of workers to hubs, of hubs to one another, and of meshes. Hubs can
@@ -84,18 +88,29 @@ pub struct JobOptions {
 impl JobOptions {
     /// Returns whether the job goes on when a worker is lost.
     pub fn outlives_workers(&self) -> bool {
-        self.on_worker_loss == OnWorkerLoss::Continue
+        self.on_worker_loss != OnWorkerLoss::Fail
     }
 
-    /// The least number of workers with which steps go on, if the job goes on when workers are lost.
-    pub fn goes_on_with(&self) -> Option<u32> {
-        self.outlives_workers().then_some(self.min_workers)
+    /// Returns whether all ranks go back to an earlier step when a worker is lost.
+    pub fn rewinds(&self) -> bool {
+        self.on_worker_loss == OnWorkerLoss::Rewind
+    }
+
+    /// The least number of a job's workers that make steps, if the job goes on when workers are lost.
+    pub fn least_workers(&self, workers: u32) -> Option<u32> {
+        match self.on_worker_loss {
+            OnWorkerLoss::Fail => None,
+            OnWorkerLoss::Continue => Some(self.min_workers),
+            OnWorkerLoss::Rewind => Some(workers),
+        }
     }
 
     /// The condition that ends a chunk's step without some of this many workers; `None` if it waits for all of them.
     pub fn quorum(&self, workers: u32) -> Option<Quorum> {
-        let not_lost = self.goes_on_with().map(|least| Quorum::NotLost { least });
-        not_lost.or_else(|| self.stragglers.quorum(workers))
+        match self.on_worker_loss {
+            OnWorkerLoss::Continue => Some(Quorum::NotLost { least: self.min_workers }),
+            OnWorkerLoss::Fail | OnWorkerLoss::Rewind => self.stragglers.quorum(workers),
+        }
     }
 
     /// Returns whether streams continue over other interfaces.
@@ -152,7 +167,8 @@ impl FromStr for OnInterfaceDown {
 
 /// The reaction of a job when a worker is lost: its process has ended or has been silent for too long, or it has
 /// given up. `fail`: the job fails, with the rank's name. `continue`: steps go on with the workers that remain,
-/// and another process may take the rank.
+/// and another process may take the rank. `rewind`: all ranks go back to an earlier step, and go on from there when
+/// each rank has a process again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -163,6 +179,10 @@ pub enum OnWorkerLoss {
     /// What the worker has contributed whole counts, steps go on with the workers that remain, and another process
     /// may take the rank. Only for some jobs; see [`combinations`](crate::combinations).
     Continue,
+    /// All ranks go back to an earlier step, of which the hubs have kept the parameters and the optimizer's state, and
+    /// go on from there when each rank has a process again: no update lacks a contribution. Only for some jobs; see
+    /// [`combinations`](crate::combinations).
+    Rewind,
 }
 
 impl fmt::Display for OnWorkerLoss {
@@ -170,6 +190,7 @@ impl fmt::Display for OnWorkerLoss {
         f.write_str(match self {
             OnWorkerLoss::Fail => "fail",
             OnWorkerLoss::Continue => "continue",
+            OnWorkerLoss::Rewind => "rewind",
         })
     }
 }
@@ -181,8 +202,9 @@ impl FromStr for OnWorkerLoss {
         match text {
             "fail" => Ok(OnWorkerLoss::Fail),
             "continue" => Ok(OnWorkerLoss::Continue),
+            "rewind" => Ok(OnWorkerLoss::Rewind),
             _ => Err(format!(
-                "`{text}` is not what can be done about a lost worker: expected fail or continue"
+                "`{text}` is not what can be done about a lost worker: expected fail, continue or rewind"
             )),
         }
     }
@@ -212,6 +234,7 @@ impl Default for JobOptions {
             on_interface_down: OnInterfaceDown::default(),
             on_worker_loss: OnWorkerLoss::default(),
             min_workers: 1,
+            rewind_every: 1,
             linger_s: LINGER_S,
             stragglers: Stragglers::default(),
             progress_timeout_s: None,

@@ -194,6 +194,7 @@ impl Layout {
                 has_parameters: settings.has_parameters(),
                 two_phase: settings.is_two_phase(),
                 quorum: plan.quorum,
+                rewind_every: None,
             },
             slots,
         }

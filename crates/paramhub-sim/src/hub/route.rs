@@ -78,6 +78,7 @@ impl Route {
             has_parameters: true,
             two_phase: false,
             quorum: plan.quorum,
+            rewind_every: None,
         };
         let chunk = |&id: &ChunkId| {
             let length = plan.map.extent(id).expect("a chunk of the job").bytes(Codec::F32);

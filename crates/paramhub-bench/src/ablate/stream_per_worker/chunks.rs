@@ -97,6 +97,7 @@ impl Chunks {
             has_parameters: settings.has_parameters(),
             two_phase: false,
             quorum: None,
+            rewind_every: None,
         };
         let chunk = |&chunk: &u32| {
             let extent = map.extent(chunk).expect("a placed chunk is in the map");
