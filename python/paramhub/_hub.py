@@ -35,6 +35,7 @@ def create_job(
     on_interface_down: str = "fail",
     on_worker_loss: str = "fail",
     min_workers: int | None = None,
+    rewind_every: int | None = None,
     linger: float | None = None,
     stragglers: str = "wait",
     progress_timeout: float | None = None,
@@ -66,6 +67,11 @@ def create_job(
     and the step in ``resumed_step``. Steps need ``min_workers``, 1 by default; with fewer the job waits for ``linger``, 300 by
     default, and then fails. ``continue`` needs synchronous consistency, an optimizer at the hub, no ``reproducible`` and no
     ``clip_norm``.
+
+    With ``rewind`` all ranks go back to an earlier step instead, and go on from there when each rank has a process again, so
+    that no update lacks a contribution. The requests of the other ranks fail with `Rewound`; they join anew. The hubs keep
+    a copy of parameters and optimizer state from before every ``rewind_every``-th step, 1 by default. ``rewind`` needs
+    synchronous consistency and an optimizer at the hub, and every rank must exchange all keys in every step.
 
     ``stragglers`` is what the hub does when a worker's contribution to a step is late. ``wait`` waits for it. ``drop:FRACTION``
     ends the step without it once, after the median contribution, FRACTION of the median worker's time has passed.
@@ -99,6 +105,7 @@ def create_job(
     wishes = {
         "on_worker_loss": None if on_worker_loss == "fail" else on_worker_loss,
         "min_workers": min_workers,
+        "rewind_every": rewind_every,
         "linger_s": linger,
         "checkpoint_every": checkpoint_every,
         "resume": resume,

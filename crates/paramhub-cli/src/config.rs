@@ -141,6 +141,7 @@ pub(crate) struct RunSection {
     #[serde(with = "text")]
     pub(crate) on_worker_loss: OnWorkerLoss,
     pub(crate) min_workers: u32,
+    pub(crate) rewind_every: u32,
     pub(crate) linger_s: f64,
     pub(crate) max_restarts: u32,
     pub(crate) stragglers: Stragglers,
@@ -264,6 +265,7 @@ impl Default for RunSection {
             on_interface_down,
             on_worker_loss,
             min_workers,
+            rewind_every,
             linger_s,
             stragglers,
             ..
@@ -280,6 +282,7 @@ impl Default for RunSection {
             on_interface_down,
             on_worker_loss,
             min_workers,
+            rewind_every,
             linger_s,
             max_restarts: 0,
             stragglers,

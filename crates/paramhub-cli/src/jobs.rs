@@ -152,14 +152,17 @@ struct CreateFlags {
     /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT")]
     on_interface_down: Option<OnInterfaceDown>,
-    /// What becomes of it when a worker is lost: fail, or continue with those that are left, until another process takes the rank
-    /// [default: fail]
+    /// What becomes of it when a worker is lost: fail; continue with those that are left, until another process takes the rank;
+    /// or rewind, so that all ranks go back to an earlier step [default: fail]
     #[arg(long, value_name = "WHAT")]
     on_worker_loss: Option<OnWorkerLoss>,
     /// The least number of workers with which it then goes on [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     min_workers: Option<u32>,
-    /// How long it waits for others while it has fewer [default: 300]
+    /// With --on-worker-loss rewind, the number of steps from one to which it can go back to the next [default: 1]
+    #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rewind_every: Option<u32>,
+    /// How long it waits for others while it has fewer workers than a step needs [default: 300]
     #[arg(long, value_name = "SECONDS")]
     linger: Option<f64>,
     /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
@@ -192,6 +195,7 @@ impl CreateFlags {
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             on_worker_loss: self.on_worker_loss.unwrap_or(default.on_worker_loss),
             min_workers: self.min_workers.unwrap_or(default.min_workers),
+            rewind_every: self.rewind_every.unwrap_or(default.rewind_every),
             linger_s: self.linger.unwrap_or(default.linger_s),
             weight: self.weight.unwrap_or(default.weight),
             stragglers: self.stragglers.unwrap_or(default.stragglers),

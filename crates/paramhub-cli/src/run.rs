@@ -78,17 +78,20 @@ pub(super) struct RunFlags {
     /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
-    /// What becomes of the job when a worker is lost: fail, or continue with those that are left, until another process takes the
-    /// rank [default: fail]
+    /// What becomes of the job when a worker is lost: fail; continue with those that are left, until another process takes the
+    /// rank; or rewind, so that all ranks go back to an earlier step [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_WORKER_LOSS")]
     on_worker_loss: Option<OnWorkerLoss>,
     /// The least number of workers with which the job then goes on [default: 1]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MIN_WORKERS")]
     min_workers: Option<u32>,
-    /// How long the job waits for others while it has fewer [default: 300]
+    /// With --on-worker-loss rewind, the number of steps from one to which the job can go back to the next [default: 1]
+    #[arg(long, value_name = "STEPS", env = "PARAMHUB_RUN_REWIND_EVERY")]
+    rewind_every: Option<u32>,
+    /// How long the job waits for others while it has fewer workers than a step needs [default: 300]
     #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_LINGER")]
     linger: Option<f64>,
-    /// How often a worker that fails is started again, with --on-worker-loss continue [default: 0]
+    /// How often a worker that fails is started again, with --on-worker-loss continue or rewind [default: 0]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MAX_RESTARTS")]
     max_restarts: Option<u32>,
     /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
@@ -140,7 +143,8 @@ impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
         overlay!(self => config.run;
-            workers, cores, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, max_restarts,
+            workers, cores, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, rewind_every,
+            max_restarts,
             stragglers, hosts, master_port;
             name, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume);
         let section = &mut config.run;
@@ -171,7 +175,7 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     let first_rank = environment.first_rank(section);
     let supervise = || {
         // Elsewhere all workers end with their job, and the launcher with them.
-        let may_outlast = section.hosts > 1 || section.on_worker_loss == OnWorkerLoss::Continue;
+        let may_outlast = section.hosts > 1 || section.on_worker_loss != OnWorkerLoss::Fail;
         let job_watch =
             may_outlast.then(|| JobWatch::start(environment.client.clone(), &environment.job)).transpose()?;
         let supervised_job = environment.outlives_the_launcher().then(|| SupervisedJob {
@@ -181,7 +185,9 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
         });
         let on_failure = match section.on_worker_loss {
             OnWorkerLoss::Fail => OnWorkerFailure::EndAll,
-            OnWorkerLoss::Continue => OnWorkerFailure::Restart { most: section.max_restarts },
+            OnWorkerLoss::Continue | OnWorkerLoss::Rewind => {
+                OnWorkerFailure::Restart { most: section.max_restarts }
+            }
         };
         let launch =
             Launch::start(commands(config, &environment, &command)?, on_failure, supervised_job.as_ref())?;

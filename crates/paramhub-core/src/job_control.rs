@@ -139,6 +139,9 @@ impl JobControl {
             Event::LoseRank { namespace, rank, epoch, reason } => {
                 self.lose_rank(namespace, (rank, epoch), &reason, now);
             }
+            Event::Rewind { namespace, rank, epoch, reason } => {
+                self.rewind(namespace, (rank, epoch), &reason);
+            }
             Event::ExpectRank { namespace, rank, epoch } => self.expect_rank(namespace, rank, epoch),
             Event::Finish { namespace } => self.finished_elsewhere(namespace, now),
             Event::JoinRank { namespace, rank, epoch, step } => {
@@ -170,7 +173,7 @@ impl JobControl {
             CoreEvent::Faulted { culprit, message, cause } => {
                 self.faulted(namespace, culprit, message, cause, now);
             }
-            CoreEvent::Panicked { reason } => self.fail_as_known(namespace, reason, now),
+            CoreEvent::CannotGoOn { reason } => self.fail_as_known(namespace, reason, now),
             CoreEvent::Left { route, port } => self.left(namespace, route, port, now),
             CoreEvent::Silence { neighbour, seconds } => self.silence(namespace, neighbour, seconds),
             CoreEvent::RankExpected { rank, epoch, step } => {

@@ -127,6 +127,9 @@ impl JobController {
             HubCommand::ReportJobs { question } => Event::ReportJobs { question },
             HubCommand::Link { namespace } => Event::Link { namespace },
             HubCommand::Tell { namespace, rank, message } => Event::Tell { namespace, rank, message },
+            HubCommand::Rewind { namespace, rank, epoch, reason } => {
+                Event::Rewind { namespace, rank, epoch, reason }
+            }
             HubCommand::LoseRank { namespace, rank, epoch, reason } => {
                 Event::LoseRank { namespace, rank, epoch, reason }
             }
@@ -172,7 +175,7 @@ impl JobController {
             CoreEvent::Faulted { namespace, culprit, message, cause } => {
                 (namespace, Reported::Faulted { culprit, message, cause })
             }
-            CoreEvent::Panicked { namespace, reason } => (namespace, Reported::Panicked { reason }),
+            CoreEvent::CannotGoOn { namespace, reason } => (namespace, Reported::CannotGoOn { reason }),
             CoreEvent::Left { namespace, route, port } => (namespace, Reported::Left { route, port }),
             CoreEvent::Silence { namespace, neighbour, seconds } => {
                 (namespace, Reported::Silence { neighbour, seconds })

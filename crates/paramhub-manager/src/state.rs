@@ -185,8 +185,9 @@ pub(crate) struct CallingRank {
 
 /// Checks the arguments of `CreateService`.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
-    use paramhub_core::limits::{REWIND_EVERY_MAX,
-        HUBS_MAX, JOB_NAME_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S, WEIGHT_MAX, WORKERS_MAX,
+    use paramhub_core::limits::{
+        HUBS_MAX, JOB_NAME_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S, REWIND_EVERY_MAX, WEIGHT_MAX,
+        WORKERS_MAX,
     };
 
     let refuse = |message: String| Err(refusal(ErrorCode::BadRequest, message));

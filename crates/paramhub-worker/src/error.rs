@@ -171,6 +171,17 @@ pub enum WorkerError {
         /// The hub's reason.
         message: Arc<str>,
     },
+    /// A worker of the job is lost, and all workers go back to an earlier step. This worker joins anew, as another process
+    /// in its place would, and gets the step at which all go on.
+    #[error("{who}: {message}")]
+    Rewound {
+        /// The worker that goes back.
+        who: WorkerId,
+        /// The rank that is lost.
+        culprit: Option<u32>,
+        /// The hub's reason.
+        message: Arc<str>,
+    },
     /// The connection to a hub is lost.
     #[error("{who}: lost the hub at {hub}{}: {reason}. Is it still running? Its log says more", InProcessOf(*.rank))]
     Lost {
@@ -264,7 +275,7 @@ impl WorkerError {
     /// The rank at fault, if a hub has named one, or if the hub itself is lost and runs in a rank's process.
     pub fn culprit(&self) -> Option<u32> {
         match self {
-            WorkerError::Failed { culprit, .. } => *culprit,
+            WorkerError::Failed { culprit, .. } | WorkerError::Rewound { culprit, .. } => *culprit,
             WorkerError::Lost { rank, .. } | WorkerError::Silent { rank, .. } => *rank,
             _ => None,
         }

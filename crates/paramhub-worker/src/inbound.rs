@@ -29,6 +29,8 @@ pub(crate) struct InboundSink<'a> {
 pub(crate) enum FrameFault {
     /// The hub ended the job.
     Failure(Failure),
+    /// All workers of the job go back to an earlier step.
+    Rewound(Notice),
     /// The hub broke the protocol.
     Protocol(String),
     /// A callback panicked.
@@ -130,6 +132,9 @@ impl FrameSink for InboundSink<'_> {
             }
             Operation::Failure => {
                 Err(payload.and_then(Failure::decode).map_or_else(unreadable, FrameFault::Failure))
+            }
+            Operation::Rewound => {
+                Err(payload.and_then(Notice::decode).map_or_else(unreadable, FrameFault::Rewound))
             }
             Operation::Notice => {
                 let notice = payload.and_then(Notice::decode).ok_or_else(unreadable)?;

@@ -245,12 +245,15 @@ impl Member {
             proof: self.secrets.rank.prove_rank(Purpose::Init, namespace, rank, self.incarnation),
             settings,
         };
-        let timeout = Duration::try_from_secs_f64(self.connected.options.rendezvous_timeout_s)
+        let timeout = Duration::try_from_secs_f64(self.connected.options.join_timeout_s())
             .unwrap_or(self.options.rendezvous_timeout);
-        let initialised = self
-            .manager
-            .init_service(namespace, &request, timeout)
-            .map_err(|cause| manager_error(who, "InitService", cause))?;
+        let initialised =
+            self.manager.init_service(namespace, &request, timeout).map_err(|cause| match cause.code() {
+                Some(ErrorCode::Busy) if self.connected.options.rewinds() => {
+                    WorkerError::Rewound { who, culprit: None, message: cause.to_string().into() }
+                }
+                _ => manager_error(who, "InitService", cause),
+            })?;
         let job_config = JobConfig {
             name: self.connected.name.clone(),
             namespace,

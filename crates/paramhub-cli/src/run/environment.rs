@@ -118,6 +118,7 @@ fn options(section: &RunSection) -> JobOptions {
         on_interface_down: section.on_interface_down,
         on_worker_loss: section.on_worker_loss,
         min_workers: section.min_workers,
+        rewind_every: section.rewind_every,
         linger_s: section.linger_s,
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,

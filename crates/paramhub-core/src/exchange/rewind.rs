@@ -41,20 +41,24 @@ impl Exchange {
         true
     }
 
-    /// The newest step to which these chunks can go back, if they can go back to any. A caller with several routes takes
-    /// the earliest of all of them.
-    pub fn newest_rewind(&self) -> Option<u32> {
-        let every = self.rules.rewind_every?;
-        let start = self.start_version?;
-        let oldest = (0..self.chunks.len() as u32).map(|slot| self.step(slot)).min()?;
-        let step = start + (oldest.checked_sub(start)? / every) * every;
-        self.check_rewind(step).is_ok().then_some(step)
+    /// The newest step to which these chunks can go back. A caller with several routes takes the earliest of all of them.
+    ///
+    /// Fails if they have no such step in common.
+    pub fn newest_rewind(&self) -> Result<u32, CannotRewind> {
+        let every = self.rules.rewind_every.unwrap_or(1);
+        let start = self.start_version.unwrap_or(0);
+        let oldest = (0..self.chunks.len() as u32).map(|slot| self.step(slot)).min().unwrap_or(start);
+        let step = start + oldest.saturating_sub(start) / every * every;
+        self.check_rewind(step).map(|()| step)
     }
 
     /// Fails if not all of these chunks have the parameters of `step`.
     pub fn check_rewind(&self, step: u32) -> Result<(), CannotRewind> {
         for slot in 0..self.chunks.len() as u32 {
-            let has_copy = self.kept.get(slot as usize).is_some_and(|kept| kept.is_some_and(|kept| kept.version == step));
+            let has_copy = self
+                .kept
+                .get(slot as usize)
+                .is_some_and(|kept| kept.is_some_and(|kept| kept.version == step));
             if self.step(slot) != step && !has_copy {
                 let kept = self.kept.get(slot as usize).copied().flatten().map(|kept| kept.version);
                 return Err(CannotRewind { slot, step, version: self.step(slot), kept });
@@ -79,7 +83,8 @@ impl Exchange {
         (chunk.arrived, chunk.folded, chunk.stage) = (0, 0, StepStage::Open);
         chunk.go_back(step, kept.map(|kept| kept.updates));
         for member in 0..self.rules.members {
-            *self.member_mut(slot, member) = MemberState { next_step: step, is_prompt: true, ..MemberState::default() };
+            *self.member_mut(slot, member) =
+                MemberState { next_step: step, is_prompt: true, ..MemberState::default() };
         }
         self.count_awaited(slot);
         if kept.is_some() { RewoundTo::Copy } else { RewoundTo::Present }

@@ -89,27 +89,27 @@ fn chunks_that_have_made_a_step_go_back_to_those_that_have_not() {
     assert!(route.push(0, 0, 0).is_empty());
     assert_eq!(route.push(0, 1, 0), [0, 1]);
     assert!(route.push(1, 0, 0).is_empty());
-    assert_eq!(route.exchange.newest_rewind(), Some(0));
+    assert_eq!(route.exchange.newest_rewind(), Ok(0));
     route.rewind(0);
     assert_eq!((route.exchange.updates(0), route.exchange.updates(1)), (0, 0));
     for (member, slot) in [(1, 0), (0, 1), (0, 0), (1, 1)] {
         route.push(slot, member, 0);
     }
     assert_eq!(route.parameters, [1, 1], "the step is made again, by both");
-    assert_eq!(route.exchange.newest_rewind(), Some(1));
+    assert_eq!(route.exchange.newest_rewind(), Ok(1));
 }
 
 #[test]
 fn copies_are_those_of_every_nth_step_from_the_start() {
     let mut route = Route::begun(rules(1, 4), 1, 7);
-    assert_eq!(route.exchange.newest_rewind(), Some(7));
+    assert_eq!(route.exchange.newest_rewind(), Ok(7));
     for (step, newest) in [(7, 7), (8, 7), (9, 7), (10, 11), (11, 11), (12, 11)] {
         route.push(0, 0, step);
-        assert_eq!(route.exchange.newest_rewind(), Some(newest), "after step {step}");
+        assert_eq!(route.exchange.newest_rewind(), Ok(newest), "after step {step}");
     }
     route.rewind(11);
     assert_eq!(route.exchange.updates(0), 4);
-    assert_eq!(route.exchange.newest_rewind(), Some(11));
+    assert_eq!(route.exchange.newest_rewind(), Ok(11));
 }
 
 #[test]
@@ -133,10 +133,12 @@ fn chunks_without_a_step_in_common_cannot_go_back() {
     let mut route = Route::begun(rules(1, 1), 2, 0);
     route.push(0, 0, 0);
     route.push(0, 0, 1);
-    assert_eq!(route.exchange.newest_rewind(), None, "the copy of chunk 0 is of step 1");
-    let refused = route.exchange.check_rewind(0).unwrap_err();
+    let refused = route.exchange.newest_rewind().unwrap_err();
     assert_eq!(refused, CannotRewind { slot: 0, step: 0, version: 2, kept: Some(1) });
-    assert_eq!(refused.to_string(), "it is at step 2 and its copy is of step 1, so that it cannot go back to step 0");
+    assert_eq!(
+        refused.to_string(),
+        "it is at step 2 and its copy is of step 1, so that it cannot go back to step 0"
+    );
 }
 
 #[test]
@@ -147,7 +149,7 @@ fn members_that_have_left_are_members_again() {
         route.push(0, 1, step);
     }
     route.exchange.leave(0, |_, _, _| {}).unwrap();
-    assert_eq!(route.exchange.newest_rewind(), Some(2));
+    assert_eq!(route.exchange.newest_rewind(), Ok(2));
     route.rewind(2);
     assert!(route.push(0, 1, 2).is_empty());
     assert_eq!(route.exchange.check_waits(0), Ok(()), "member 0 has not left");

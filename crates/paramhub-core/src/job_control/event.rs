@@ -71,6 +71,17 @@ pub enum Event {
         /// What has happened to the rank, beginning with its name.
         reason: String,
     },
+    /// The manager has decided that a rank is lost, and that all ranks go back to an earlier step.
+    Rewind {
+        /// The job.
+        namespace: Namespace,
+        /// The rank that is lost.
+        rank: u32,
+        /// The epoch that begins with this.
+        epoch: u64,
+        /// What has happened to the rank, beginning with its name.
+        reason: String,
+    },
     /// Another process takes a lost rank.
     ExpectRank {
         /// The job.
@@ -164,10 +175,10 @@ pub enum CoreEvent {
         /// Where it was caused.
         cause: FaultCause,
     },
-    /// The core panicked and has dropped everything of the job; [`CoreEvent::Closed`] follows for each of its
-    /// routes.
-    Panicked {
-        /// What is known of the panic.
+    /// The core cannot go on with the job, and no neighbour is at fault. If it has panicked, it has dropped everything of
+    /// the job, and [`CoreEvent::Closed`] follows for each of its routes.
+    CannotGoOn {
+        /// Why not.
         reason: String,
     },
     /// Nothing more will arrive by a port of a route or, for a site above, leave.
@@ -190,7 +201,8 @@ pub enum CoreEvent {
         rank: u32,
         /// The epoch since which the process has the rank.
         epoch: u64,
-        /// The first step to which the process may contribute at these chunks.
+        /// The first step to which the process may contribute at these chunks. In a job that goes back, the newest step to
+        /// which they can.
         step: u32,
     },
     /// The process that takes a rank has its step at all chunks of a core.

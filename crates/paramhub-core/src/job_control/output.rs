@@ -89,6 +89,17 @@ pub enum Output {
         /// The change.
         change: RankChange,
     },
+    /// Let a core close all streams of a job whose workers go back to an earlier step.
+    Rewind {
+        /// The job.
+        namespace: Namespace,
+        /// The core.
+        core: u16,
+        /// The epoch that begins with this.
+        epoch: u64,
+        /// The rank that is lost, and what has happened.
+        notice: Notice,
+    },
     /// Free all memory of the job at a core and close its streams, with the reason if it failed.
     /// [`CoreEvent::Closed`](super::CoreEvent::Closed) answers for each route that was open.
     End {

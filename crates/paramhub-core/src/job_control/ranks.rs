@@ -7,6 +7,10 @@
 //! [join](JobControl::join_rank) at it. Only then does the process get its answer from the manager and open its
 //! streams.
 //!
+//! In a job whose ranks go back to an earlier step, the manager [rewinds](JobControl::rewind) all of them when one is lost,
+//! and expects the processes of all together. Every hub then names the newest step to which it can go back, and the manager
+//! chooses the earliest of them.
+//!
 //! Commands can come twice: epochs only grow, and a command of an epoch that is over changes nothing.
 //!
 //! Such a job has one site, so that a worker's port on each route is its rank.
@@ -19,6 +23,7 @@ use super::{AdmittedStreams, JobControl, Output, RankChange};
 use crate::auth::Namespace;
 use crate::composition::Neighbour;
 use crate::service::{CauseKind, HubEvent};
+use crate::wire::Notice;
 
 /// The time in which a process that has joined must open its streams. The others wait for it, and it opens them at once
 /// unless it has died.
@@ -42,9 +47,9 @@ enum RankPhase {
     Reported(String),
     /// It is lost.
     Lost,
-    /// Another process takes it. This many cores have not named their step; the latest so far is `step`.
-    Expected { cores: usize, step: u32 },
-    /// All cores have named their steps, of which this is the latest.
+    /// Another process takes it. This many cores have not named their step; `step` is the one of those that have.
+    Expected { cores: usize, step: Option<u32> },
+    /// All cores have named their steps. This is the latest of them or, in a job that goes back, the earliest.
     Named { step: u32 },
     /// The process joins at `step`, which this many cores do not have yet.
     Joining { cores: usize, step: u32 },
@@ -196,13 +201,40 @@ impl JobControl {
         self.finish_if_all_left(namespace, now);
     }
 
+    /// The manager has decided that a rank is lost, and that all ranks go back to an earlier step: every rank is lost, since
+    /// an epoch that begins with this.
+    pub(super) fn rewind(&mut self, namespace: Namespace, (lost, epoch): (u32, u64), reason: &str) {
+        let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
+        let begun = job.terms.epoch;
+        let workers = job.terms.composed.composition.workers();
+        let of_rank = |ranks: &ChangedRanks, rank| ranks.0.get(&rank).map_or(begun, |changed| changed.epoch);
+        if (0..workers).all(|rank| of_rank(&job.ranks, rank) >= epoch) {
+            return;
+        }
+        for rank in 0..workers {
+            job.ranks.begin(rank, epoch, RankPhase::Lost);
+            self.outputs.push(Output::RefuseRank { namespace, rank, epoch });
+        }
+        job.left.clear();
+        let name = &job.terms.name;
+        let message = format!(
+            "job `{name}` goes back to an earlier step: {reason}. It goes on when each of its {workers} ranks has a process \
+             again"
+        );
+        let notice = Notice { rank: Some(lost), message: message.clone() };
+        let cores = job.terms.cores();
+        self.warn(message);
+        let command = |core| Output::Rewind { namespace, core, epoch, notice: notice.clone() };
+        self.outputs.extend(cores.into_iter().map(command));
+    }
+
     /// Another process takes a lost rank, in an epoch that begins with it.
     pub(super) fn expect_rank(&mut self, namespace: Namespace, rank: u32, epoch: u64) {
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
         let cores = job.terms.cores().len();
         let Some(changed) = job.ranks.0.get(&rank) else { return };
         if changed.epoch < epoch && changed.phase == RankPhase::Lost {
-            job.ranks.begin(rank, epoch, RankPhase::Expected { cores, step: 0 });
+            job.ranks.begin(rank, epoch, RankPhase::Expected { cores, step: None });
             return self.change_rank(namespace, (rank, epoch), RankChange::Expect);
         }
         // The command comes again: the manager has restarted since the first.
@@ -216,15 +248,14 @@ impl JobControl {
     /// A core has named the first step to which the process that takes a rank may contribute.
     pub(super) fn rank_expected(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), named: u32) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let rewinds = job.terms.rewinds;
         let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
-        if let RankPhase::Expected { cores, step } = phase {
-            *cores -= 1;
-            *step = named.max(*step);
-            if *cores == 0 {
-                let step = *step;
-                *phase = RankPhase::Named { step };
-                self.report(HubEvent::RankExpected { namespace, rank, epoch, step });
-            }
+        let RankPhase::Expected { cores, step } = phase else { return };
+        let chosen = step.map_or(named, |step| if rewinds { named.min(step) } else { named.max(step) });
+        (*cores, *step) = (*cores - 1, Some(chosen));
+        if *cores == 0 {
+            *phase = RankPhase::Named { step: chosen };
+            self.report(HubEvent::RankExpected { namespace, rank, epoch, step: chosen });
         }
     }
 

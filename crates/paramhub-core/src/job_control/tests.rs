@@ -49,6 +49,7 @@ fn terms(number: u8) -> JobTerms {
         site: 0,
         routes: ROUTES.map(route).to_vec(),
         min_workers: None,
+        rewinds: false,
         epoch: 1,
         rendezvous: RENDEZVOUS,
         dead_after: seconds(15.0),

@@ -76,7 +76,7 @@ impl Membership {
         now: Now,
     ) -> Result<Submission, ServiceError> {
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
-        let deadline = arrived.monotonic + Duration::from_secs_f64(job.options.rendezvous_timeout_s);
+        let deadline = arrived.monotonic + Duration::from_secs_f64(job.init_timeout_s(rank));
         let next = job.submit(rank, incarnation, settings, now)?;
         let (InitNext::Wait { ticket } | InitNext::Compare { ticket, .. } | InitNext::Join { ticket, .. }) =
             next;

@@ -16,6 +16,7 @@ mod losses;
 mod rank_assignments;
 mod record;
 mod rendezvous;
+mod rewind;
 mod silence;
 #[cfg(test)]
 pub(super) mod tests;
@@ -48,6 +49,7 @@ use losses::PendingJoin;
 use rank_assignments::RankAssignments;
 pub use record::{JobRecord, MembersRecord};
 pub(crate) use rendezvous::InitNext;
+use rewind::Rewind;
 
 /// The time that a rank whose InitService connection broke may take to call again before the job fails.
 pub(crate) const COME_BACK_S: f64 = 2.0;
@@ -142,6 +144,8 @@ pub struct Job {
     concluding: Option<PendingConclusion>,
     /// The processes that join, by rank.
     joins: BTreeMap<u32, PendingJoin>,
+    /// Set while ranks are missing because all go back to an earlier step.
+    rewind: Option<Rewind>,
     /// The workers that the job has lost.
     loss_tally: LossTally,
     /// Since when the job has had fewer workers than it goes on with.
@@ -220,6 +224,7 @@ impl Job {
             announced: None,
             concluding: None,
             joins: BTreeMap::new(),
+            rewind: None,
             loss_tally: LossTally::default(),
             waits_since: None,
             has_finished_at_a_hub: false,

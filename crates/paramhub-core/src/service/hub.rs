@@ -129,6 +129,18 @@ pub enum HubCommand {
         /// What has happened to the rank, beginning with its name.
         reason: String,
     },
+    /// A rank is lost, and all ranks of the job go back to an earlier step: the hub closes all streams of the job. Each rank
+    /// is then taken by a process.
+    Rewind {
+        /// The job.
+        namespace: Namespace,
+        /// The rank that is lost.
+        rank: u32,
+        /// The epoch that begins with this.
+        epoch: u64,
+        /// What has happened to the rank, beginning with its name.
+        reason: String,
+    },
     /// Another process takes a lost rank: the hub answers with [`HubEvent::RankExpected`].
     ExpectRank {
         /// The job.

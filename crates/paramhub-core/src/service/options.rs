@@ -105,6 +105,15 @@ impl JobOptions {
         }
     }
 
+    /// The time that the InitService of a process that takes a lost rank may take, in seconds. In a job whose ranks go back
+    /// it waits for the processes of all ranks.
+    pub fn join_timeout_s(&self) -> f64 {
+        match self.rewinds() {
+            true => self.rendezvous_timeout_s.max(self.linger_s),
+            false => self.rendezvous_timeout_s,
+        }
+    }
+
     /// The condition that ends a chunk's step without some of this many workers; `None` if it waits for all of them.
     pub fn quorum(&self, workers: u32) -> Option<Quorum> {
         match self.on_worker_loss {

@@ -65,10 +65,13 @@ pub enum Operation {
     Norm = 21,
     /// Hub to a hub below: the sum of all workers' gradients, in f32; `step` is the version that it makes.
     Total = 22,
+    /// Hub to worker: all workers go back to an earlier step, and join anew; the connection closes after the frame. The
+    /// payload is that of a `Notice`.
+    Rewound = 25,
 }
 
 impl Operation {
-    const ALL: [Operation; 18] = [
+    const ALL: [Operation; 19] = [
         Operation::Push,
         Operation::Pull,
         Operation::PushPull,
@@ -87,6 +90,7 @@ impl Operation {
         Operation::State,
         Operation::Norm,
         Operation::Total,
+        Operation::Rewound,
     ];
 
     /// The operation with this number on the wire, if there is one.
@@ -104,7 +108,9 @@ impl Operation {
             | Operation::Total => CHUNK_BYTES_MAX,
             Operation::InitialiseState | Operation::State => CHUNK_BYTES_MAX + STATE_HEAD_BYTES as u32,
             Operation::Factors => CHUNK_BYTES_MAX + FACTORS_HEAD_BYTES as u32,
-            Operation::Retune | Operation::Failure | Operation::Notice => CONTROL_BYTES_MAX,
+            Operation::Retune | Operation::Failure | Operation::Notice | Operation::Rewound => {
+                CONTROL_BYTES_MAX
+            }
             Operation::Release => Release::BYTES as u32,
             Operation::Norm => Norm::BYTES as u32,
             Operation::Pull
@@ -142,6 +148,7 @@ impl Operation {
             | Operation::Release
             | Operation::Failure
             | Operation::Notice
+            | Operation::Rewound
             | Operation::Norm => false,
         }
     }
@@ -153,6 +160,7 @@ impl Operation {
             Operation::Parameters
             | Operation::Applied
             | Operation::Notice
+            | Operation::Rewound
             | Operation::State
             | Operation::Norm
             | Operation::Total => Direction::ToWorker,

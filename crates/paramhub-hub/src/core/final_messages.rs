@@ -53,15 +53,21 @@ impl FinalMessages {
     pub(super) fn send_to_lane(&mut self, namespace: Namespace, lane: &mut Lane, begun: Option<Header>) {
         if let Some((_, failure)) = self.reasons.iter().find(|(ended, _)| *ended == namespace) {
             // If the reason cannot be sent, the peer finds the stream closed.
-            let _ = lane.send_final(begun, &failure.encode());
+            let _ = lane.send_final(begun, Operation::Failure, &failure.encode());
         }
     }
 
     /// Sends the worker of a stream the reason why its job goes on without it, after the rest of the frame that has
     /// `begun` to leave.
-    pub(super) fn dismiss(&mut self, mut lane: Lane, begun: Option<Header>, failure: &Failure, now: Instant) {
+    pub(super) fn dismiss(
+        &mut self,
+        mut lane: Lane,
+        begun: Option<Header>,
+        (operation, payload): (Operation, &[u8]),
+        now: Instant,
+    ) {
         // If the reason cannot be sent, the worker finds the stream closed.
-        if lane.send_final(begun, &failure.encode()).is_ok() {
+        if lane.send_final(begun, operation, payload).is_ok() {
             self.keep(lane, now);
         }
     }

@@ -323,7 +323,12 @@ impl Lane {
 
     /// Sends the reason why the job is over and closes the hub's side. A frame that has `begun` to leave is
     /// completed with zeros: its numbers no longer count, and the originals may be half overwritten.
-    pub(crate) fn send_final(&mut self, begun: Option<Header>, failure: &[u8]) -> Result<(), StreamError> {
+    pub(crate) fn send_final(
+        &mut self,
+        begun: Option<Header>,
+        operation: Operation,
+        payload: &[u8],
+    ) -> Result<(), StreamError> {
         let zeros;
         let mut frames = Vec::with_capacity(2);
         if let Some(header) = begun.filter(|_| self.stream.unfinished() > 0) {
@@ -331,8 +336,8 @@ impl Lane {
             zeros = vec![0; if is_placed { 0 } else { header.length as usize }];
             frames.push(Outgoing { header, payload: &zeros });
         }
-        let header = Header { length: failure.len() as u32, ..Header::bare(Operation::Failure) };
-        frames.push(Outgoing { header, payload: failure });
+        let header = Header { length: payload.len() as u32, ..Header::bare(operation) };
+        frames.push(Outgoing { header, payload });
         self.stream.send(&frames)?;
         self.stream.announce()?;
         Ok(self.stream.end_sending()?)

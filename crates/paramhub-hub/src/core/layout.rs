@@ -194,7 +194,7 @@ impl Layout {
                 has_parameters: settings.has_parameters(),
                 two_phase: settings.is_two_phase(),
                 quorum: plan.quorum,
-                rewind_every: None,
+                rewind_every: plan.rewind_every,
             },
             slots,
         }

@@ -52,6 +52,9 @@ pub(crate) enum CoreCommand {
     /// Change the membership of a job's chunks. The core answers with [`CoreEvent::RankExpected`] or
     /// [`CoreEvent::RankJoined`].
     ChangeRank { namespace: Namespace, rank: u32, epoch: u64, change: RankChange },
+    /// Close all streams of a job, whose workers go back to an earlier step: the notice tells why. The streams of earlier
+    /// epochs are refused.
+    Rewind { namespace: Namespace, epoch: u64, notice: Notice },
     /// Free all memory of a job and close its streams, with the reason if it failed. The core answers with
     /// [`CoreEvent::Closed`] for each route.
     End { namespace: Namespace, failure: Option<Failure> },
@@ -68,9 +71,9 @@ pub(crate) enum CoreEvent {
     Snapshot { namespace: Namespace, snapshot: Box<Snapshot> },
     /// A job cannot go on, and `culprit` is at fault.
     Faulted { namespace: Namespace, culprit: Neighbour, message: String, cause: FaultCause },
-    /// The core panicked and has dropped everything of a job; [`CoreEvent::Closed`] follows for each of its
-    /// routes.
-    Panicked { namespace: Namespace, reason: String },
+    /// The core cannot go on with a job, and no neighbour is at fault. If it has panicked, it has dropped everything of the
+    /// job, and [`CoreEvent::Closed`] follows for each of its routes.
+    CannotGoOn { namespace: Namespace, reason: String },
     /// Nothing more will arrive by a port of a route or, for a site above, leave.
     Left { namespace: Namespace, route: RouteId, port: u32 },
     /// A neighbour has been silent for a while on some stream, or is heard again.

@@ -24,6 +24,7 @@ mod ranks;
 mod restart;
 mod restored;
 mod resume;
+mod rewind;
 mod room;
 mod scheduler;
 mod shard;
@@ -95,6 +96,8 @@ pub(crate) struct Core {
     final_messages: FinalMessages,
     /// The shards whose steps may end by time.
     timed: Vec<usize>,
+    /// The processes that join when all chunks of their job here have gone back: job, rank and epoch.
+    joins: Vec<(Namespace, u32, u64)>,
     busy: Duration,
     idle: Duration,
     /// The pauses of this thread, found at every tick.
@@ -123,8 +126,8 @@ struct HostedShard {
     copies: bool,
     /// `true` if a gradient waits to be made of factors.
     makes: bool,
-    /// `true` if steps may wait to be ended without members that are lost.
-    ends_steps: bool,
+    /// `true` if chunks wait for their part in a change of the membership.
+    changes_members: bool,
 }
 
 /// The part of a shard's memory that has been taken, or given back.
@@ -155,6 +158,7 @@ impl Core {
             turns_unannounced: 0,
             final_messages: FinalMessages::default(),
             timed: Vec::new(),
+            joins: Vec::new(),
             busy: Duration::ZERO,
             idle: Duration::ZERO,
             own_pauses: OwnPauses::new(Instant::now(), HEARTBEAT),
@@ -274,7 +278,7 @@ impl Core {
                 WorkUnit::UpdateReleased(shard) => self.release(shard, now),
                 WorkUnit::CopySnapshot(shard) => self.copy(shard),
                 WorkUnit::SumFactors(shard) => self.make(shard, now),
-                WorkUnit::EndSteps(shard) => self.end_steps(shard, now),
+                WorkUnit::ChangeMembers(shard) => self.change_members(shard, now),
                 WorkUnit::Memory(shard) => self.take_or_give_memory(shard),
             }
             served = Some(job);
@@ -333,6 +337,9 @@ impl Core {
                 CoreCommand::Disarm { namespace, route } => self.disarm(namespace, route),
                 CoreCommand::ChangeRank { namespace, rank, epoch, change } => {
                     self.change_rank(namespace, rank, epoch, change, now);
+                }
+                CoreCommand::Rewind { namespace, epoch, notice } => {
+                    self.rewind(namespace, epoch, &notice, now);
                 }
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
                 CoreCommand::Stop => return true,

@@ -27,6 +27,9 @@ pub(crate) struct ShardPlan {
     pub(crate) stragglers: Stragglers,
     /// The condition that ends a chunk's step without some workers, if it may.
     pub(crate) quorum: Option<Quorum>,
+    /// The number of updates from one copy of a chunk to the next, if all workers go back to an earlier step when one is
+    /// lost.
+    pub(crate) rewind_every: Option<u32>,
     /// The time that members may wait for one of them, if a longer wait ends the job.
     pub(crate) progress_timeout: Option<Duration>,
     /// The job's share of the core's time, relative to other jobs' weights.

@@ -5,11 +5,12 @@ use std::time::Instant;
 use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::{FaultCause, RankChange};
 use paramhub_core::service::CauseKind;
-use paramhub_core::wire::Failure;
+use paramhub_core::wire::{Failure, Operation};
 
 use super::fault::Fault;
 use super::scheduler::WorkUnit;
 use super::{Core, CoreEvent, RELEASE_TURN_ELEMENTS};
+use crate::local::RankArenas;
 
 impl Core {
     /// Changes the membership of all chunks of a job here.
@@ -23,30 +24,47 @@ impl Core {
     ) {
         let of_job = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
         let here: Vec<usize> = of_job.filter(|&index| !self.shards.index(index).ending).collect();
-        let mut first_step = 0;
+        let (mut named, rewinds) = (Vec::new(), self.rewinds(namespace));
         for index in here {
             let shard = &mut self.shards.index_mut(index).shard;
             let Some(port) = shard.plan().ports.of_rank(rank) else { continue };
             match change {
                 RankChange::Lose => self.lose(index, port, epoch, now),
+                RankChange::Expect if shard.rewinds() => {
+                    let (step, arenas) = shard.expect_after_rewind(port);
+                    named.push(step);
+                    free(arenas);
+                }
                 RankChange::Expect => {
                     let (step, arenas) = shard.expect(port);
-                    first_step = step.max(first_step);
-                    // Large memory takes long to unmap. If no thread can be started, this one does it.
-                    let _ = std::thread::Builder::new().name("hub-unmap".into()).spawn(move || drop(arenas));
+                    named.push(Ok(step));
+                    free(arenas);
+                }
+                RankChange::Join { step } if shard.rewinds() => {
+                    if let Err(reason) = shard.join_after_rewind(port, step) {
+                        return self.mailbox.send_event(CoreEvent::CannotGoOn { namespace, reason });
+                    }
                 }
                 RankChange::Join { step } => shard.join(port, step),
             }
-            self.schedule_ends_of_steps(index);
+            self.schedule_change_of_members(index);
         }
         match change {
             RankChange::Lose => {}
             RankChange::Expect => {
-                let step = first_step;
-                self.mailbox.send_event(CoreEvent::RankExpected { namespace, rank, epoch, step });
+                let named: Result<Vec<u32>, String> = named.into_iter().collect();
+                let chosen = |named: Vec<u32>| match rewinds {
+                    true => named.into_iter().min(),
+                    false => named.into_iter().max(),
+                };
+                self.mailbox.send_event(match named.map(chosen) {
+                    Ok(step) => CoreEvent::RankExpected { namespace, rank, epoch, step: step.unwrap_or(0) },
+                    Err(reason) => CoreEvent::CannotGoOn { namespace, reason },
+                });
             }
             RankChange::Join { .. } => {
-                self.mailbox.send_event(CoreEvent::RankJoined { namespace, rank, epoch });
+                self.joins.push((namespace, rank, epoch));
+                self.report_joins(namespace);
             }
         }
     }
@@ -67,28 +85,42 @@ impl Core {
             self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit: neighbour, message, cause });
         }
         if let Some(lane) = token.and_then(|token| self.take_lane(token)) {
-            self.final_messages.dismiss(lane, begun, &Failure { rank: neighbour.rank(), message }, now);
+            let failure = Failure { rank: neighbour.rank(), message }.encode();
+            self.final_messages.dismiss(lane, begun, (Operation::Failure, &failure), now);
         }
     }
 
-    /// Schedules the end of steps that wait for no member any more, if there may be any.
-    pub(super) fn schedule_ends_of_steps(&mut self, index: usize) {
+    /// Schedules what chunks have to do after a change of the membership, if there is anything: to end steps that wait for no
+    /// member any more, or to go back.
+    pub(super) fn schedule_change_of_members(&mut self, index: usize) {
         let hosted = self.shards.index_mut(index);
-        if hosted.shard.has_steps_to_end() && !std::mem::replace(&mut hosted.ends_steps, true) {
-            self.scheduler.add(hosted.job, WorkUnit::EndSteps(index));
+        let has_work = hosted.shard.has_steps_to_end() || hosted.shard.is_rewinding();
+        if has_work && !std::mem::replace(&mut hosted.changes_members, true) {
+            self.scheduler.add(hosted.job, WorkUnit::ChangeMembers(index));
         }
     }
 
-    /// Ends some steps that wait for no member any more, and sends the answers that result.
-    pub(super) fn end_steps(&mut self, index: usize, now: Instant) {
+    /// Has some chunks end steps that wait for no member any more, and sends the answers that result, or takes some chunks
+    /// back to an earlier step.
+    pub(super) fn change_members(&mut self, index: usize, now: Instant) {
         let hosted = self.shards.index_mut(index);
-        hosted.ends_steps = false;
+        hosted.changes_members = false;
         if hosted.ending {
             return;
         }
-        hosted.shard.end_steps(RELEASE_TURN_ELEMENTS);
-        self.schedule_ends_of_steps(index);
+        let namespace = hosted.shard.plan().namespace;
+        match hosted.shard.is_rewinding() {
+            true => hosted.shard.rewind_some(RELEASE_TURN_ELEMENTS),
+            false => hosted.shard.end_steps(RELEASE_TURN_ELEMENTS),
+        }
+        self.report_joins(namespace);
+        self.schedule_change_of_members(index);
         self.answer(index, now);
         self.end_snapshot(index);
     }
+}
+
+/// Frees the arenas of a former process. Large memory takes long to unmap; if no thread can be started, this one does it.
+fn free(arenas: Option<RankArenas>) {
+    let _ = std::thread::Builder::new().name("hub-unmap".into()).spawn(move || drop(arenas));
 }

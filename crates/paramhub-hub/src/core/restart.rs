@@ -78,7 +78,7 @@ impl Core {
                 if !hosted.ending {
                     let message = format!("job `{}` failed: {reason}", hosted.shard.plan().name);
                     core.final_messages.remember(namespace, Failure { rank: None, message });
-                    core.mailbox.send_event(CoreEvent::Panicked { namespace, reason: reason.clone() });
+                    core.mailbox.send_event(CoreEvent::CannotGoOn { namespace, reason: reason.clone() });
                 }
             }
             counters.memory_bytes = 0;

@@ -39,7 +39,7 @@ impl Core {
                     releases: false,
                     copies: false,
                     makes: false,
-                    ends_steps: false,
+                    changes_members: false,
                 });
                 self.shard_of.insert((namespace, route), index);
                 self.scheduler.add(job, WorkUnit::Memory(index));

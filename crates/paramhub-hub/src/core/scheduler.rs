@@ -27,7 +27,7 @@ pub(super) enum WorkUnit {
     /// Some chunks for a snapshot, by the shard's index.
     CopySnapshot(usize),
     /// Some chunks whose steps end without members that are lost, by the shard's index.
-    EndSteps(usize),
+    ChangeMembers(usize),
     /// A part of a gradient that is made of factors, by the shard's index.
     SumFactors(usize),
     /// Some memory of a shard that opens or closes, by the shard's index.
@@ -90,7 +90,7 @@ impl JobScheduler {
     /// here.
     pub(super) fn remove_shard(&mut self, job: usize, shard: usize) -> Option<Duration> {
         self.remove_unit(job, WorkUnit::UpdateReleased(shard));
-        self.remove_unit(job, WorkUnit::EndSteps(shard));
+        self.remove_unit(job, WorkUnit::ChangeMembers(shard));
         self.remove_unit(job, WorkUnit::CopySnapshot(shard));
         self.remove_unit(job, WorkUnit::SumFactors(shard));
         self.remove_unit(job, WorkUnit::Memory(shard));

@@ -11,6 +11,7 @@ mod memory;
 mod model;
 mod outgoing;
 mod payload;
+mod rewind;
 mod sending;
 mod start;
 mod sums;
@@ -43,6 +44,7 @@ use super::restored::{RestoreProgress, Restored};
 use super::snapshot::{ArmedSnapshot, Snapshot};
 use crate::local::RankArenas;
 use model::Model;
+use rewind::{Copies, Rewind};
 use sums::{Contribution, Sums};
 use timing::UpdateTiming;
 
@@ -57,6 +59,8 @@ pub(crate) struct Shard {
     newest_step: u32,
     model: Model,
     sums: Sums,
+    copies: Copies,
+    rewind: Rewind,
     timing: UpdateTiming,
     arenas: Arenas,
     quantised: Quantised,
@@ -110,6 +114,8 @@ impl Shard {
             newest_step: 0,
             model: Model::new(&plan, &layout)?,
             sums: Sums::new(&plan, &layout)?,
+            copies: Copies::new(&plan, &layout)?,
+            rewind: Rewind::NotNeeded,
             timing: UpdateTiming::new(&plan, &layout, now),
             arenas: Arenas::new(plan.ports.workers()),
             quantised: Quantised::new(&layout, plan.ports.workers())?,
@@ -338,6 +344,7 @@ impl Shard {
     /// out the new parameters, block by block while each block is in cache (PHub section 3.2.2).
     fn optimise(&mut self, index: u32, slot: ChunkPlace, update: Update) {
         self.before_update(index);
+        let keeps_version = self.exchange.keeps_version(index);
         // The receivers of the new parameters are determined before these are made, so that they are handed
         // out while in cache.
         self.settle(index);
@@ -365,6 +372,9 @@ impl Shard {
             }
             self.model.prefetch(at.end..slot.range().end.min(at.end + BLOCK_ELEMENTS));
             let (parameters, state) = self.model.block_mut(at.clone());
+            if keeps_version {
+                self.copies.take(at.start, parameters, state);
+            }
             optimizer.apply(&step, parameters, sum, state);
             let parameters = self.model.encode(at, slot.parameter);
             self.arenas.hand_out(&extent, block.start, slot.parameter, parameters, true);

@@ -51,6 +51,7 @@ pub(crate) fn plan_with(
         continues: false,
         stragglers,
         quorum: stragglers.quorum(workers),
+        rewind_every: None,
         progress_timeout: None,
         weight: 1,
         encrypts: false,

@@ -93,8 +93,8 @@ impl Core {
         if hosted.shard.is_making() && !std::mem::replace(&mut hosted.makes, true) {
             self.scheduler.add(hosted.job, WorkUnit::SumFactors(shard));
         }
-        if hosted.shard.has_steps_to_end() && !std::mem::replace(&mut hosted.ends_steps, true) {
-            self.scheduler.add(hosted.job, WorkUnit::EndSteps(shard));
+        if hosted.shard.has_steps_to_end() && !std::mem::replace(&mut hosted.changes_members, true) {
+            self.scheduler.add(hosted.job, WorkUnit::ChangeMembers(shard));
         }
         if hosted.shard.has_left(port) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);

@@ -54,6 +54,9 @@ impl JobController {
             Output::ChangeRank { namespace, core, rank, epoch, change } => {
                 self.send_to_core(core, CoreCommand::ChangeRank { namespace, rank, epoch, change });
             }
+            Output::Rewind { namespace, core, epoch, notice } => {
+                self.send_to_core(core, CoreCommand::Rewind { namespace, epoch, notice });
+            }
             Output::End { namespace, core, failure } => {
                 self.send_to_core(core, CoreCommand::End { namespace, failure });
             }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::wire::Failure;
+use paramhub_core::wire::{Failure, Notice};
 use paramhub_core::worker_job::{Announcement, FailureCause, Output, Progress};
 
 use super::IoLoop;
@@ -93,6 +93,11 @@ impl IoLoop {
         let cause = match fault {
             FrameFault::Callback(message) => return Err(WorkerError::Callback { who, message }),
             FrameFault::Failure(Failure { rank, message }) => self.ended_by_hub(hub, rank, message.into()),
+            FrameFault::Rewound(Notice { rank, message }) => {
+                let announced = message.clone();
+                let error = WorkerError::Rewound { who, culprit: rank, message: message.into() };
+                self.cause(error, announced, Some(hub))
+            }
             FrameFault::Protocol(reason) => {
                 let message = format!("the hub at {hub} broke the protocol: {reason}");
                 let lost_hub = Some(Arc::clone(&hub));

@@ -4,15 +4,16 @@ use crate::combinations::Caller::{
     CommandLine, ConnectService, CreateService, FactorExchange, Hub, InitService, Python, Settings, Worker,
 };
 use crate::combinations::Feature::{
-    Asynchronous, AutoScheme, ContinuesWithoutWorkers, BoundedStaleness, CheckpointEvery, CheckpointEverySeconds,
-    CheckpointEverySteps, CheckpointFolder, CheckpointsKept, ContinuesOverInterfaces, EncryptedStreams,
-    FactorCodec, Factors, FactorsInPyTorch, FactorsToHub, FailsWithWorkers, FlatReduction, HalfPrecisionKey,
-    HierarchicalReduction, HubCores, LateLeftOut, LayerWithoutFactors, Linger, MaxRestarts, MinWorkers,
-    NoCheckpointFolder, NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer, NoPeerAddress, NoRewind,
-    OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage, Quantised,
-    QuantisedCodec, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Reproducible, Resume, RewindEvery, Rewinds,
-    RunningHub, SeveralHubs, SeveralSites, SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer,
-    TwoPhase, UnnamedJob, UnplacedHubs, Weight, WholeChunkOptimizer,
+    Asynchronous, AutoScheme, BoundedStaleness, CheckpointEvery, CheckpointEverySeconds,
+    CheckpointEverySteps, CheckpointFolder, CheckpointsKept, ContinuesOverInterfaces,
+    ContinuesWithoutWorkers, EncryptedStreams, FactorCodec, Factors, FactorsInPyTorch, FactorsToHub,
+    FailsWithWorkers, FlatReduction, HalfPrecisionKey, HierarchicalReduction, HubCores, LateLeftOut,
+    LayerWithoutFactors, Linger, MaxRestarts, MinWorkers, NoCheckpointFolder, NoFullyConnectedLayer, NoHubs,
+    NoMatrix, NoOptimizer, NoPeerAddress, NoRewind, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout,
+    PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite,
+    Reproducible, Resume, RewindEvery, Rewinds, RunningHub, SeveralHubs, SeveralSites, SharedMemory,
+    SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
+    WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};

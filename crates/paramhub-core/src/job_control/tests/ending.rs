@@ -11,7 +11,7 @@ fn a_job_ends_with_its_first_cause_and_is_reported_when_every_route_is_freed() {
     // Later causes change nothing.
     hub.now += seconds(1.0);
     assert!(hub.stop(StopWhen::Now).is_empty());
-    assert!(hub.core(1, CoreEvent::Panicked { reason: "index".into() }).is_empty());
+    assert!(hub.core(1, CoreEvent::CannotGoOn { reason: "index".into() }).is_empty());
     assert!(hub.leave().is_empty());
     let counted = |bytes_received| JobCounters { bytes_received, ..JobCounters::default() };
     assert!(hub.core(1, CoreEvent::Closed { counters: counted(3), left_out: vec![0, 2] }).is_empty());
@@ -71,7 +71,7 @@ fn a_disk_that_does_not_answer_keeps_a_finished_job_for_a_bounded_time() {
 fn a_core_that_panics_ends_a_job_although_its_last_checkpoint_is_being_taken() {
     let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
     hub.leave();
-    assert!(failure(&hub.core(1, CoreEvent::Panicked { reason: "index".into() })).ends_with("index"));
+    assert!(failure(&hub.core(1, CoreEvent::CannotGoOn { reason: "index".into() })).ends_with("index"));
     assert!(hub.handle(Event::LastCheckpointTaken { namespace: job(1) }).is_empty());
     assert!(!end(&hub.close(1)).finished);
 }

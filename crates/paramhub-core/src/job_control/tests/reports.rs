@@ -16,7 +16,7 @@ fn a_manager_that_restarts_hears_of_every_job() {
     hub.handle(Event::Planned(Box::new(terms(3))));
     let decided = hub.now;
     hub.leave();
-    hub.core(2, CoreEvent::Panicked { reason: "index".into() });
+    hub.core(2, CoreEvent::CannotGoOn { reason: "index".into() });
     hub.now += seconds(9.0);
     hub.close(1);
     let outputs = hub.handle(Event::ReportJobs { question: 7 });

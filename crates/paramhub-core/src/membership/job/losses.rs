@@ -30,6 +30,8 @@ pub(super) struct PendingJoin {
 pub(crate) enum MembershipChange {
     /// A rank is lost.
     Lose { rank: u32, epoch: u64, reason: String },
+    /// A rank is lost, and all ranks go back to an earlier step.
+    Rewind { rank: u32, epoch: u64, reason: String },
     /// Another process takes a lost rank.
     Expect { rank: u32, epoch: u64 },
     /// That process contributes from this step on.
@@ -44,6 +46,9 @@ impl MembershipChange {
         match *self {
             MembershipChange::Lose { rank, epoch, ref reason } => {
                 HubCommand::LoseRank { namespace, rank, epoch, reason: reason.clone() }
+            }
+            MembershipChange::Rewind { rank, epoch, ref reason } => {
+                HubCommand::Rewind { namespace, rank, epoch, reason: reason.clone() }
             }
             MembershipChange::Finish => HubCommand::Finish { namespace },
             MembershipChange::Expect { rank, epoch } => HubCommand::ExpectRank { namespace, rank, epoch },
@@ -90,8 +95,10 @@ impl Job {
     /// Tells the hubs once more which ranks are lost, since one of them has reported the job to a manager that has
     /// restarted, and may not have heard what the earlier one had decided. Hubs that know it ignore it.
     pub(super) fn repeat_losses(&self) -> Transition {
-        let changes: Vec<MembershipChange> =
-            self.lost_ranks().into_iter().flat_map(|rank| self.changes_of_lost(rank)).collect();
+        let changes: Vec<MembershipChange> = match self.options.rewinds() {
+            true => self.changes_of_rewind(),
+            false => self.lost_ranks().into_iter().flat_map(|rank| self.changes_of_lost(rank)).collect(),
+        };
         if changes.is_empty() {
             return Transition::None;
         }
@@ -122,6 +129,10 @@ impl Job {
     }
 
     fn lose(&mut self, rank: u32, reason: &str, now: Now) -> Transition {
+        // A hub at which the job has finished cannot go back.
+        if self.options.rewinds() && !self.has_finished_at_a_hub {
+            return self.begin_rewind(rank, reason, now);
+        }
         let epoch = self.assignments.begin_epoch();
         let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
         // A process that was to take a rank, and did not, had not become one of the job's workers.
@@ -132,10 +143,11 @@ impl Job {
         self.joins.remove(&rank);
         self.message = reason.to_owned();
         let present = self.note_presence(now);
-        let then = match present < self.options.min_workers {
+        let least = self.least_workers();
+        let then = match present < least {
             true => format!(
-                "it waits {} s for other processes, since it goes on with {} workers or more",
-                self.options.linger_s, self.options.min_workers
+                "it waits {} s for other processes, since it goes on with {least} workers or more",
+                self.options.linger_s
             ),
             false => format!("it goes on with {present} of its {} workers", self.workers),
         };
@@ -202,6 +214,9 @@ impl Job {
         let Some(holder) = self.assignments.holder(rank).filter(|_| self.is_joining(rank)) else {
             return Transition::None;
         };
+        if self.options.rewinds() {
+            return self.join_after_rewind(rank);
+        }
         let (epoch, message) = (holder.since, format!("rank {rank} is taken by {holder}"));
         self.joins.insert(rank, PendingJoin::default());
         // A hub may not have heard of the loss from a manager that has restarted since.
@@ -218,7 +233,11 @@ impl Job {
         if !serving.iter().all(|hub| join.named.contains_key(hub)) {
             return Transition::None;
         }
-        let step = join.named.values().max().copied().unwrap_or(0);
+        let step = match self.options.rewinds() {
+            true => join.named.values().min(),
+            false => join.named.values().max(),
+        };
+        let step = step.copied().unwrap_or(0);
         let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
         holder.joined_at = Some(step);
         let message = format!("rank {rank} joins at step {step}");
@@ -239,6 +258,7 @@ impl Job {
         let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
         holder.standing = Standing::Member;
         self.loss_tally.joined();
+        self.note_joined_after_rewind();
         let present = self.note_presence(now);
         self.message = format!("rank {rank} is back: another process has it");
         // The record, with a rank that is a member, is saved before the process hears of it.
@@ -260,10 +280,16 @@ impl Job {
         match self.waits_since {
             Some(since) if now.seconds_since(since) >= linger_s => {
                 let lost = list_ranks_with_verb(&self.lost_ranks(), "was lost", "were lost");
-                let (least, last) = (self.options.min_workers, &self.message);
+                let last = &self.message;
+                let needed = match self.options.rewinds() {
+                    true => "while the job goes on with all of its workers".to_owned(),
+                    false => format!(
+                        "while the job goes on with {} workers or more (min_workers)",
+                        self.options.min_workers
+                    ),
+                };
                 let message = format!(
-                    "{lost}, and no other process has come for {linger_s} s (linger_s), while the job goes on with {least} \
-                     workers or more (min_workers). The last loss: {last}"
+                    "{lost}, and no other process has come for {linger_s} s (linger_s), {needed}. The last loss: {last}"
                 );
                 self.fail(ErrorCode::JobEnded, message, now)
             }
@@ -283,10 +309,17 @@ impl Job {
 
     /// The refusal of a process that has waited as long as it may to take a lost rank.
     pub(super) fn join_timed_out(&self, rank: u32) -> ServiceError {
-        let message = format!(
-            "the hubs of job `{}` did not let rank {rank} join within {} s: `paramhub hubs` shows whether they are heard",
-            self.name, self.options.rendezvous_timeout_s
-        );
+        let (name, seconds) = (&self.name, self.options.join_timeout_s());
+        let message = match self.rewind.as_ref().map(|_| self.ranks_without_process()) {
+            Some(missing) if !missing.is_empty() => format!(
+                "{} no process that has joined job `{name}` again within {seconds} s",
+                list_ranks_with_verb(&missing, "has", "have")
+            ),
+            _ => format!(
+                "the hubs of job `{name}` did not let rank {rank} join within {seconds} s: `paramhub hubs` shows whether they \
+                 are heard"
+            ),
+        };
         refusal(ErrorCode::Missing, message)
     }
 
@@ -308,6 +341,11 @@ impl Job {
         lost
     }
 
+    /// The least number of workers that make steps.
+    fn least_workers(&self) -> u32 {
+        self.options.least_workers(self.workers).unwrap_or(self.workers)
+    }
+
     /// What the job has lost so far, if it goes on when a rank is lost.
     pub fn losses(&self, now: Now) -> Option<LossCounters> {
         self.options.outlives_workers().then(|| self.loss_tally.counters(now))
@@ -317,7 +355,7 @@ impl Job {
     pub(super) fn note_presence(&mut self, now: Now) -> u32 {
         let present = self.assignments.standing(Standing::Member).len() as u32;
         self.loss_tally.note(present < self.workers, now);
-        self.waits_since = match present < self.options.min_workers {
+        self.waits_since = match present < self.least_workers() {
             true => self.waits_since.or(Some(now)),
             false => None,
         };

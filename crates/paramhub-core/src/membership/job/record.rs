@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::job_hubs::JobHub;
 use super::loss_tally::LossTally;
 use super::rank_assignments::RankRecord;
+use super::rewind::Rewind;
 use super::{Job, JobPhase, SettingsSummary, SitePlacement, Transition};
 use crate::auth::{Epoch, Nonce};
 use crate::composition::{Composition, Place, SiteId};
@@ -43,6 +44,9 @@ pub struct MembersRecord {
     #[serde(default)]
     recorded_at: u64,
     ranks: Vec<RankRecord>,
+    /// Set while ranks are missing because all go back to an earlier step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    rewind: Option<Rewind>,
     /// The place of each rank.
     places: Vec<Place>,
     /// The address of each rank for other ranks.
@@ -102,6 +106,7 @@ impl Job {
         MembersRecord {
             recorded_at: now.unix_s,
             ranks: self.assignments.record(),
+            rewind: self.rewind.clone(),
             places: self.places.clone(),
             peer_addresses: self.peer_addresses.clone(),
             hubs: self.job_hubs.iter().map(hub).collect(),
@@ -159,6 +164,7 @@ impl Job {
 
     fn restore_members(&mut self, state: JobState, members: MembersRecord, now: Now) {
         self.assignments.restore(members.ranks, now);
+        self.rewind = members.rewind;
         self.places = members.places;
         self.peer_addresses = members.peer_addresses;
         let sites = members.composition.iter().flat_map(|composition| (0..).zip(&composition.sites));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::calls::AnswersBySite;
 use super::job_hubs::JobHub;
-use super::rank_assignments::{describe_process, list_ranks, list_ranks_with_verb};
+use super::rank_assignments::{Standing, describe_process, list_ranks, list_ranks_with_verb};
 use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
 use crate::auth::{Epoch, Incarnation, Purpose, StreamSecret};
 use crate::membership::hubs::{OfferedHub, check_place};
@@ -285,6 +285,10 @@ impl Job {
         rank: u32,
         answers: &mut AnswersBySite<ServiceInitialised>,
     ) -> Result<Arc<ServiceInitialised>, ServiceError> {
+        let is_lost = self.assignments.holder(rank).is_some_and(|holder| holder.standing == Standing::Lost);
+        if is_lost && !self.state.has_ended() {
+            return Err(self.refuse_lost(rank));
+        }
         let site = self.composition.as_ref().and_then(|composition| composition.site_of(rank));
         let placed = site.and_then(|site| Some((site, self.placements.get(usize::from(site))?)));
         match (placed, &self.information_book, self.state) {

@@ -93,7 +93,7 @@ impl Simulation {
             Action::Panic { job } => self.with(job, |all, job| {
                 let reason = all.reason("panic");
                 all.expect_end(job, &reason, CauseKind::Known);
-                all.core(job, CoreEvent::Panicked { reason });
+                all.core(job, CoreEvent::CannotGoOn { reason });
             }),
             Action::Expire { job } => self.with(job, |all, job| {
                 all.expect_end(job, "made no progress", CauseKind::Known);

@@ -115,6 +115,11 @@ impl Shard {
         Some(snapshot)
     }
 
+    /// Gives up the snapshot that is being taken: chunks go back to an earlier version.
+    pub(super) fn miss_snapshot(&mut self) {
+        self.give_up(SnapshotOutcome::Missed, self.newest_step.saturating_add(1));
+    }
+
     fn lacks(&self, index: u32) -> bool {
         self.armed.as_ref().is_some_and(|armed| {
             armed.snapshot.outcome == SnapshotOutcome::Open && armed.snapshot.lacks(index)

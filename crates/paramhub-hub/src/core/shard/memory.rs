@@ -6,6 +6,7 @@ use paramhub_core::lateness::LatenessMonitor;
 use paramhub_core::wire::HEADER_BYTES;
 use paramhub_transport::encryption::Encryption;
 
+use super::rewind::Copies;
 use super::timing::UpdateTiming;
 use super::{Arenas, Shard};
 use crate::core::buffer::Pages;
@@ -21,7 +22,11 @@ use crate::core::snapshot::Snapshot;
 pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let layout = Layout::new(plan);
     let quantised = Quantised::memory_bytes(&layout, plan.ports.workers());
-    let arrays = 2 + layout.state_slots + layout.parked_members + usize::from(layout.keeps_totals);
+    let arrays = 2
+        + layout.state_slots
+        + layout.parked_members
+        + usize::from(layout.keeps_totals)
+        + Copies::arrays(plan, &layout);
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
     let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
     let slots = layout.slots.len() as u64 * (size_of::<ChunkPlace>() + squares) as u64;
@@ -155,6 +160,7 @@ impl Shard {
 
     fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
         self.model.each_array(each);
+        self.copies.each_array(each);
         self.sums.each_array(each);
         self.quantised.each_array(each);
         self.factors.each_array(each);

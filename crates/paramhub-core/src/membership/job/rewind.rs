@@ -1,0 +1,126 @@
+//! Jobs whose ranks all go back to an earlier step when one of them is lost.
+//!
+//! All ranks are lost with the first one, in one epoch. The processes that are still there join anew, as those do that
+//! are started in the place of others. When each rank has a process that has called InitService, the hubs are asked for the
+//! newest step to which they can go back, and told the earliest of these steps.
+//!
+//! As long as the hubs were not asked, a process that goes away again concerns its own rank alone. After that all ranks
+//! are lost once more, since those that have joined may have contributed.
+
+use serde::{Deserialize, Serialize};
+
+use super::losses::{MembershipChange, PendingJoin};
+use super::rank_assignments::{Standing, list_ranks_with_verb};
+use super::{Job, Transition};
+use crate::membership::Now;
+use crate::service::{ErrorCode, ServiceError, refusal};
+
+/// All ranks are lost, and not all have joined again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Rewind {
+    /// The rank that was lost first.
+    rank: u32,
+    /// The epoch that began with this.
+    epoch: u64,
+    reason: String,
+    /// Whether the hubs were told which processes have the ranks. A manager that restarts tells them again.
+    #[serde(skip)]
+    is_told: bool,
+}
+
+impl Rewind {
+    fn change(&self) -> MembershipChange {
+        MembershipChange::Rewind { rank: self.rank, epoch: self.epoch, reason: self.reason.clone() }
+    }
+}
+
+impl Job {
+    /// A rank is lost: all ranks go back to an earlier step. A process that waits for the others to come is no worker yet,
+    /// and another can take its rank.
+    pub(super) fn begin_rewind(&mut self, rank: u32, reason: &str, now: Now) -> Transition {
+        if self.rewind.as_ref().is_some_and(|rewind| !rewind.is_told) {
+            if let Some(holder) = self.assignments.holder_mut(rank) {
+                holder.standing = Standing::Lost;
+            }
+            self.joins.remove(&rank);
+            let (epoch, message) = (self.assignments.newest_epoch(), reason.to_owned());
+            return Transition::MembershipChanged { changes: Vec::new(), epoch, message };
+        }
+        let epoch = self.assignments.begin_epoch();
+        for each in 0..self.workers {
+            let Some(holder) = self.assignments.holder_mut(each) else { continue };
+            (holder.standing, holder.since) = (Standing::Lost, epoch);
+        }
+        self.joins.clear();
+        self.loss_tally.lost();
+        self.message = reason.to_owned();
+        self.note_presence(now);
+        let rewind = Rewind { rank, epoch, reason: reason.to_owned(), is_told: false };
+        let changes = vec![rewind.change()];
+        self.rewind = Some(rewind);
+        let message = format!(
+            "{reason}; all ranks go back to an earlier step, and it waits {} s for their processes",
+            self.options.linger_s
+        );
+        Transition::MembershipChanged { changes, epoch, message }
+    }
+
+    /// What hubs must hear while ranks are missing, in a job that goes back.
+    pub(super) fn changes_of_rewind(&self) -> Vec<MembershipChange> {
+        let Some(rewind) = &self.rewind else { return Vec::new() };
+        let expected = |&rank: &u32| {
+            let holder = self.assignments.holder(rank)?;
+            Some(MembershipChange::Expect { rank, epoch: holder.since })
+        };
+        let told = self.joins.keys().filter(|_| rewind.is_told).filter_map(expected);
+        std::iter::once(rewind.change()).chain(told).collect()
+    }
+
+    /// The settings of a process agree with the job's. When each rank has such a process, the hubs are to expect them.
+    pub(super) fn join_after_rewind(&mut self, rank: u32) -> Transition {
+        let epoch = self.assignments.newest_epoch();
+        self.joins.entry(rank).or_insert_with(PendingJoin::default);
+        let missing = self.ranks_without_process();
+        if !missing.is_empty() {
+            let message = format!(
+                "rank {rank} has a process again; {}",
+                list_ranks_with_verb(&missing, "is missing", "are missing")
+            );
+            return Transition::MembershipChanged { changes: Vec::new(), epoch, message };
+        }
+        if let Some(rewind) = &mut self.rewind {
+            rewind.is_told = true;
+        }
+        let message = "each rank has a process again".to_owned();
+        Transition::MembershipChanged { changes: self.changes_of_rewind(), epoch, message }
+    }
+
+    /// The ranks that are lost and have no process that has handed in its settings.
+    pub(super) fn ranks_without_process(&self) -> Vec<u32> {
+        self.lost_ranks().into_iter().filter(|rank| !self.joins.contains_key(rank)).collect()
+    }
+
+    /// Notes that a rank has joined. When all have, the job has gone back.
+    pub(super) fn note_joined_after_rewind(&mut self) {
+        if self.lost_ranks().is_empty() {
+            self.rewind = None;
+        }
+    }
+
+    /// The time that a rank may wait in InitService.
+    pub(crate) fn init_timeout_s(&self, rank: u32) -> f64 {
+        match self.is_joining(rank) {
+            true => self.options.join_timeout_s(),
+            false => self.options.rendezvous_timeout_s,
+        }
+    }
+
+    /// The refusal of a process that was about to join when another was lost.
+    pub(super) fn refuse_lost(&self, rank: u32) -> ServiceError {
+        let message = format!(
+            "rank {rank} of job `{}` has not joined, since {}: begin again with ConnectService",
+            self.name, self.message
+        );
+        refusal(ErrorCode::Busy, message)
+    }
+}

@@ -1,0 +1,61 @@
+//! Workers that go back to an earlier step because one of them is lost.
+
+use std::time::Instant;
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::job_control::FaultCause;
+use paramhub_core::service::CauseKind;
+use paramhub_core::wire::{Notice, Operation};
+
+use super::fault::Fault;
+use super::{Core, CoreEvent};
+
+impl Core {
+    /// Closes all streams of a job, with the reason why its workers go back, and refuses those of earlier epochs.
+    pub(super) fn rewind(&mut self, namespace: Namespace, epoch: u64, notice: &Notice, now: Instant) {
+        let of_job = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
+        let here: Vec<usize> = of_job.filter(|&index| !self.shards.index(index).ending).collect();
+        self.joins.retain(|&(job, ..)| job != namespace);
+        let payload = notice.encode();
+        for index in here {
+            let hosted = self.shards.index_mut(index);
+            hosted.newest_streams.fill(Some((epoch, 0)));
+            let begun: Vec<_> =
+                (0..hosted.lane_of.len() as u32).map(|port| hosted.shard.begun(port)).collect();
+            let tokens = hosted.lane_of.clone();
+            if let Err(lost) = hosted.shard.stop_for_rewind() {
+                let (culprit, fault) = (hosted.shard.plan().ports.neighbour(0), Fault::LostBeforeStart(lost));
+                let culprit = notice.rank.map_or(culprit, paramhub_core::composition::Neighbour::Worker);
+                let message = fault.message(&hosted.shard.plan().name(culprit));
+                let cause = FaultCause::Kind(CauseKind::Known);
+                self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
+            }
+            for (token, begun) in tokens.into_iter().zip(begun) {
+                if let Some(lane) = token.and_then(|token| self.take_lane(token)) {
+                    self.final_messages.dismiss(lane, begun, (Operation::Rewound, &payload), now);
+                }
+            }
+        }
+    }
+
+    /// Returns whether the workers of a job go back to an earlier step when one of them is lost.
+    pub(super) fn rewinds(&self, namespace: Namespace) -> bool {
+        self.shards_of(namespace).any(|index| self.shards.index(index).shard.rewinds())
+    }
+
+    /// Reports the processes that have joined, once no chunk of their job is about to go back.
+    pub(super) fn report_joins(&mut self, namespace: Namespace) {
+        if self.joins.is_empty()
+            || self.shards_of(namespace).any(|index| self.shards.index(index).shard.is_rewinding())
+        {
+            return;
+        }
+        for (_, rank, epoch) in self.joins.extract_if(.., |(job, ..)| *job == namespace) {
+            self.mailbox.send_event(CoreEvent::RankJoined { namespace, rank, epoch });
+        }
+    }
+
+    fn shards_of(&self, namespace: Namespace) -> impl Iterator<Item = usize> + '_ {
+        self.shard_of.iter().filter(move |((job, _), _)| *job == namespace).map(|(_, &index)| index)
+    }
+}

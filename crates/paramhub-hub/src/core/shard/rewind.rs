@@ -1,0 +1,150 @@
+//! Going back to an earlier step: the copies of the chunks that this takes, and how a shard goes back.
+//!
+//! A chunk is copied block by block while the update has it in cache, and the copy is written past the caches, since it
+//! is read only if a worker is lost. The job takes back chunks a few at a time, between the turns of other jobs.
+
+use paramhub_core::exchange::{CannotRewind, LostBeforeStart, RewoundTo};
+use paramhub_kernels::shared;
+
+use super::Shard;
+use crate::core::buffer::{Buffer, OutOfMemory, Pages};
+use crate::core::layout::{ChunkPlace, Layout};
+use crate::core::plan::ShardPlan;
+use crate::local::RankArenas;
+
+/// Copies of the parameters and the optimizer state of all chunks, at the offsets that these have in the model; empty
+/// if the job never goes back.
+pub(in crate::core) struct Copies {
+    parameters: Buffer,
+    state: Buffer,
+    state_slots: usize,
+}
+
+/// How far a shard has gone back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rewind {
+    /// All members take part, or none has been lost yet.
+    NotNeeded,
+    /// A member is lost. The step to go back to is not known.
+    Awaited,
+    /// Chunks go back to `step`, from slot `next` on.
+    UnderWay { step: u32, next: u32 },
+}
+
+impl Copies {
+    pub(super) fn new(plan: &ShardPlan, layout: &Layout) -> Result<Copies, OutOfMemory> {
+        let elements = if plan.rewind_every.is_some() { layout.elements } else { 0 };
+        Ok(Copies {
+            parameters: Buffer::reserved(elements, 8)?,
+            state: Buffer::reserved(elements * layout.state_slots, 9)?,
+            state_slots: layout.state_slots,
+        })
+    }
+
+    /// The number of arrays as long as that of the parameters.
+    pub(super) fn arrays(plan: &ShardPlan, layout: &Layout) -> usize {
+        if plan.rewind_every.is_some() { 1 + layout.state_slots } else { 0 }
+    }
+
+    /// Copies a block that is about to be updated. `first` is the place of its first element in the model.
+    #[inline]
+    pub(super) fn take(&mut self, first: usize, parameters: &[f32], state: &[f32]) {
+        let kept = &mut self.parameters[first..first + parameters.len()];
+        shared::stream(bytemuck::cast_slice(parameters), bytemuck::cast_slice_mut(kept));
+        let first = first * self.state_slots;
+        let kept = &mut self.state[first..first + state.len()];
+        shared::stream(bytemuck::cast_slice(state), bytemuck::cast_slice_mut(kept));
+    }
+
+    /// The copy of a chunk.
+    fn of(&self, slot: &ChunkPlace) -> (&[f32], &[f32]) {
+        let range = slot.range();
+        let state = range.start * self.state_slots..range.end * self.state_slots;
+        (&self.parameters[range], &self.state[state])
+    }
+
+    pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
+        each(&mut self.parameters);
+        each(&mut self.state);
+    }
+}
+
+impl Shard {
+    /// Returns whether all members go back to an earlier step if one is lost.
+    pub(crate) fn rewinds(&self) -> bool {
+        self.plan.rewind_every.is_some()
+    }
+
+    /// Notes that a member is lost, so that all are to begin again at an earlier step. Nothing leaves by any port any more.
+    pub(crate) fn stop_for_rewind(&mut self) -> Result<(), LostBeforeStart> {
+        if !(0..self.slots.len() as u32).all(|index| self.exchange.has_begun(index)) {
+            return Err(LostBeforeStart);
+        }
+        for outbox in &mut self.outboxes {
+            outbox.start_again();
+            outbox.norm = None;
+        }
+        self.left.fill(true);
+        self.rewind = Rewind::Awaited;
+        Ok(())
+    }
+
+    /// Gives the place of a worker to another process. Returns the newest step to which these chunks can go back, or why
+    /// they cannot, and the arenas of the former process.
+    pub(crate) fn expect_after_rewind(&mut self, worker: u32) -> (Result<u32, String>, Option<RankArenas>) {
+        let arenas = self.arenas.detach(worker);
+        (self.exchange.newest_rewind().map_err(|cannot| self.describe(cannot)), arenas)
+    }
+
+    /// Lets the process that takes a worker's place begin at `step`. The first one takes the chunks back to it, for which
+    /// the caller calls [`rewind_some`](Self::rewind_some).
+    ///
+    /// Fails if the chunks cannot go back to this step; the text says which cannot, and why.
+    pub(crate) fn join_after_rewind(&mut self, worker: u32, step: u32) -> Result<(), String> {
+        if self.rewind == Rewind::Awaited {
+            self.exchange.check_rewind(step).map_err(|cannot| self.describe(cannot))?;
+            self.exchange.rewind(step);
+            self.sums.drop_parts();
+            // A snapshot of a later step would have chunks from before and from after.
+            self.miss_snapshot();
+            self.newest_step = step;
+            self.rewind = Rewind::UnderWay { step, next: 0 };
+        }
+        self.left[worker as usize] = false;
+        Ok(())
+    }
+
+    /// Returns whether chunks have not gone back yet.
+    pub(crate) fn is_rewinding(&self) -> bool {
+        matches!(self.rewind, Rewind::UnderWay { .. })
+    }
+
+    /// Takes the next chunks back, about `elements` elements.
+    pub(crate) fn rewind_some(&mut self, elements: usize) {
+        let mut done = 0;
+        while done < elements
+            && let Rewind::UnderWay { step, next } = self.rewind
+        {
+            let Some(&slot) = self.slots.get(next as usize) else {
+                self.rewind = Rewind::NotNeeded;
+                return;
+            };
+            if self.exchange.rewind_chunk(next, step) == RewoundTo::Copy {
+                let (parameters, state) = self.copies.of(&slot);
+                self.model.restore(&slot, parameters, state);
+                done += slot.elements as usize;
+            }
+            // Looking at a chunk has a cost, too.
+            done += 64;
+            self.rewind = Rewind::UnderWay { step, next: next + 1 };
+        }
+    }
+
+    fn describe(&self, cannot: CannotRewind) -> String {
+        let key = self.key_name(self.slots[cannot.slot as usize].key);
+        format!(
+            "a chunk of key `{key}` cannot go back to the step of the others: {cannot}. All ranks must exchange all keys in \
+             every step of a job with on_worker_loss = rewind"
+        )
+    }
+}
