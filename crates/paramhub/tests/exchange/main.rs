@@ -36,6 +36,7 @@ mod panics;
 mod quantised;
 mod raw;
 mod reproducible;
+mod rewind;
 mod shared;
 mod sites;
 mod state;
