@@ -17,7 +17,7 @@ use paramhub_harness::exchange::driver::Program;
 use paramhub_harness::exchange::hosts::Hosts;
 use paramhub_harness::exchange::processes::{Run, interrupted, run};
 use paramhub_harness::exchange::report::write_json;
-use paramhub_harness::exchange::spec::Transport;
+use paramhub_harness::exchange::spec::Spec;
 use paramhub_harness::exchange::{ExchangeFlags, check_memory};
 use paramhub_harness::launch::Signals;
 
@@ -56,16 +56,12 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
     check_destination("--json", flags.exchange.json.as_deref())?;
     check_destination("--svg", flags.svg.as_deref())?;
-    let variants = flags.variants()?;
-    if flags.exchange.transport != Transport::Tcp {
-        let why = "bench ablate is over TCP: the variants replace parts of the TCP path";
-        return Err(Usage(why.into()).into());
-    }
     if flags.exchange.codec.is_some() {
         let why = "bench ablate takes no --codec: its variants take gradients without conversion, so choose a --dtype";
         return Err(Usage(why.into()).into());
     }
     let (model, spec) = flags.exchange.spec()?;
+    let variants = flags.variants(&spec)?;
     check_memory(&spec, 1)?;
     let variants =
         variants.into_iter().map(|variant| VariantRounds::new(variant, variant.of(&spec))).collect();
@@ -102,13 +98,13 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
 
 impl AblateFlags {
     /// The variants to measure, each once: the baseline first, then those that were asked for.
-    fn variants(&self) -> Result<Vec<Variant>, Usage> {
+    fn variants(&self, exchange: &Spec) -> Result<Vec<Variant>, Usage> {
         let mut variants = vec![Variant::Normal];
         if self.variants.is_empty() {
-            variants.extend(Variant::all());
+            variants.extend(Variant::all(exchange));
         }
         for &variant in &self.variants {
-            if let Some(obstacle) = variant.obstacle() {
+            if let Some(obstacle) = variant.obstacle(exchange) {
                 return Err(Usage(format!("{} cannot be measured here: {obstacle}", variant.name())));
             }
             if !variants.contains(&variant) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use clap::ValueEnum;
 use paramhub::limits::CHUNK_BYTES_MAX;
 use paramhub::{Aggregator, Optimizer, Registry};
-use paramhub_harness::exchange::spec::Spec;
+use paramhub_harness::exchange::spec::{Optimizer as Optimized, Spec, Transport};
 use paramhub_kernels::nontemporal::{self, NonTemporal};
 use serde::{Deserialize, Serialize};
 
@@ -32,6 +32,11 @@ pub(crate) enum Variant {
     PushThenPull,
     /// Streams are encrypted
     Encrypted,
+    /// The hub keeps a copy of each step's model, to go back to when a worker is lost
+    Copies,
+    /// The hub keeps a copy of every twentieth step's model
+    #[value(name = "copies-20")]
+    CopiesOfTwentieth,
     /// Gradients arrive and are counted, but not summed (numbers are not checked)
     NoAggregator,
     /// Sums are made, but the parameters stay as they are (numbers are not checked)
@@ -41,15 +46,24 @@ pub(crate) enum Variant {
 }
 
 impl Variant {
-    /// The variants that can run here.
-    pub(super) fn all() -> impl Iterator<Item = Variant> {
-        Variant::value_variants().iter().copied().filter(|variant| variant.obstacle().is_none())
+    /// The variants of this exchange that can run here.
+    pub(super) fn all(exchange: &Spec) -> impl Iterator<Item = Variant> {
+        Variant::value_variants().iter().copied().filter(|variant| variant.obstacle(exchange).is_none())
     }
 
-    /// Returns the reason why the variant cannot run here, if it cannot.
-    pub(super) fn obstacle(self) -> Option<&'static str> {
-        let is_impossible = self == Variant::NonTemporal && !nontemporal::IS_SUPPORTED;
-        is_impossible.then_some("this processor has no stores that bypass the cache")
+    /// Returns the reason why this variant of the exchange cannot run here, if it cannot.
+    pub(super) fn obstacle(self, exchange: &Spec) -> Option<&'static str> {
+        let is_of_copies = matches!(self, Variant::Copies | Variant::CopiesOfTwentieth);
+        if self == Variant::NonTemporal && !nontemporal::IS_SUPPORTED {
+            return Some("this processor has no stores that bypass the cache");
+        }
+        if is_of_copies && exchange.optimizer == Optimized::Mean {
+            return Some("the mean has no parameters to copy; choose an --optimizer");
+        }
+        if !is_of_copies && self != Variant::Normal && exchange.transport != Transport::Tcp {
+            return Some("it replaces parts of the path over TCP; choose --transport tcp");
+        }
+        None
     }
 
     /// Returns whether the parameters must be those that the kernels compute from the gradients.
@@ -74,6 +88,8 @@ impl Variant {
             Variant::WorkerByInterface => "worker by interface",
             Variant::PushThenPull => "Push, then Pull",
             Variant::Encrypted => "encrypted",
+            Variant::Copies => "copies of each step",
+            Variant::CopiesOfTwentieth => "copies of every 20th step",
             Variant::NoAggregator => "no aggregator",
             Variant::NoOptimizer => "no optimizer",
             Variant::Communication => "communication only",
@@ -87,6 +103,11 @@ impl Variant {
         let is_fused = self != Variant::PushThenPull;
         let mut spec = Spec { variant, is_fused, is_exact: self.is_exact(), ..baseline.clone() };
         spec.encrypt |= self == Variant::Encrypted;
+        match self {
+            Variant::Copies => spec.rewind_every = Some(1),
+            Variant::CopiesOfTwentieth => spec.rewind_every = Some(20),
+            _ => {}
+        }
         if self == Variant::Wide {
             // Chunks count elements of f32, whatever the key's dtype.
             let longest = spec.keys.keys().iter().filter_map(|key| key.elements()).max().unwrap_or(1);

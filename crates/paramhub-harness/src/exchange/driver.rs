@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
-use paramhub::service::JobOptions;
+use paramhub::service::{JobOptions, OnWorkerLoss};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -129,7 +129,10 @@ impl BenchProcesses {
         let mut connections = accept(listener, workers + program.hosts.hubs().len(), is_over)?;
         let mut hubs = connections.split_off(workers);
         open(spec, &program.hosts, workers, &mut hubs)?;
-        let options = JobOptions { encrypt: program.spec.encrypt, ..program.hosts.options };
+        let mut options = JobOptions { encrypt: program.spec.encrypt, ..program.hosts.options };
+        if let Some(rewind_every) = program.spec.rewind_every {
+            (options.on_worker_loss, options.rewind_every) = (OnWorkerLoss::Rewind, rewind_every);
+        }
         let at = create(&mut hubs[0], "bench", options)?;
         let mut processes = BenchProcesses { workers: connections, hubs };
         for (rank, connection) in (0..).zip(&mut processes.workers) {

@@ -17,7 +17,7 @@ pub mod usage;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum, value_parser};
-use paramhub::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX};
+use paramhub::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX, REWIND_EVERY_MAX};
 use paramhub::{Codec, Registry};
 use serde::Serialize;
 
@@ -73,6 +73,9 @@ pub struct ExchangeFlags {
     /// Encrypt the streams over TCP
     #[arg(long)]
     encrypt: bool,
+    /// The hub keeps a copy of the model from before every Nth step, to which the job could go back; not with the mean
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(REWIND_EVERY_MAX)))]
+    rewind_every: Option<u32>,
     /// Workers read parameters from one copy that the hub writes, instead of receiving one each; not over TCP
     #[arg(long)]
     shared_parameters: bool,
@@ -207,6 +210,7 @@ impl ExchangeFlags {
             is_raw: self.raw,
             transport: self.transport,
             encrypt: self.encrypt,
+            rewind_every: self.rewind_every,
             shares_parameters: self.shared_parameters,
             ..Spec::new(keys, self.workers, self.cores.into())
         };

@@ -72,6 +72,8 @@ pub struct Spec {
     pub shares_parameters: bool,
     /// `true` if streams over TCP are encrypted.
     pub encrypt: bool,
+    /// The number of steps from one copy of the model to the next at the hub, if the job goes back when a worker is lost.
+    pub rewind_every: Option<u32>,
     /// `true` if Push and Pull of a key are one request.
     pub is_fused: bool,
     /// `true` if the parameters must be those that the kernels compute from the gradients, so that they are
@@ -95,6 +97,7 @@ impl Spec {
             transport: Transport::Tcp,
             shares_parameters: false,
             encrypt: false,
+            rewind_every: None,
             is_fused: true,
             is_exact: true,
             variant: None,
