@@ -27,7 +27,7 @@ from paramhub import _native
 from paramhub._hub import Hub, create_job
 from paramhub._job import Job, connect
 from paramhub._native import Handle, Tensor
-from paramhub.errors import ConnectError, JobFailedError, MisuseError, ParamhubError
+from paramhub.errors import ConnectError, JobFailedError, MisuseError, ParamhubError, Rewound
 from paramhub.optimizers import SGD, Adam, AdamW, Mean, Nesterov, Optimizer, Sum
 
 __version__ = _native.__version__
@@ -45,6 +45,7 @@ __all__ = [
     "Nesterov",
     "Optimizer",
     "ParamhubError",
+    "Rewound",
     "Sum",
     "Tensor",
     "__version__",

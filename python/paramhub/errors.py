@@ -24,6 +24,12 @@ class JobFailedError(ParamhubError):
     culprit: int | None = None
 
 
+class Rewound(JobFailedError):
+    """Another rank was lost, and all ranks go back to an earlier step (``on_worker_loss="rewind"``). This rank joins anew: a
+    `HubOptimizer` by ``rejoin()``, for instance through `paramhub.torch.run`, and a program with jobs of its own by
+    `paramhub.connect`. A process that ends with this exception can be started again instead."""
+
+
 class LateError(ParamhubError, TimeoutError):
     """An operation has not ended within its timeout, and goes on. The message names the ranks that it waits for, as far as
     they are known."""

@@ -7,7 +7,7 @@ use crate::config::distance;
 const PREFIX: &str = "PARAMHUB_";
 
 /// Variables that workers, the Python package or its bindings read and that no flag stands for.
-const OF_WORKERS: [&str; 12] = [
+const OF_WORKERS: [&str; 13] = [
     paramhub_kernels::ISA_VARIABLE,
     "PARAMHUB_JOB",
     "PARAMHUB_SECRET",
@@ -19,6 +19,7 @@ const OF_WORKERS: [&str; 12] = [
     "PARAMHUB_TRACE",
     "PARAMHUB_ON_WORKER_LOSS",
     "PARAMHUB_LINGER",
+    "PARAMHUB_REWIND_EVERY",
     "PARAMHUB_RUN_ID",
 ];
 

@@ -13,13 +13,14 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
-static KINDS: PyOnceLock<[Py<PyType>; 3]> = PyOnceLock::new();
+static KINDS: PyOnceLock<[Py<PyType>; 4]> = PyOnceLock::new();
 
 #[derive(Clone, Copy)]
 enum Kind {
     Misuse,
     Connect,
     JobFailed,
+    Rewound,
 }
 
 /// The caller's request cannot work.
@@ -107,6 +108,7 @@ fn worker_kind(error: &WorkerError) -> Kind {
         | WorkerError::Dial { .. }
         | WorkerError::Refused { .. }
         | WorkerError::System { .. } => Kind::Connect,
+        WorkerError::Rewound { .. } => Kind::Rewound,
         _ => Kind::JobFailed,
     }
 }
@@ -176,11 +178,11 @@ fn raise(py: Python<'_>, kind: Kind, message: &str, culprit: Option<u32>) -> PyE
     made.unwrap_or_else(|_| PyRuntimeError::new_err(message.to_owned()))
 }
 
-fn kinds(py: Python<'_>) -> PyResult<&[Py<PyType>; 3]> {
+fn kinds(py: Python<'_>) -> PyResult<&[Py<PyType>; 4]> {
     KINDS.get_or_try_init(py, || {
         let module = py.import("paramhub.errors")?;
         let kind =
             |name| -> PyResult<Py<PyType>> { Ok(module.getattr(name)?.cast_into::<PyType>()?.unbind()) };
-        Ok([kind("MisuseError")?, kind("ConnectError")?, kind("JobFailedError")?])
+        Ok([kind("MisuseError")?, kind("ConnectError")?, kind("JobFailedError")?, kind("Rewound")?])
     })
 }

@@ -233,6 +233,12 @@ impl Job {
         Ok(self.job(py)?.has_checkpoints())
     }
 
+    /// The number of steps from one to which the job can go back to the next, if it goes back when a worker is lost.
+    #[getter]
+    fn rewind_every(&self, py: Python<'_>) -> PyResult<Option<u32>> {
+        Ok(self.job(py)?.rewind_every())
+    }
+
     /// The number of state values that the job's optimizer keeps for each parameter; its slots are counted
     /// from 0.
     #[getter]

@@ -56,6 +56,7 @@ pub(crate) struct Shared {
     pub(crate) state_slots: u8,
     pub(crate) resumed_step: Option<u32>,
     pub(crate) has_checkpoints: bool,
+    pub(crate) rewind_every: Option<u32>,
     pub(crate) imbalance: Imbalance,
     pub(crate) book: InformationBook,
     /// The layers whose factors go to a hub.
@@ -124,6 +125,12 @@ impl Job {
     /// Whether the hubs are to write checkpoints.
     pub fn has_checkpoints(&self) -> bool {
         self.shared.has_checkpoints
+    }
+
+    /// The number of steps from one to which the job can go back to the next, if all its workers go back when one is lost.
+    /// They can go back to the step at which this worker has begun.
+    pub fn rewind_every(&self) -> Option<u32> {
+        self.shared.rewind_every
     }
 
     /// The number of the key with this name.

@@ -165,6 +165,7 @@ impl JobConfig {
             state_slots,
             resumed_step: self.resumed_step,
             has_checkpoints: self.job_options.checkpoint_every.is_some(),
+            rewind_every: self.job_options.rewinds().then_some(self.job_options.rewind_every),
             arena: arena.clone(),
             inbox: JobInbox::new(waker.clone(), RETUNES_MAX),
             counters: Counters::default(),

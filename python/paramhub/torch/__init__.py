@@ -5,6 +5,7 @@ from __future__ import annotations
 from paramhub.torch import backend, trace
 from paramhub.torch._initialization import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from paramhub.torch._reductions import Average, Compression, Max, Min, Product, Sum
+from paramhub.torch._rewinding import run
 from paramhub.torch.ddp import HubState, hub_hook
 from paramhub.torch.distributed_optimizer import DistributedOptimizer
 from paramhub.torch.functions import (
@@ -66,6 +67,7 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "run",
     "shutdown",
     "size",
     "synchronize",

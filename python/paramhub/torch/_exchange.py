@@ -285,6 +285,11 @@ class Exchange:
             raise
         self.handle = None
 
+    def forget(self) -> None:
+        """Forgets the request under way, which has failed: the job goes back to an earlier step."""
+        self.handle = None
+        self.reset_step()
+
     @property
     def gradient_change(self) -> str | None:
         """Returns how user code changed the gradient after it was sent: ``replaced``, ``modified``, or None."""

@@ -36,6 +36,7 @@ def init(
     deployment: str | None = None,
     on_worker_loss: str | None = None,
     linger: float | None = None,
+    rewind_every: int | None = None,
 ) -> None:
     """Joins the other ranks of this run. A second call does nothing.
 
@@ -66,12 +67,15 @@ def init(
     several hosts. With ``cs`` every host has a hub, and the hosts' sums go round a ring, so all links carry the same load. With
     ``cc`` only rank 0's host has one, whose link then carries all hosts' gradients.
 
-    ``on_worker_loss`` is what becomes of a `HubOptimizer` when ranks are lost: ``fail``, or ``continue``. It and ``linger`` are
-    rank 0's. With ``continue`` its parameters and state stay at the hub until all ranks are started again, at most ``linger``
-    seconds (300), and training goes on at ``optimizer.resumed_step``. If torchrun has started the ranks and no hub is named, the
-    hub runs in a process of its own, which ends with torchrun. Elsewhere name a hub by its URL; outside of Slurm
-    ``PARAMHUB_RUN_ID`` says which run the ranks belong to. The defaults are ``PARAMHUB_ON_WORKER_LOSS``, else ``fail``, and
-    ``PARAMHUB_LINGER``.
+    ``on_worker_loss`` is what becomes of a `HubOptimizer` when a rank is lost: ``fail``, ``rewind`` or ``continue``. With
+    ``rewind`` its parameters and state stay at the hub until each rank has a process again, at most ``linger`` seconds (300).
+    All ranks then go back to the newest step that all of them had made, and training goes on at ``optimizer.resumed_step``, as if
+    no rank had been lost. With ``rewind_every=N`` they go back to every Nth step only, and the hub copies the model less often.
+    With ``continue`` the ranks that are left make steps without the lost one until its place is taken. If torchrun has started
+    the ranks and no hub is named, the hub runs in a process of its own, which ends with torchrun. Elsewhere name a hub by its
+    URL; outside of Slurm ``PARAMHUB_RUN_ID`` says which run the ranks belong to. The defaults are ``PARAMHUB_ON_WORKER_LOSS``,
+    else ``fail``, ``PARAMHUB_LINGER`` and ``PARAMHUB_REWIND_EVERY``. Rank 0's count. `paramhub.torch.State` carries the rest of a
+    program's state.
     """
     if _world is not None:
         return
@@ -92,6 +96,7 @@ def init(
         interfaces,
         on_worker_loss,
         linger,
+        rewind_every,
     )
     if store is None:
         store = rendezvous_store(assignment, timeout)

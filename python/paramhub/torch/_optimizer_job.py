@@ -22,10 +22,12 @@ def open_job(
     settings: dict[str, Any],
     states: Sequence[_optimizer_state.State] | None,
     codecs: Mapping[str, str],
+    former: _native.Job | None = None,
 ) -> None:
     """Opens the job of these parameters, whose groups are ``groups``. They start from rank 0's values, with the optimizer
     state in ``states``; or from the values and state at the hubs, if the job resumes from a checkpoint or an earlier start of
-    the ranks has left it. Collective. If the job shares memory with the hub, this moves the parameters there."""
+    the ranks has left it. Collective. ``former`` is this rank's part in a job whose ranks go back to an earlier step, which this
+    rank then joins again. If the job shares memory with the hub, this moves the parameters there."""
     step = exchanges[0].step
     keys = []
     for exchange, group in zip(exchanges, groups, strict=True):
@@ -33,13 +35,16 @@ def open_job(
         keys.append(
             {**key, "shape": _memory.memory_shape(exchange.parameter), "codec": codecs.get(exchange.name)}
         )
-    job = world.jobs.open(
-        world.label("hub-optimizer"),
-        {**settings, "keys": keys},
-        peers="layers" in settings,
-        inherits=True,
-        outlives_ranks=True,
-    )
+    if former is not None:
+        job = world.jobs.rejoin(former)
+    else:
+        job = world.jobs.open(
+            world.label("hub-optimizer"),
+            {**settings, "keys": keys},
+            peers="layers" in settings,
+            inherits=True,
+            outlives_ranks=True,
+        )
     resumes = job.resumed_step is not None
     if resumes and world.rank == 0:
         log(f"parameters and optimizer state are those at the hubs, of step {job.resumed_step}")

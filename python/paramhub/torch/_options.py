@@ -22,3 +22,4 @@ class Options:
     interfaces: str | None = None
     on_worker_loss: str | None = None
     linger: float | None = None
+    rewind_every: int | None = None

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from paramhub._hub import Hub
@@ -45,15 +45,30 @@ class HubAccess:
     """Identifies this run: it separates the run's hosts from those of other runs at the same hub."""
     hubs: int | None = None
     """The number of hubs that a job waits for, if it waits for more than the first."""
-    outlives_ranks: bool = False
-    """True if the jobs of optimizers stay at the hub when ranks are lost, until all are started again."""
+    on_worker_loss: str = "fail"
+    """What becomes of the jobs of optimizers when a rank is lost: ``fail``, or they stay at the hub: ``continue``, ``rewind``."""
     linger: float | None = None
-    """Seconds for which they do, if not the manager's default."""
+    """Seconds for which they stay, if not the manager's default."""
+    rewind_every: int | None = None
+    """With ``rewind``, the number of steps from one to which they can go back to the next, if not the manager's default."""
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """Returns whether the jobs of optimizers stay at the hub when ranks are lost."""
+        return self.on_worker_loss != "fail"
 
     @property
     def is_embedded(self) -> bool:
         """Returns whether rank 0's process runs the hub."""
         return self.place == "rank 0"
+
+
+class _Lasting(NamedTuple):
+    """The last fields of `HubAccess`, of jobs that stay when ranks are lost."""
+
+    on_worker_loss: str
+    linger: float | None
+    rewind_every: int | None
 
 
 class RunHubs:
@@ -95,20 +110,17 @@ class RunHubs:
         """Returns access to the hub at ``url`` or ``PARAMHUB_URL``, or starts a hub if neither is given. Rank 0 calls it."""
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         # `paramhub run` has chosen what becomes of its job, and starts single workers again.
-        goes_on = (
-            on_worker_loss(self._options.on_worker_loss) == "continue" and "PARAMHUB_JOB" not in os.environ
-        )
-        if self._record is None or not goes_on:
+        policy = "fail" if "PARAMHUB_JOB" in os.environ else on_worker_loss(self._options.on_worker_loss)
+        if self._record is None or policy == "fail":
             if not url:
                 return self._start_run_hub()
             run = secrets.token_hex(8)
             return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for())
-        run, waits_s = self._record.name(self._assignment.launcher), linger(self._options.linger)
+        run = self._record.name(self._assignment.launcher, policy)
+        lasting = _Lasting(policy, linger(self._options.linger), rewind_every(self._options.rewind_every))
         if not url:
-            return self._lasting_hub(self._record, run, waits_s)
-        return HubAccess(
-            url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), outlives_ranks=True, linger=waits_s
-        )
+            return self._lasting_hub(self._record, run, lasting)
+        return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), *lasting)
 
     def _start_run_hub(self) -> HubAccess:
         deployment, run = choose_deployment(self._options.deployment, self.hosts), secrets.token_hex(8)
@@ -127,33 +139,31 @@ class RunHubs:
         self._log_start(where, self._run_hub)
         return HubAccess(self._run_hub.url, token, "rank 0", deployment, run)
 
-    def _lasting_hub(self, record: RunRecord, run: str, waits_s: float | None) -> HubAccess:
+    def _lasting_hub(self, record: RunRecord, run: str, lasting: _Lasting) -> HubAccess:
         """Finds the hub that an earlier start of this run's ranks has left, or starts one in a process of its own."""
         if not record.is_kept:
             raise MisuseError(
-                "on_worker_loss is `continue`, but rank 0 would run the hub, and end with it: set PARAMHUB_URL to a hub that is "
-                "started apart (`paramhub hub`), or start the ranks with torchrun, whose ranks leave a hub behind"
+                f"on_worker_loss is `{lasting.on_worker_loss}`, but rank 0 would run the hub, and end with it: set PARAMHUB_URL "
+                "to a hub that is started apart (`paramhub hub`), or start the ranks with torchrun, whose ranks leave a hub behind"
             )
         if self._options.deployment == "cs" or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() == "cs":
             raise MisuseError(
-                "on_worker_loss is `continue`, which cannot be had with the deployment cs: use cc, or hubs that are started "
-                "apart and named by PARAMHUB_URL"
+                f"on_worker_loss is `{lasting.on_worker_loss}`, which cannot be had with the deployment cs: use cc, or hubs that "
+                "are started apart and named by PARAMHUB_URL"
             )
         # A token that all ranks know need not go through the store.
         known = None if self.is_on_one_host else admin_token()
         if (kept := record.read("hub")) is not None:
             url, token = json.loads(kept)
             if _answers(url):
-                return HubAccess(
-                    url, token or known, "process", "cc", run, outlives_ranks=True, linger=waits_s
-                )
+                return HubAccess(url, token or known, "process", "cc", run, None, *lasting)
             log(f"the hub that this run has left at {url} has ended, so training begins anew")
         own = None if self.is_on_one_host or known is not None else secrets.token_hex(32)
         # The launcher's agent is the parent of the ranks.
         hub = HubProcess(os.getppid(), **self._hub_options(own or known))
         self._log_start("a process beside rank 0 runs the hub", hub)
         record.write("hub", json.dumps([hub.url, own]))
-        return HubAccess(hub.url, own or known, "process", "cc", run, outlives_ranks=True, linger=waits_s)
+        return HubAccess(hub.url, own or known, "process", "cc", run, None, *lasting)
 
     def _hub_options(self, token: str | None) -> dict[str, Any]:
         """The options of the hub that all ranks use."""
@@ -257,8 +267,8 @@ def _hubs_to_wait_for() -> int | None:
 def on_worker_loss(given: str | None) -> str:
     """What becomes of the jobs of optimizers when a rank is lost: ``given``, else ``PARAMHUB_ON_WORKER_LOSS``, else ``fail``."""
     chosen = given or os.environ.get("PARAMHUB_ON_WORKER_LOSS", "").strip() or "fail"
-    if chosen not in ("fail", "continue"):
-        raise MisuseError(f"on_worker_loss is `fail` or `continue`, not {chosen!r}")
+    if chosen not in ("fail", "continue", "rewind"):
+        raise MisuseError(f"on_worker_loss is `fail`, `continue` or `rewind`, not {chosen!r}")
     return chosen
 
 
@@ -271,6 +281,16 @@ def linger(given: float | None) -> float | None:
         return float(text)
     except ValueError:
         raise MisuseError(f"PARAMHUB_LINGER is {text!r}: a number of seconds") from None
+
+
+def rewind_every(given: int | None) -> int | None:
+    """The number of steps from one to which jobs can go back to the next: ``given``, else ``PARAMHUB_REWIND_EVERY``."""
+    text = os.environ.get("PARAMHUB_REWIND_EVERY", "").strip()
+    if given is not None or not text:
+        return given
+    if not (text.isascii() and text.isdigit()):
+        raise MisuseError(f"PARAMHUB_REWIND_EVERY is {text!r}: a number of steps")
+    return int(text)
 
 
 def _answers(url: str) -> bool:

@@ -7,16 +7,31 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paramhub import _native
 from paramhub._hub import create_job
-from paramhub.errors import ConnectError, JobFailedError
+from paramhub.errors import ConnectError, JobFailedError, Rewound
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._run_hubs import RunHubs
 from paramhub.torch._run_store import RunStore
 from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE, FailureState, run_with_timeout
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """How this rank has joined a job, so that it can join again."""
+
+    url: str
+    namespace: str
+    secret: str
+    rank: int
+    settings: str
+    shared_parameters: str
+    peers: bool
+    hub_rank: int | None
 
 
 class RunJobs:
@@ -31,7 +46,8 @@ class RunJobs:
         self._store = store
         self._options = options
         self._failures = failures
-        self._jobs: list[_native.Job] = []
+        self._openings: dict[_native.Job, _Opening] = {}
+        """The open jobs, oldest first, and how they were opened."""
         self._launcher_ticket = _launcher_ticket()
 
     @property
@@ -69,30 +85,54 @@ class RunJobs:
         by_hosts = "ring" if hub.deployment == "cs" else "auto"
         reduction = by_hosts if self._may_sum_by_host(settings, text) else "flat"
         stays = outlives_ranks and hub.outlives_ranks
-        url, namespace, secret = self._ticket(label, members, rank, inherits, stays, reduction)
-        member = _native.connect(
-            url,
-            namespace,
-            secret,
-            rank,
-            transport=self._options.transport,
-            host=self._hubs.host,
-            rack=self._hubs.host if hub.deployment == "cs" else None,
-            interfaces=self._options.interfaces,
+        opening = _Opening(
+            *self._ticket(label, members, rank, inherits, stays, reduction),
+            rank=rank,
+            settings=text,
             shared_parameters=shared_parameters,
-            # The manager's own timeout, which names the missing ranks, ends first.
-            rendezvous_timeout=self._options.timeout + 30.0,
             peers=peers,
             # If several hosts have hubs, a worker cannot know which hub is lost.
             hub_rank=members.index(0)
             if hub.is_embedded and self._hubs.is_on_one_host and 0 in members
             else None,
         )
-        job = member.init(text)
-        self._jobs.append(job)
-        if stays:
+        job = self._join(opening)
+        if stays and hub.on_worker_loss == "continue":
             self._check_steps(label, job, members)
         return job
+
+    def rejoin(self, job: _native.Job) -> _native.Job:
+        """Joins a job again whose ranks go back to an earlier step, with the settings with which it was opened. Returns this
+        rank's new part in it."""
+        opening = self._openings[job]
+        self.close(job, abandon=True)
+        return self._join(opening)
+
+    def _join(self, opening: _Opening) -> _native.Job:
+        hub = self._hubs.access
+        while True:
+            try:
+                member = _native.connect(
+                    opening.url,
+                    opening.namespace,
+                    opening.secret,
+                    opening.rank,
+                    transport=self._options.transport,
+                    host=self._hubs.host,
+                    rack=self._hubs.host if hub.deployment == "cs" else None,
+                    interfaces=self._options.interfaces,
+                    shared_parameters=opening.shared_parameters,
+                    # The manager's own timeout, which names the missing ranks, ends first.
+                    rendezvous_timeout=self._options.timeout + 30.0,
+                    peers=opening.peers,
+                    hub_rank=opening.hub_rank,
+                )
+                job = member.init(opening.settings)
+            except Rewound:
+                # Another rank was lost while this one joined. The manager bounds how long the job waits for its ranks.
+                continue
+            self._openings[job] = opening
+            return job
 
     def _check_steps(self, label: str, job: _native.Job, members: list[int]) -> None:
         """Checks that all ranks begin a job at one step. No rank goes on, and perhaps leaves, before all have joined.
@@ -136,8 +176,12 @@ class RunJobs:
         hub = self._hubs.access
         lasting: dict[str, Any] = {}
         if stays:
-            # All ranks are started again together, and meet in other groups, too, so none goes on without the others.
-            lasting = {"on_worker_loss": "continue", "min_workers": len(members), "linger": hub.linger}
+            lasting = {"on_worker_loss": hub.on_worker_loss, "linger": hub.linger}
+            if hub.on_worker_loss == "rewind":
+                lasting["rewind_every"] = hub.rewind_every
+            else:
+                # All ranks are started again together, and meet in other groups, too, so none goes on without the others.
+                lasting["min_workers"] = len(members)
         run = hub.run if stays else secrets.token_hex(4)
         try:
             ticket = create_job(
@@ -162,8 +206,7 @@ class RunJobs:
     def close(self, job: _native.Job, *, abandon: bool = False) -> None:
         """Leaves a job before the end of the run. With ``abandon`` it does not wait; the hub then notices the end of this
         process."""
-        if job in self._jobs:
-            self._jobs.remove(job)
+        self._openings.pop(job, None)
         if abandon:
             job.abandon()
             return
@@ -175,12 +218,11 @@ class RunJobs:
 
     def forget(self, job: _native.Job) -> None:
         """Drops the run's reference to a job: the job ends when its last user drops it."""
-        if job in self._jobs:
-            self._jobs.remove(job)
+        self._openings.pop(job, None)
 
     def take_all(self) -> list[_native.Job]:
         """Returns the open jobs, for `leave`, and drops them here."""
-        jobs, self._jobs = self._jobs, []
+        jobs, self._openings = list(self._openings), {}
         return jobs
 
     def leave(self, jobs: Sequence[_native.Job], *, abandon: bool) -> None:

@@ -40,7 +40,7 @@ class RunRecord:
         if self._store is not None:
             self._store.set(key, text)
 
-    def name(self, launcher: str) -> str:
+    def name(self, launcher: str, on_worker_loss: str) -> str:
         """The run's name, which stays when its processes are started again. Rank 0 calls it.
 
         Raises MisuseError if nothing says that a later process belongs to the same run.
@@ -56,8 +56,8 @@ class RunRecord:
             return f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', '0')}"
         if not self.is_kept:
             raise MisuseError(
-                "on_worker_loss is `continue`, but nothing tells the processes of a later start which run is theirs: start with "
-                "torchrun, srun or `paramhub run`, or set PARAMHUB_RUN_ID to a name that only this run has"
+                f"on_worker_loss is `{on_worker_loss}`, but nothing tells the processes of a later start which run is theirs: "
+                "start with torchrun, srun or `paramhub run`, or set PARAMHUB_RUN_ID to a name that only this run has"
             )
         kept = self.read("name")
         if kept is None:

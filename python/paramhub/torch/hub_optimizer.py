@@ -180,8 +180,11 @@ class HubOptimizer(torch.optim.Optimizer):
         self._step.total = len(named)
         return [Exchange(number, *pair, self._step) for number, pair in enumerate(named)]
 
-    def _open_job(self, states: Sequence[_optimizer_state.State] | None) -> None:
-        """Opens a job with these parameters and hyperparameters, which starts from rank 0's values."""
+    def _open_job(
+        self, states: Sequence[_optimizer_state.State] | None, former: _native.Job | None = None
+    ) -> None:
+        """Opens a job with these parameters and hyperparameters, which starts from rank 0's values; or joins the job of
+        ``former`` again, which has gone back to an earlier step."""
         group_of = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
         groups = [group_of[id(exchange.parameter)] for exchange in self._exchanges]
         first, *others = [
@@ -190,7 +193,7 @@ class HubOptimizer(torch.optim.Optimizer):
         ]
         chosen = {"name": self._kind, "hyperparameters": first, "groups": others}
         settings = {**self._settings, **self._schemes.settings, "optimizer": chosen}
-        open_job(self._world, self._exchanges, groups, settings, states, self._codecs)
+        open_job(self._world, self._exchanges, groups, settings, states, self._codecs, former)
         self._schemes.opened(self._step.job)
         if self._step.job.resumed_step is not None:
             self._resumed_step = self._step.job.resumed_step
@@ -451,6 +454,27 @@ class HubOptimizer(torch.optim.Optimizer):
         if stage is not None:
             stage.close()
         self._open_job(states)
+
+    def rejoin(self) -> None:
+        """Joins the job again after `paramhub.Rewound`. Returns when each rank has a process that has joined. The parameters are
+        then those of `resumed_step`, to which all ranks have gone back, and the gradients of the step under way are forgotten.
+
+        `paramhub.torch.run` calls it. ``param_groups`` stay as they are; `paramhub.torch.State` sets them back.
+        """
+        if self._used_parameters is not None:
+            raise MisuseError(
+                "rejoin() cannot be had with find_unused_parameters, whose exchange cannot be joined again: let the process end, "
+                "so that its launcher starts it again"
+            )
+        job, stage = self._step.job, self._step.stage
+        for exchange in self._exchanges:
+            exchange.forget()
+        self._step.begin_next()
+        self._schemes.forget()
+        super().zero_grad(set_to_none=True)
+        if stage is not None:
+            stage.close()
+        self._open_job(None, former=job)
 
     def _refuse_within_step(self, what: str) -> None:
         if self._step.was_interrupted:

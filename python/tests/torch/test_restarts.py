@@ -219,7 +219,7 @@ def initialise(rank: Rank, arguments: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "reason"),
     [
-        ({"on_worker_loss": "rewind"}, {}, "on_worker_loss is `fail` or `continue`, not 'rewind'"),
+        ({"on_worker_loss": "stop"}, {}, "on_worker_loss is `fail`, `continue` or `rewind`, not 'stop'"),
         ({"on_worker_loss": "continue"}, {}, "nothing tells the processes of a later start which run is"),
         ({"on_worker_loss": "continue"}, {"PARAMHUB_RUN_ID": "mine"}, "rank 0 would run the hub"),
         ({}, {"PARAMHUB_ON_WORKER_LOSS": "continue", "PARAMHUB_RUN_ID": "a/b"}, "PARAMHUB_RUN_ID is 'a/b'"),

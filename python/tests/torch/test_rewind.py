@@ -1,0 +1,122 @@
+"""Ranks that go back to an earlier step when one of them is lost end with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import PARAMHUB, PYTHON, TORCHRUN, Ended, Program
+
+PROGRAM = """
+import os, sys, time, zlib
+import torch
+import paramhub
+import paramhub.torch
+from paramhub.torch import HubOptimizer
+
+def say(text):
+    # One write, so that the lines of several processes do not mix.
+    os.write(1, f"{text}\\n".encode())
+
+options = dict(word.split("=") for word in sys.argv[1:])
+end = int(options["end"])
+paramhub.torch.init(on_worker_loss="rewind", linger=60, reproducible=True, rewind_every=int(options.get("every", 1)))
+rank = paramhub.torch.rank()
+torch.manual_seed(os.getpid())
+model = torch.nn.Sequential(torch.nn.Linear(8, 3000), torch.nn.Tanh(), torch.nn.Linear(3000, 4))
+if rank == 0:
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.normal_(generator=torch.Generator().manual_seed(number)).mul_(0.1)
+optimizer = HubOptimizer(model, paramhub.AdamW(lr=0.01))
+
+@paramhub.torch.run(optimizer)
+def train():
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    say(f"rank {rank}, start {start}: from step {optimizer.resumed_step} as process {os.getpid()}")
+    for step in range(optimizer.resumed_step or 0, end):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        inputs, targets = torch.randn(5, 8, generator=generator), torch.randint(0, 4, (5,), generator=generator)
+        time.sleep(0.005)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    optimizer.synchronize()
+
+train()
+values = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+updates = {int(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
+say(f"rank {rank} ends: {zlib.crc32(values):08x}, updates {updates}")
+"""
+
+Start = Callable[..., Program]
+Launch = Callable[..., Ended]
+
+
+def run(restarts: int) -> tuple[str, ...]:
+    options = ("run", "-n", "2", "--on-worker-loss", "rewind", "--max-restarts", str(restarts))
+    return (*PARAMHUB, *options, "--", PYTHON)
+
+
+def torchrun(restarts: int) -> tuple[str, ...]:
+    return (*TORCHRUN, "--nproc-per-node=2", "--monitor-interval=0.1", f"--max-restarts={restarts}")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def ends(output: str) -> list[str]:
+    """How each rank has ended, by rank."""
+    return sorted(re.findall(r"rank \d ends: .*", output))
+
+
+@pytest.mark.parametrize("launcher", [torchrun, run])
+@pytest.mark.parametrize("every", [1, 7])
+def test_kills_at_any_moment_change_no_bit(
+    start: Start, launch: Launch, program: Path, launcher: Callable[[int], tuple[str, ...]], every: int
+) -> None:
+    steps, kills = 120, 3
+    code, output = launch(*launcher(0), program, f"end={steps}", f"every={every}")
+    assert code == 0, output
+    undisturbed = ends(output)
+    assert len(undisturbed) == 2 and f"updates {{{steps}}}" in undisturbed[0], output
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    disturbed = start(*launcher(kills), program, f"end={steps}", f"every={every}")
+    killed: list[int] = []
+    for kill in range(kills):
+        # torchrun starts all ranks again, and `paramhub run` the one that was killed.
+        start_number = kill if launcher is torchrun else 0
+        pattern = rf"rank {chance.randrange(2)}, start {start_number}: from step \w+ as process (\d+)"
+        killed.append(newest_process(disturbed, pattern, killed))
+        time.sleep(chance.uniform(0, 0.4))
+        os.kill(killed[-1], signal.SIGKILL)
+    code, output = disturbed.wait()
+    assert code == 0, output
+    assert ends(output) == undisturbed, output
+    assert len(set(re.findall(r"from step (\w+)", output))) > 1, output
+
+
+def newest_process(program: Program, pattern: str, killed: list[int]) -> int:
+    """The process in the newest line with this pattern, once it is none of those that were killed."""
+    deadline = time.monotonic() + 60
+    while True:
+        program.await_output(pattern)
+        found = [int(process) for process in re.findall(pattern, program.output())]
+        if found[-1] not in killed:
+            return found[-1]
+        assert time.monotonic() < deadline, program.output()
+        time.sleep(0.01)
