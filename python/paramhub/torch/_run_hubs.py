@@ -144,7 +144,7 @@ class RunHubs:
         if not record.is_kept:
             raise MisuseError(
                 f"on_worker_loss is `{lasting.on_worker_loss}`, but rank 0 would run the hub, and end with it: set PARAMHUB_URL "
-                "to a hub that is started apart (`paramhub hub`), or start the ranks with torchrun, whose ranks leave a hub behind"
+                "to a hub that is started apart (`paramhub hub`), or start the ranks with torchrun, whose ranks leave one behind"
             )
         if self._options.deployment == "cs" or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() == "cs":
             raise MisuseError(
