@@ -46,6 +46,9 @@ def train():
         generator = torch.Generator().manual_seed(1000 * step + rank)
         inputs, targets = torch.randn(5, 8, generator=generator), torch.randint(0, 4, (5,), generator=generator)
         time.sleep(0.005)
+        # No kill comes after the end.
+        while step == end - 1 and not os.path.exists("all-kills-are-over"):
+            time.sleep(0.01)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
@@ -87,11 +90,13 @@ def ends(output: str) -> list[str]:
 def test_kills_at_any_moment_change_no_bit(
     start: Start, launch: Launch, program: Path, launcher: Callable[[int], tuple[str, ...]], every: int
 ) -> None:
-    steps, kills = 120, 3
+    steps, kills, are_over = 120, 3, program.parent / "all-kills-are-over"
+    are_over.touch()
     code, output = launch(*launcher(0), program, f"end={steps}", f"every={every}")
     assert code == 0, output
     undisturbed = ends(output)
     assert len(undisturbed) == 2 and f"updates {{{steps}}}" in undisturbed[0], output
+    are_over.unlink()
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -104,6 +109,7 @@ def test_kills_at_any_moment_change_no_bit(
         killed.append(newest_process(disturbed, pattern, killed))
         time.sleep(chance.uniform(0, 0.4))
         os.kill(killed[-1], signal.SIGKILL)
+    are_over.touch()
     code, output = disturbed.wait()
     assert code == 0, output
     assert ends(output) == undisturbed, output
