@@ -73,12 +73,16 @@ fn sound_streams() -> Vec<Vec<u8>> {
         (Operation::InitialiseState, vec![2; 40]),
         (Operation::Release, Release(0.5).encode().to_vec()),
         (Operation::Factors, vec![4; 40]),
+        (Operation::SaveProgramState, vec![5; 20]),
+        (Operation::PullProgramState, vec![]),
         (Operation::Parameters, vec![1; 64]),
         (Operation::Applied, vec![]),
         (Operation::Failure, Failure { rank: Some(3), message: message.clone() }.encode()),
         (Operation::Notice, Notice { rank: None, message }.encode()),
         (Operation::State, vec![3; 40]),
         (Operation::Norm, Norm(4.0).encode().to_vec()),
+        (Operation::ProgramStateSaved, vec![]),
+        (Operation::ProgramState, vec![6; 20]),
     ];
     let mut to_hub = [&[0], &hello.encode()[..]].concat();
     let mut to_worker = vec![1];
