@@ -12,8 +12,15 @@ use crate::wire::ProgramState;
 pub struct ProgramStateRequests {
     /// Bytes that a state may have.
     bytes_max: u32,
-    save: Option<Arc<StateInPieces>>,
+    save: Option<Save>,
     pull: Option<Pull>,
+}
+
+#[derive(Debug)]
+struct Save {
+    state: Arc<StateInPieces>,
+    /// Whether the last piece has left.
+    has_left: bool,
 }
 
 #[derive(Debug)]
@@ -48,7 +55,14 @@ impl ProgramStateRequests {
     /// Begins to save a state. The caller saves one at a time, and sends its pieces in order.
     pub fn begin_save(&mut self, state: Arc<StateInPieces>) {
         debug_assert!(self.save.is_none(), "one state is saved at a time");
-        self.save = Some(state);
+        self.save = Some(Save { state, has_left: false });
+    }
+
+    /// Notes that the last piece of the state has left. Before that no valid answer can come.
+    pub fn save_left(&mut self) {
+        if let Some(save) = &mut self.save {
+            save.has_left = true;
+        }
     }
 
     /// Begins to pull the state of a step. The caller pulls one at a time, and asks the hub for it.
@@ -62,7 +76,8 @@ impl ProgramStateRequests {
     /// # Errors
     /// If no state of the step is being saved.
     pub fn saved(&mut self, step: u32) -> Result<(), UnexpectedState> {
-        self.save.take_if(|state| state.step() == step).map(drop).ok_or(UnexpectedState::Saved(step))
+        let answered = self.save.take_if(|save| save.has_left && save.state.step() == step);
+        answered.map(drop).ok_or(UnexpectedState::Saved(step))
     }
 
     /// Takes a piece of an answer to a pull. Returns the state if the pull has ended with it. A first piece begins the
@@ -95,14 +110,20 @@ impl ProgramStateRequests {
     /// Notes that the stream was replaced. Returns what must be sent again: the state that is being saved, from its first
     /// piece, and the step of the state that is being pulled. The hub has dropped what was under way.
     pub fn resend(&mut self) -> (Option<Arc<StateInPieces>>, Option<u32>) {
-        if let Some(pull) = &mut self.pull {
+        let save = self.save.as_mut().map(|save| {
+            save.has_left = false;
+            Arc::clone(&save.state)
+        });
+        let pull = self.pull.as_mut().map(|pull| {
             pull.incoming = None;
-        }
-        self.underway()
+            pull.step
+        });
+        (save, pull)
     }
 
-    /// The state that is being saved, and the step of that which is being pulled.
-    pub fn underway(&self) -> (Option<Arc<StateInPieces>>, Option<u32>) {
-        (self.save.clone(), self.pull.as_ref().map(|pull| pull.step))
+    /// The steps of the states that are being saved and pulled.
+    pub fn underway(&self) -> impl Iterator<Item = u32> {
+        let save = self.save.as_ref().map(|save| save.state.step());
+        save.into_iter().chain(self.pull.as_ref().map(|pull| pull.step))
     }
 }

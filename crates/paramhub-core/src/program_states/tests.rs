@@ -147,11 +147,11 @@ fn a_cut_stream_repeats_what_was_under_way() {
     let mut states = states(1);
     save(&mut states, 0, 1, &[1; 30]);
     let mut requests = ProgramStateRequests::new(BYTES_MAX);
-    requests.begin_save(Arc::new(StateInPieces::new(2, &[2; 30], PIECE_BYTES)));
+    let save = Arc::new(StateInPieces::new(2, &[2; 30], PIECE_BYTES));
+    requests.begin_save(Arc::clone(&save));
     requests.begin_pull(1);
     // The second piece is lost, and so is the rest of the answer.
-    let (save, _) = requests.underway();
-    let (header, payload) = save.as_ref().unwrap().piece(0);
+    let (header, payload) = save.piece(0);
     assert_eq!(states.save(0, &Piece::read(&header, payload).unwrap()), Ok(false));
     states.pull(0, 1).unwrap();
     requests.piece(&states.next_piece(0).unwrap()).unwrap();
@@ -163,6 +163,7 @@ fn a_cut_stream_repeats_what_was_under_way() {
     // The answer is lost, too, so that a state which is saved already comes again.
     states.cut(0);
     send(&mut states, 0, &requests.resend().0.unwrap()).unwrap();
+    requests.save_left();
     requests.saved(states.saved(0).unwrap()).unwrap();
     states.pull(0, step).unwrap();
     assert_eq!(receive(&mut states, 0, &mut requests), Some(vec![1; 30]));
@@ -181,7 +182,10 @@ fn an_answer_to_nothing_is_refused() {
     let large = PieceError::TooLarge { step: 1, total: 41, most: 40 };
     assert_eq!(requests.piece(&piece), Err(UnexpectedState::Piece(large)));
     requests.begin_save(Arc::new(StateInPieces::new(3, b"", PIECE_BYTES)));
+    assert_eq!(requests.saved(3), Err(UnexpectedState::Saved(3)), "it has not left");
+    requests.save_left();
     assert_eq!(requests.saved(2), Err(UnexpectedState::Saved(2)));
+    assert_eq!(requests.underway().collect::<Vec<_>>(), [3, 1]);
     assert_eq!(requests.saved(3), Ok(()));
 }
 
