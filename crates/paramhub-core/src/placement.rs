@@ -450,8 +450,7 @@ mod tests {
     #[test]
     fn program_states_go_by_the_first_route_that_carries_chunks() {
         let (_, placement) = place(&[8], 1024, &[hub(&[(&[0, 1], 1)]), hub(&[(&[0], 1)])]);
-        let carrying: Vec<RouteId> =
-            (0..3).filter(|&route| !placement.chunks(route).is_empty()).collect();
+        let carrying: Vec<RouteId> = (0..3).filter(|&route| !placement.chunks(route).is_empty()).collect();
         assert_eq!(carrying.len(), 1);
         assert_eq!(placement.program_state_route(), Some(carrying[0]));
     }

@@ -64,7 +64,9 @@ pub enum ProgramStateViolation {
     #[error(transparent)]
     Piece(#[from] PieceError),
     /// A state of an earlier step than the newest.
-    #[error("it saved that of step {step} after that of step {newest}, and steps do not go back: save the newest step")]
+    #[error(
+        "it saved that of step {step} after that of step {newest}, and steps do not go back: save the newest step"
+    )]
     Earlier {
         /// The step of the state.
         step: u32,
@@ -72,7 +74,9 @@ pub enum ProgramStateViolation {
         newest: u32,
     },
     /// The answer to an earlier save has not left.
-    #[error("it began to save that of step {step} before it was told that of step {before} is saved: save one at a time")]
+    #[error(
+        "it began to save that of step {step} before it was told that of step {before} is saved: save one at a time"
+    )]
     SaveUnderWay {
         /// The step of the state.
         step: u32,

@@ -186,8 +186,8 @@ pub(crate) struct CallingRank {
 /// Checks the arguments of `CreateService`.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
     use paramhub_core::limits::{
-        HUBS_MAX, JOB_NAME_BYTES_MAX, PROGRAM_STATE_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S, REWIND_EVERY_MAX, WEIGHT_MAX,
-        WORKERS_MAX,
+        HUBS_MAX, JOB_NAME_BYTES_MAX, PROGRAM_STATE_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S,
+        REWIND_EVERY_MAX, WEIGHT_MAX, WORKERS_MAX,
     };
 
     let refuse = |message: String| Err(refusal(ErrorCode::BadRequest, message));

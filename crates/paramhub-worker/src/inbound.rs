@@ -146,7 +146,9 @@ impl FrameSink for InboundSink<'_> {
             }
             Operation::ProgramStateSaved | Operation::ProgramState => {
                 let answered = self.take_program_state(header, payload.unwrap_or_default());
-                answered.map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?.map_err(FrameFault::Callback)
+                answered
+                    .map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?
+                    .map_err(FrameFault::Callback)
             }
             Operation::Failure => {
                 Err(payload.and_then(Failure::decode).map_or_else(unreadable, FrameFault::Failure))

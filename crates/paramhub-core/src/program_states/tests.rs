@@ -80,7 +80,10 @@ fn each_offence_is_refused_and_changes_nothing() {
     let piece = |step, offset, total, bytes: &'static [u8]| Piece { step, offset, total, bytes };
     let offences: [(Piece<'_>, &str); 7] = [
         (piece(4, 0, 1, b"a"), "it saved that of step 4 after that of step 5"),
-        (piece(6, 0, 41, b"a"), "that of step 6 has 41 bytes, more than the 40 of the job's `program_state_bytes`"),
+        (
+            piece(6, 0, 41, b"a"),
+            "that of step 6 has 41 bytes, more than the 40 of the job's `program_state_bytes`",
+        ),
         (piece(6, 0, u32::MAX, b""), "more than the 40"),
         (piece(6, 8, 40, b"a"), "a piece of step 6 begins at byte 8, but byte 0 of step 6 is due"),
         (piece(6, 0, 2, b"abc"), "a piece of 3 of 2 bytes at byte 0 does not fit that of step 6"),
@@ -193,8 +196,16 @@ fn an_answer_to_nothing_is_refused() {
 #[derive(Clone, Debug)]
 enum Action {
     /// Saves a state of so many steps after the newest, but for so many pieces.
-    Save { rank: u32, further: u32, bytes: u32, without: u32 },
-    Pull { rank: u32, step: u32 },
+    Save {
+        rank: u32,
+        further: u32,
+        bytes: u32,
+        without: u32,
+    },
+    Pull {
+        rank: u32,
+        step: u32,
+    },
     ForgetAfter(u32),
     Cut(u32),
 }

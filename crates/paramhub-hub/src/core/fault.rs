@@ -57,7 +57,9 @@ pub(crate) enum Fault {
     NonFiniteBlock { key: String, element: u64, codec: Codec },
     #[error("sent hyperparameters of group {group} that cannot be used: {reason}")]
     Retune { group: u32, reason: String },
-    #[error("sent {0:?}, but no program state can be saved in this job: create it with `program_state_bytes`")]
+    #[error(
+        "sent {0:?}, but no program state can be saved in this job: create it with `program_state_bytes`"
+    )]
     NoProgramStates(Operation),
     #[error("sent {0:?} on a stream for no program states: they go by the first route that carries chunks")]
     ProgramStateElsewhere(Operation),

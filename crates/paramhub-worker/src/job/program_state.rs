@@ -33,7 +33,10 @@ impl Job {
         if let Some(error) = self.failure() {
             return Err(error);
         }
-        shared.program_states.begin_save(step).map_err(|claim| shared.misused(refusal("saved", step, claim)))?;
+        shared
+            .program_states
+            .begin_save(step)
+            .map_err(|claim| shared.misused(refusal("saved", step, claim)))?;
         let state = StateInPieces::new(step, state, piece_bytes_max(shared.settings.chunk_bytes, most));
         let (ticket, completion) = RequestBuffers::default().ticket(true, shared.left());
         match shared.inbox.put(JobCommand::SaveProgramState { state, ticket }) {
@@ -91,7 +94,9 @@ impl Shared {
 fn refusal(what: &str, step: u32, claim: ClaimError) -> String {
     match claim {
         ClaimError::Busy(busy) => {
-            format!("the program state of step {busy} is still being {what}: wait for it before that of step {step}")
+            format!(
+                "the program state of step {busy} is still being {what}: wait for it before that of step {step}"
+            )
         }
         ClaimError::Later(later) => format!(
             "the program state of step {step} cannot be {what} after that of step {later}: steps do not go back"

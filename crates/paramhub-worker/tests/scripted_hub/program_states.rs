@@ -139,7 +139,10 @@ fn an_answer_that_belongs_to_nothing_ends_the_job() {
     };
     type Script = fn(&mut Peer);
     let cases: [(Script, &str); 4] = [
-        (|peer| saved(peer, 3), "it answered that the program state of step 3 is saved, which was not under way"),
+        (
+            |peer| saved(peer, 3),
+            "it answered that the program state of step 3 is saved, which was not under way",
+        ),
         (|peer| send(peer, 4, &[1], 0..1), "it sent a program state of step 4, which was not asked for"),
         (|peer| send(peer, 3, &state(), 1..2), "begins at byte 1024, but byte 0 of step 3 is due"),
         (

@@ -106,7 +106,8 @@ fn a_state_that_cannot_be_saved_is_refused_before_it_leaves(transports: Transpor
 
 fn the_process_that_takes_a_rank_finds_the_states_of_the_one_before(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
-    let options = JobOptions { on_worker_loss: OnWorkerLoss::Continue, min_workers: 2, ..options(STATE_BYTES) };
+    let options =
+        JobOptions { on_worker_loss: OnWorkerLoss::Continue, min_workers: 2, ..options(STATE_BYTES) };
     let ticket: &Ticket = &cluster.job_with("taken", 2, options);
     let settings = Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[4])) };
     let join = |rank| ticket.join(rank, settings.clone()).unwrap();
@@ -188,10 +189,26 @@ fn offences_fail_their_job_with_the_reason(transports: Transports) {
     beside_a_running_job(&cluster, || {
         for (number, (bytes, frames, reason)) in [
             (0, frame(save, 1, 0, 0, &[]), "no program state can be saved in this job"),
-            (0, frame(Operation::PullProgramState, 1, 0, 0, &[]), "no program state can be saved in this job"),
-            (9, frame(save, 1, 0, 10, &[0; 4]), "has 10 bytes, more than the 9 of the job's `program_state_bytes`"),
-            (9, frame(save, 1, 0, 10, &[0; 10]), "sent 14 bytes as a piece of a program state, which has 4 to 13"),
-            (9, frame(save, 1, 1, 9, &[0; 4]), "a piece of step 1 begins at byte 1, but byte 0 of step 1 is due"),
+            (
+                0,
+                frame(Operation::PullProgramState, 1, 0, 0, &[]),
+                "no program state can be saved in this job",
+            ),
+            (
+                9,
+                frame(save, 1, 0, 10, &[0; 4]),
+                "has 10 bytes, more than the 9 of the job's `program_state_bytes`",
+            ),
+            (
+                9,
+                frame(save, 1, 0, 10, &[0; 10]),
+                "sent 14 bytes as a piece of a program state, which has 4 to 13",
+            ),
+            (
+                9,
+                frame(save, 1, 1, 9, &[0; 4]),
+                "a piece of step 1 begins at byte 1, but byte 0 of step 1 is due",
+            ),
             (9, frame(Operation::ProgramState, 1, 0, 9, &[0; 4]), "does not go this way"),
         ]
         .into_iter()

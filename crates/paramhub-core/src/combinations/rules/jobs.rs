@@ -11,9 +11,9 @@ use crate::combinations::Feature::{
     LayerWithoutFactors, Linger, MaxRestarts, MinWorkers, NoCheckpointFolder, NoFullyConnectedLayer, NoHubs,
     NoMatrix, NoOptimizer, NoPeerAddress, NoRewind, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout,
     PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite,
-    Reproducible, Resume, RewindEvery, Rewinds, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites, SharedMemory,
-    SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
-    WholeChunkOptimizer,
+    Reproducible, Resume, RewindEvery, Rewinds, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites,
+    SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs,
+    Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};

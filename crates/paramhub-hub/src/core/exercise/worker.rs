@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::rc::Rc;
 
+use super::program_states::RankStates;
 use paramhub_core::wire::Header;
 use paramhub_transport::shm::Segment;
-use super::program_states::RankStates;
 use paramhub_transport::{Connection, FrameSink, Landing, Outgoing, Stream};
 
 /// A worker and its end of the stream.

@@ -152,7 +152,9 @@ mod tests {
     }
 
     fn writes(shard: &mut Shard, port: u32) -> Vec<(Header, Vec<u8>)> {
-        std::iter::from_fn(|| Some(write(shard, port, true)).filter(|sent| !sent.is_empty())).flatten().collect()
+        std::iter::from_fn(|| Some(write(shard, port, true)).filter(|sent| !sent.is_empty()))
+            .flatten()
+            .collect()
     }
 
     /// The state in these frames.
@@ -236,9 +238,18 @@ mod tests {
         };
         let mut shard = shard();
         for (frame, reason) in [
-            (piece(1, 0, 5001, &[0; 1024]), "has 5001 bytes, more than the 5000 of the job's `program_state_bytes`"),
-            (piece(1, 0, 5000, &[0; 1025]), "sent 1029 bytes as a piece of a program state, which has 4 to 1028"),
-            (piece(1, 8, 5000, &[0; 8]), "broke the rules of program states: a piece of step 1 begins at byte 8"),
+            (
+                piece(1, 0, 5001, &[0; 1024]),
+                "has 5001 bytes, more than the 5000 of the job's `program_state_bytes`",
+            ),
+            (
+                piece(1, 0, 5000, &[0; 1025]),
+                "sent 1029 bytes as a piece of a program state, which has 4 to 1028",
+            ),
+            (
+                piece(1, 8, 5000, &[0; 8]),
+                "broke the rules of program states: a piece of step 1 begins at byte 8",
+            ),
         ] {
             let refused = refused(&mut shard, frame);
             assert!(refused.starts_with("rank 0 ") && refused.contains(reason), "{refused}");

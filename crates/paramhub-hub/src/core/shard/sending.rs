@@ -92,7 +92,11 @@ impl Shard {
             return count + 1;
         }
         // It leaves from the same buffer.
-        if room && bytes < WRITE_BYTES_MAX && self.outboxes[port as usize].may_spill() && self.program_states.next_piece(port).is_some() {
+        if room
+            && bytes < WRITE_BYTES_MAX
+            && self.outboxes[port as usize].may_spill()
+            && self.program_states.next_piece(port).is_some()
+        {
             self.stage_program_state(port);
             picks[count] = NextFrame::ProgramState;
             count += 1;
