@@ -6,7 +6,7 @@
 
 use paramhub_core::wire::{
     Direction, Factors, Failure, HEADER_BYTES, HELLO_HEAD_BYTES, Header, HubHandshake, Norm, Notice,
-    Operation, Release, Retune, State, VERDICT_BYTES, VERSION, Verdict, hello_length,
+    Operation, ProgramState, Release, Retune, State, VERDICT_BYTES, VERSION, Verdict, hello_length,
 };
 
 /// Reads `data` as one end of a stream would and counts the frames. The first byte selects the end: an even
@@ -98,6 +98,11 @@ fn check_payload(operation: Operation, payload: &[u8]) {
                     [&Factors::head(factors.samples, factors.piece), factors.values].concat(),
                     payload
                 );
+            }
+        }
+        Operation::SaveProgramState | Operation::ProgramState => {
+            if let Some(state) = ProgramState::decode(payload) {
+                assert_eq!([&ProgramState::head(state.total), state.piece].concat(), payload);
             }
         }
         Operation::Norm => {

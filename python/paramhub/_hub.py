@@ -37,6 +37,7 @@ def create_job(
     min_workers: int | None = None,
     rewind_every: int | None = None,
     linger: float | None = None,
+    program_state_bytes: int | None = None,
     stragglers: str = "wait",
     progress_timeout: float | None = None,
     checkpoint_every: str | None = None,
@@ -73,6 +74,9 @@ def create_job(
     a copy of parameters and optimizer state from before every ``rewind_every``-th step, 1 by default. ``rewind`` needs
     synchronous consistency and an optimizer at the hub, and every rank must exchange all keys in every step.
 
+    ``program_state_bytes`` is the largest number of bytes that a rank can save with `Job.save_program_state`, at most 64 MiB. By
+    default none can be saved.
+
     ``stragglers`` is what the hub does when a worker's contribution to a step is late. ``wait`` waits for it. ``drop:FRACTION``
     ends the step without it once, after the median contribution, FRACTION of the median worker's time has passed.
     ``backup:N`` ends the step without the last N contributions. The hub drops a late contribution, and its worker continues
@@ -107,6 +111,7 @@ def create_job(
         "min_workers": min_workers,
         "rewind_every": rewind_every,
         "linger_s": linger,
+        "program_state_bytes": program_state_bytes,
         "checkpoint_every": checkpoint_every,
         "resume": resume,
         "progress_timeout_s": progress_timeout,

@@ -313,6 +313,21 @@ class Job:
         """Returns whether any of the exchange is through shared memory."""
         return self._running().shares_memory
 
+    def save_program_state(self, step: int, state: Any) -> Handle:
+        """Saves this rank's program state of ``step`` at the hub, from ``bytes`` or any other buffer, which is copied.
+
+        A program state is what the program must restore when its process is started again at this step, such as its data
+        position and its random numbers. It has at most as many bytes as the job's ``program_state_bytes`` (`create_job`). The
+        hub keeps the two newest states of each rank. One of the newest step replaces that; one of an earlier step cannot be
+        saved. One state is saved at a time: wait for the handle before the next.
+        """
+        return self._running().save_program_state(step, memoryview(state).tobytes())
+
+    def program_state(self, step: int) -> bytes | None:
+        """Receives this rank's program state of ``step``, which this process or an earlier one of the rank has saved. Returns
+        None if the hub does not have it."""
+        return self._running().program_state(step)
+
     def statistics(self) -> dict[str, float]:
         """The totals of the exchange so far: ``bytes_sent`` and ``bytes_received``, through hubs and as factors;
         ``factor_bytes_sent``, the part of ``bytes_sent`` that was factors; ``requests``, ``in_flight_s`` and

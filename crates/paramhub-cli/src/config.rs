@@ -143,6 +143,7 @@ pub(crate) struct RunSection {
     pub(crate) min_workers: u32,
     pub(crate) rewind_every: u32,
     pub(crate) linger_s: f64,
+    pub(crate) program_state_bytes: u32,
     pub(crate) max_restarts: u32,
     pub(crate) stragglers: Stragglers,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -267,6 +268,7 @@ impl Default for RunSection {
             min_workers,
             rewind_every,
             linger_s,
+            program_state_bytes,
             stragglers,
             ..
         } = JobOptions::default();
@@ -284,6 +286,7 @@ impl Default for RunSection {
             min_workers,
             rewind_every,
             linger_s,
+            program_state_bytes,
             max_restarts: 0,
             stragglers,
             progress_timeout_s: None,

@@ -165,6 +165,9 @@ struct CreateFlags {
     /// How long it waits for others while it has fewer workers than a step needs [default: 300]
     #[arg(long, value_name = "SECONDS")]
     linger: Option<f64>,
+    /// The largest number of bytes of a program state, of which a hub keeps the two newest of each rank [default: 0, none]
+    #[arg(long, value_name = "BYTES")]
+    program_state_bytes: Option<u32>,
     /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW")]
@@ -197,6 +200,7 @@ impl CreateFlags {
             min_workers: self.min_workers.unwrap_or(default.min_workers),
             rewind_every: self.rewind_every.unwrap_or(default.rewind_every),
             linger_s: self.linger.unwrap_or(default.linger_s),
+            program_state_bytes: self.program_state_bytes.unwrap_or(default.program_state_bytes),
             weight: self.weight.unwrap_or(default.weight),
             stragglers: self.stragglers.unwrap_or(default.stragglers),
             progress_timeout_s: self.progress_timeout,

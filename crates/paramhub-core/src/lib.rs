@@ -37,6 +37,7 @@ pub mod norms;
 pub mod pairs;
 pub mod placement;
 pub mod ports;
+pub mod program_states;
 pub mod ready_set;
 pub mod requests;
 pub mod resuming;

@@ -12,6 +12,9 @@ pub const WORKERS_MAX: u32 = 1024;
 pub const WEIGHT_MAX: u32 = 100;
 /// The largest number of steps from one to which a job can go back to the next: so many are repeated at most.
 pub const REWIND_EVERY_MAX: u32 = 1000;
+/// Bytes of one program state. A rank keeps its data position, its random numbers and the like in it, and a hub keeps
+/// three for each rank.
+pub const PROGRAM_STATE_BYTES_MAX: u32 = 64 << 20;
 /// Keys in one job's table.
 pub const KEYS_MAX: usize = 1 << 20;
 /// Bytes of a key's name.

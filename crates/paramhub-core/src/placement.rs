@@ -163,6 +163,12 @@ impl Placement {
         &self.chunks_of[usize::from(route)]
     }
 
+    /// The route by whose streams ranks exchange their [program states](crate::program_states): the first that carries
+    /// chunks. `None` if none does.
+    pub fn program_state_route(&self) -> Option<RouteId> {
+        self.chunks_of.iter().position(|chunks| !chunks.is_empty()).map(|route| route as RouteId)
+    }
+
     /// The imbalance of the placement at each level.
     pub fn imbalance(&self) -> Imbalance {
         self.imbalance
@@ -439,6 +445,14 @@ mod tests {
         assert_eq!(placement.chunks(0), [3, 4, 5, 0, 1, 2]);
         assert_eq!(placement.locate(0), Some((0, 3)));
         assert_eq!(placement.locate(6), None);
+    }
+
+    #[test]
+    fn program_states_go_by_the_first_route_that_carries_chunks() {
+        let (_, placement) = place(&[8], 1024, &[hub(&[(&[0, 1], 1)]), hub(&[(&[0], 1)])]);
+        let carrying: Vec<RouteId> = (0..3).filter(|&route| !placement.chunks(route).is_empty()).collect();
+        assert_eq!(carrying.len(), 1);
+        assert_eq!(placement.program_state_route(), Some(carrying[0]));
     }
 
     #[test]

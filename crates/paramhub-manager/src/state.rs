@@ -186,8 +186,8 @@ pub(crate) struct CallingRank {
 /// Checks the arguments of `CreateService`.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
     use paramhub_core::limits::{
-        HUBS_MAX, JOB_NAME_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S, REWIND_EVERY_MAX, WEIGHT_MAX,
-        WORKERS_MAX,
+        HUBS_MAX, JOB_NAME_BYTES_MAX, PROGRAM_STATE_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S,
+        REWIND_EVERY_MAX, WEIGHT_MAX, WORKERS_MAX,
     };
 
     let refuse = |message: String| Err(refusal(ErrorCode::BadRequest, message));
@@ -239,6 +239,12 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         return refuse(format!(
             "rewind_every of job `{name}` is {}: 1 to {REWIND_EVERY_MAX} steps are possible",
             options.rewind_every
+        ));
+    }
+    if options.program_state_bytes > PROGRAM_STATE_BYTES_MAX {
+        return refuse(format!(
+            "program_state_bytes of job `{name}` is {}: at most {PROGRAM_STATE_BYTES_MAX} are possible",
+            options.program_state_bytes
         ));
     }
     let bounds = [

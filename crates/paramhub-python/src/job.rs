@@ -3,7 +3,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use paramhub::Hyperparameters;
 use paramhub_worker::RegionRequest;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::{self, Failure};
 use crate::factors::FactorLayers;
@@ -309,6 +309,24 @@ impl Job {
     /// The newest step of a job with two-phase steps whose mean gradient's norm is known, and the norm.
     fn last_gradient_norm(&self, py: Python<'_>) -> PyResult<Option<(u32, f64)>> {
         Ok(self.job(py)?.last_gradient_norm())
+    }
+
+    /// Saves this rank's program state of a step at the hub.
+    fn save_program_state(&self, py: Python<'_>, step: u32, state: &[u8]) -> PyResult<Handle> {
+        let job = self.job(py)?;
+        // The bytes are copied, which takes a while.
+        let saving = py.detach(|| job.save_program_state(step, state));
+        let (counter, handle) = CompletionCounter::new(1);
+        counter.follow(&saving.map_err(|error| errors::worker(py, &error))?);
+        Ok(handle)
+    }
+
+    /// Receives this rank's program state of a step; None if the hub does not have it.
+    fn program_state<'py>(&self, py: Python<'py>, step: u32) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let pulling = self.job(py)?.program_state(step).map_err(|error| errors::worker(py, &error))?;
+        let pulled = interruptible(py, move || pulling.wait())?;
+        let ((), state) = pulled.map_err(|error| errors::worker(py, &error))?;
+        Ok(state.map(|state| PyBytes::new(py, &state)))
     }
 
     /// [`Job::push_pull`] into the parameters that this host's workers share.

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::program_states::StateInPieces;
 use paramhub_core::requests::Request;
 use paramhub_core::wire::Failure;
 use paramhub_transport::runtime::Inbox;
@@ -40,6 +41,14 @@ pub(crate) enum JobCommand {
         step: u32,
         factor: f32,
     },
+    SaveProgramState {
+        state: StateInPieces,
+        ticket: Ticket,
+    },
+    PullProgramState {
+        step: u32,
+        ticket: Ticket,
+    },
     Leave {
         deadline: Instant,
     },
@@ -60,5 +69,5 @@ pub(crate) struct HyperparameterChange {
 
 /// The queue of commands. It counts hyperparameter changes until one has gone to every stream, and needs no
 /// bound on requests, for a key has one at a time. [`NormHistory`](crate::norms::NormHistory) bounds the waits
-/// for norms, and a step is released once.
+/// for norms, a step is released once, and one program state is saved and one pulled at a time.
 pub(crate) type JobInbox = Inbox<JobCommand, WorkerError>;

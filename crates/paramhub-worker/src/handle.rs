@@ -110,6 +110,8 @@ pub(crate) struct RequestBuffers {
     pub(crate) updates: u64,
     /// The norm of a step's mean gradient.
     pub(crate) norm: f64,
+    /// The program state that was asked for, if the hub has it.
+    pub(crate) program_state: Option<Vec<u8>>,
 }
 
 impl RequestBuffers {

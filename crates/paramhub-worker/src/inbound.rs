@@ -5,12 +5,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use paramhub_core::placement::RouteId;
+use paramhub_core::program_states::{Piece, UnexpectedState};
 use paramhub_core::requests::ExpectedAnswer;
 use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Norm, Notice, Operation, State};
 use paramhub_transport::runtime::panic_message;
 use paramhub_transport::{FrameSink, Landing};
 
 use crate::notices::HubNotice;
+use crate::program_state::Answered;
 use crate::requests_in_flight::RequestsInFlight;
 
 /// Receives the frames of one route's stream.
@@ -82,6 +84,18 @@ impl InboundSink<'_> {
     }
 }
 
+impl InboundSink<'_> {
+    /// Takes an answer about a program state.
+    fn take_program_state(&mut self, header: &Header, payload: &[u8]) -> Answered {
+        let claims = &self.in_flight.shared.program_states;
+        let requests = &mut self.in_flight.program_states;
+        match header.operation {
+            Operation::ProgramStateSaved => requests.saved(claims, header.step),
+            _ => requests.piece(claims, &Piece::read(header, payload).map_err(UnexpectedState::from)?),
+        }
+    }
+}
+
 fn unreadable(header: &Header) -> FrameFault {
     FrameFault::Protocol(format!("its {:?} frame cannot be read", header.operation))
 }
@@ -129,6 +143,12 @@ impl FrameSink for InboundSink<'_> {
                 let told = self.in_flight.norm_part(self.lane, header.step, squares);
                 let told = told.map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?;
                 told.map_err(FrameFault::Callback)
+            }
+            Operation::ProgramStateSaved | Operation::ProgramState => {
+                let answered = self.take_program_state(header, payload.unwrap_or_default());
+                answered
+                    .map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?
+                    .map_err(FrameFault::Callback)
             }
             Operation::Failure => {
                 Err(payload.and_then(Failure::decode).map_or_else(unreadable, FrameFault::Failure))

@@ -123,7 +123,9 @@ impl IoLoop {
                     let _ = bias.map(|bias| bias.finish(Err(reason.clone())));
                     weight
                 }
-                JobCommand::AwaitNorm { ticket, .. } => ticket,
+                JobCommand::AwaitNorm { ticket, .. }
+                | JobCommand::SaveProgramState { ticket, .. }
+                | JobCommand::PullProgramState { ticket, .. } => ticket,
                 JobCommand::Retune(_)
                 | JobCommand::Release { .. }
                 | JobCommand::Leave { .. }
@@ -238,6 +240,14 @@ impl IoLoop {
                     })?;
                 }
                 JobCommand::Release { step, factor } => self.release(step, factor),
+                JobCommand::SaveProgramState { state, ticket } => {
+                    let state = self.in_flight.program_states.begin_save(state, ticket);
+                    self.program_state_lane().send_program_state(state);
+                }
+                JobCommand::PullProgramState { step, ticket } => {
+                    self.in_flight.program_states.begin_pull(step, ticket);
+                    self.program_state_lane().queue_control(ControlFrame::PullProgramState { step });
+                }
                 JobCommand::GiveUp { error, announced } => {
                     self.give_up(FailureCause { error, announced, lost_hub: None }, now);
                     break;
@@ -256,6 +266,13 @@ impl IoLoop {
         let (route, slot) = self.in_flight.placement.locate(chunk).expect("every chunk has a place");
         let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
         self.lanes[usize::from(lane)].mark_ready(slot);
+    }
+
+    /// The lane by which program states are exchanged.
+    fn program_state_lane(&mut self) -> &mut Lane {
+        let route = self.in_flight.placement.program_state_route().expect("a job has chunks");
+        let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
+        &mut self.lanes[usize::from(lane)]
     }
 
     /// Releases a held step: queues a Release for every hub, ahead of all chunks.

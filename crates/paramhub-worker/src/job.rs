@@ -2,6 +2,7 @@
 
 mod factors;
 mod norms;
+mod program_state;
 mod tensors;
 
 use std::collections::HashMap;
@@ -28,6 +29,7 @@ use crate::handle::{Handle, RequestBuffers};
 use crate::norms::NormHistory;
 use crate::notices::{HubNotice, Notices};
 use crate::options::{Options, deadline};
+use crate::program_state::ProgramStateClaims;
 use crate::region_request::RegionRequest;
 use crate::scope::Scope;
 use crate::statistics::{Counters, Statistics};
@@ -57,6 +59,8 @@ pub(crate) struct Shared {
     pub(crate) resumed_step: Option<u32>,
     pub(crate) has_checkpoints: bool,
     pub(crate) rewind_every: Option<u32>,
+    /// The largest number of bytes of a program state; 0 if none can be saved.
+    pub(crate) program_state_bytes: u32,
     pub(crate) imbalance: Imbalance,
     pub(crate) book: InformationBook,
     /// The layers whose factors go to a hub.
@@ -68,6 +72,7 @@ pub(crate) struct Shared {
     pub(crate) counters: Counters,
     pub(crate) notices: Notices,
     pub(crate) norms: NormHistory,
+    pub(crate) program_states: ProgramStateClaims,
 }
 
 impl Job {

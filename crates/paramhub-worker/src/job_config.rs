@@ -17,6 +17,7 @@ use paramhub_core::combinations::{Feature, Features};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::liveness::LivenessRules;
 use paramhub_core::placement::{HubShape, Placement, RouteId};
+use paramhub_core::program_states::payload_bytes_max;
 use paramhub_core::requests::Requests;
 use paramhub_core::resuming::{ResumeNotices, Retunes};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
@@ -38,6 +39,7 @@ use crate::loss_report::LossReporter;
 use crate::norms::NormHistory;
 use crate::notices::Notices;
 use crate::options::{Options, ParameterSharing, Transport, deadline};
+use crate::program_state::ProgramStateClaims;
 use crate::requests_in_flight::RequestsInFlight;
 use crate::resume::{Redialler, StreamEndpoint, StreamEventSender};
 use crate::staging::Staging;
@@ -166,11 +168,13 @@ impl JobConfig {
             resumed_step: self.resumed_step,
             has_checkpoints: self.job_options.checkpoint_every.is_some(),
             rewind_every: self.job_options.rewinds().then_some(self.job_options.rewind_every),
+            program_state_bytes: self.job_options.program_state_bytes,
             arena: arena.clone(),
             inbox: JobInbox::new(waker.clone(), RETUNES_MAX),
             counters: Counters::default(),
             notices: Notices::default(),
             norms: NormHistory::default(),
+            program_states: ProgramStateClaims::default(),
         });
         if let Some(step) = shared.resumed_step.filter(|_| shared.settings.is_two_phase()) {
             // Nothing was initialised yet, and nothing else will be.
@@ -393,9 +397,11 @@ impl JobConfig {
         Ok(WorkerArena { own: Arena::new(Arc::new(segment)), layout: Arc::new(layout), common: None })
     }
 
-    /// Bytes of the largest chunk that a hub sends: optimizer state takes the most bytes an element.
+    /// Bytes of the largest payload that a hub sends: a chunk of optimizer state, which takes the most bytes an element, or
+    /// a piece of a program state.
     fn chunk_bytes_max(&self, map: &ChunkMap) -> usize {
-        State::bytes(map.chunk_elements()) as usize
+        let chunk = State::bytes(map.chunk_elements()) as usize;
+        chunk.max(payload_bytes_max(self.settings.chunk_bytes, self.job_options.program_state_bytes))
     }
 
     /// Bytes of the largest payload that is converted before it is sent; 0 if none is.

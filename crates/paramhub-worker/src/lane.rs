@@ -1,4 +1,5 @@
-//! One stream's sending side: control frames first, then chunks, the most urgent first.
+//! One stream's sending side: control frames first, then chunks, the most urgent first, with a piece of a program state
+//! between them.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -8,6 +9,7 @@ use std::time::Instant;
 use paramhub_core::chunk::Extent;
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::placement::RouteId;
+use paramhub_core::program_states::StateInPieces;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::requests::{ExpectedAnswer, PieceId};
 use paramhub_core::wire::{Header, Operation, Release, State};
@@ -20,8 +22,8 @@ use crate::staging::{PLACES, Staging};
 /// The most frames of one write. Chunks of 32 KB reach WRITE_BYTES_MAX before.
 const BATCH_FRAMES: usize = 32;
 /// The maximum of waiting control frames: every change of hyperparameters that the inbox lets through, a
-/// release, a heartbeat and a Leave message.
-const CONTROL_MAX: usize = RETUNES_MAX + 3;
+/// release, a heartbeat, a request for a program state and a Leave message.
+const CONTROL_MAX: usize = RETUNES_MAX + 4;
 
 /// One end of a stream: its connection, and what is being sent and received.
 pub(crate) struct Lane {
@@ -34,6 +36,8 @@ pub(crate) struct Lane {
     control: VecDeque<ControlFrame>,
     /// The chunk whose frame has begun to leave and must be finished first.
     begun: Option<ChunkFrame>,
+    /// The program state that is being sent.
+    program_state: Option<SendingState>,
     /// The answer whose frame has begun to come.
     pub(crate) begun_answer: Option<ExpectedAnswer>,
     batch: Vec<BatchItem>,
@@ -85,12 +89,28 @@ pub(crate) enum ControlFrame {
         step: u32,
         wire: [u8; Release::BYTES],
     },
+    /// Asks for the program state of a step.
+    PullProgramState {
+        step: u32,
+    },
 }
 
 /// One frame of a batch. Control frames come in the order of their queue.
 enum BatchItem {
     Control,
     Chunk(ChunkFrame),
+    /// The piece of the program state with this number.
+    StatePiece(u32),
+}
+
+/// A program state of which some pieces have not left.
+struct SendingState {
+    state: Arc<StateInPieces>,
+    /// The next piece to leave, and the one after the last.
+    next: u32,
+    end: u32,
+    /// Whether a part of the next piece has left, so that the rest must follow first.
+    has_begun: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -121,6 +141,7 @@ impl Lane {
             ready: ReadySet::new(slots),
             control: VecDeque::with_capacity(CONTROL_MAX),
             begun: None,
+            program_state: None,
             begun_answer: None,
             batch: Vec::with_capacity(BATCH_FRAMES),
             staging,
@@ -146,6 +167,13 @@ impl Lane {
         self.control.push_back(control);
     }
 
+    /// Sends a program state, a piece with each write, and more where chunks leave room.
+    pub(crate) fn send_program_state(&mut self, state: Arc<StateInPieces>) {
+        debug_assert!(self.program_state.is_none(), "one state is saved at a time");
+        let end = state.pieces();
+        self.program_state = Some(SendingState { state, next: 0, end, has_begun: false });
+    }
+
     /// Whether another change of hyperparameters may be queued.
     pub(crate) fn has_room_for_retune(&self) -> bool {
         self.control.len() < RETUNES_MAX
@@ -163,6 +191,7 @@ impl Lane {
             && (self.begun.is_some()
                 || !self.control.is_empty()
                 || !self.ready.is_empty()
+                || self.program_state.is_some()
                 || self.stream.has_unsent())
     }
 
@@ -172,17 +201,18 @@ impl Lane {
     }
 
     /// Forgets how much of its frames a broken stream has sent. The caller queues all changes of
-    /// hyperparameters again, and a Leave message after them.
+    /// hyperparameters again, what is under way of program states, and a Leave message after them.
     pub(crate) fn requeue_begun_chunks(&mut self) {
         // A write that failed leaves its frames in the batch.
         let gathered = self.batch.drain(..).filter_map(|item| match item {
             BatchItem::Chunk(chunk) => Some(chunk),
-            BatchItem::Control => None,
+            BatchItem::Control | BatchItem::StatePiece(_) => None,
         });
         for chunk in gathered.chain(self.begun.take()) {
             self.ready.insert(chunk.slot);
         }
         self.control.clear();
+        self.program_state = None;
     }
 
     /// Whether nothing more is to be sent and the sending side is still open.
@@ -235,9 +265,13 @@ impl Lane {
         self.begun_answer = None;
     }
 
-    /// Forgets the chunks that have not begun to leave.
+    /// Forgets the chunks, and the pieces of a program state, that have not begun to leave.
     pub(crate) fn forget_chunks(&mut self) {
         while self.ready.pop_first().is_some() {}
+        self.program_state = self.program_state.take().filter(|sending| sending.has_begun);
+        if let Some(sending) = &mut self.program_state {
+            sending.end = sending.next + 1;
+        }
     }
 
     /// Sends until nothing is left, the hub takes no more, or about `budget` bytes have left. Returns the
@@ -271,9 +305,15 @@ impl Lane {
         let mut next_place = begun.and_then(|chunk| chunk.place).map_or(0, |place| (place + 1) % PLACES);
         let mut places = PLACES - usize::from(begun.is_some_and(|chunk| chunk.place.is_some()));
         self.batch.extend(begun.map(BatchItem::Chunk));
+        let mut bytes = 0;
+        let has_begun = self.program_state.as_ref().is_some_and(|sending| sending.has_begun);
+        let mut pieces = if has_begun { self.gather_state_piece(0, &mut bytes) } else { 0 };
         let control = self.control.len().min(BATCH_FRAMES - self.batch.len());
         self.batch.extend(std::iter::repeat_with(|| BatchItem::Control).take(control));
-        let mut bytes = 0;
+        // One goes before the chunks, so that it leaves although there are always some.
+        if pieces == 0 && self.batch.len() < BATCH_FRAMES {
+            pieces = self.gather_state_piece(0, &mut bytes);
+        }
         while self.batch.len() < BATCH_FRAMES && bytes < WRITE_BYTES_MAX && places > 0 {
             let Some(slot) = self.ready.pop_first() else { break };
             let chunk = in_flight.placement.chunks(self.route)[slot as usize];
@@ -322,6 +362,26 @@ impl Lane {
             bytes += if self.stream.is_shm() && of_tensor { 0 } else { header.length as usize };
             self.batch.push(BatchItem::Chunk(ChunkFrame { slot, header, extent, place, piece: None }));
         }
+        while self.batch.len() < BATCH_FRAMES && bytes < WRITE_BYTES_MAX {
+            let gathered = self.gather_state_piece(pieces, &mut bytes);
+            if gathered == 0 {
+                break;
+            }
+            pieces += gathered;
+        }
+    }
+
+    /// Adds the piece of the program state that follows so many in the batch, if there is one, and returns how many pieces
+    /// it has added.
+    fn gather_state_piece(&mut self, pieces: u32, bytes: &mut usize) -> u32 {
+        let Some(sending) = &self.program_state else { return 0 };
+        let number = sending.next + pieces;
+        if number >= sending.end {
+            return 0;
+        }
+        *bytes += sending.state.piece(number).1.len();
+        self.batch.push(BatchItem::StatePiece(number));
+        1
     }
 
     /// Stages the next piece of a layer's factors at this place, if one is left.
@@ -349,6 +409,11 @@ impl Lane {
         for (frame, item) in frames.iter_mut().zip(&self.batch) {
             *frame = match item {
                 BatchItem::Control => control.next().expect("gathered from the queue").outgoing(),
+                BatchItem::StatePiece(number) => {
+                    let sending = self.program_state.as_ref().expect("gathered from there");
+                    let (header, payload) = sending.state.piece(*number);
+                    Outgoing { header, payload }
+                }
                 BatchItem::Chunk(chunk) => {
                     let (header, length) = (chunk.header, chunk.header.length as usize);
                     let payload = match chunk.place {
@@ -375,6 +440,18 @@ impl Lane {
             match item {
                 BatchItem::Control if index < frames => drop(self.control.pop_front()),
                 BatchItem::Control => {}
+                BatchItem::StatePiece(_) => {
+                    let sending = self.program_state.as_mut().expect("gathered from there");
+                    if index < frames {
+                        sending.next += 1;
+                        sending.has_begun = false;
+                    } else if broken_off == Some(index) {
+                        sending.has_begun = true;
+                    }
+                    if sending.next == sending.state.pieces() {
+                        in_flight.program_states.save_left();
+                    }
+                }
                 // Only now: no valid answer can come to a frame that has not left whole.
                 BatchItem::Chunk(chunk) if index < frames => match chunk.piece {
                     Some(piece) => in_flight.requests.piece_sent(piece),
@@ -389,6 +466,7 @@ impl Lane {
                 }
             }
         }
+        self.program_state = self.program_state.take().filter(|sending| sending.next < sending.end);
     }
 }
 
@@ -409,6 +487,10 @@ impl ControlFrame {
                     ..Header::bare(Operation::Retune)
                 };
                 Outgoing { header, payload: wire }
+            }
+            ControlFrame::PullProgramState { step } => {
+                let header = Header { step: *step, ..Header::bare(Operation::PullProgramState) };
+                Outgoing { header, payload: &[] }
             }
             ControlFrame::Release { step, wire } => {
                 let length = Release::BYTES as u32;

@@ -51,6 +51,7 @@ mod membership;
 mod norms;
 mod notices;
 mod options;
+mod program_state;
 mod quantisation;
 mod region_request;
 mod requests_in_flight;

@@ -18,6 +18,7 @@ use crate::error::WorkerError;
 use crate::handle::Ticket;
 use crate::job::Shared;
 use crate::norms::NormStatus;
+use crate::program_state::ProgramStatesInFlight;
 use crate::quantisation::QuantisationState;
 
 /// Everything about the job's requests that does not belong to one stream.
@@ -41,6 +42,8 @@ pub(crate) struct RequestsInFlight {
     norms: Option<Norms>,
     /// The requests that wait for a norm, each with the step that it wants the norm of.
     norm_waits: Vec<(u32, Ticket)>,
+    /// The requests for program states.
+    pub(crate) program_states: ProgramStatesInFlight,
     /// The step that is to be released on every stream, with the factor that its gradient is multiplied by.
     release: Option<(u32, f32)>,
     /// Bytes of whole frames that were received and are not in the counters yet.
@@ -80,6 +83,7 @@ impl RequestsInFlight {
             underway: 0,
             norms: settings.is_two_phase().then(|| Norms::new(lanes)),
             norm_waits: Vec::new(),
+            program_states: ProgramStatesInFlight::new(shared.program_state_bytes),
             release: None,
             uncounted_bytes: 0,
             exact: vec![0.0; exact_elements],
@@ -333,6 +337,7 @@ impl RequestsInFlight {
         for (_, ticket) in std::mem::take(&mut self.norm_waits) {
             let _ = ticket.finish(Err(error.clone()));
         }
+        self.program_states.fail_all(&self.shared.program_states, error);
     }
 
     /// Ends a key's request, if it has one. Fails with a callback's panic.

@@ -120,6 +120,7 @@ fn options(section: &RunSection) -> JobOptions {
         min_workers: section.min_workers,
         rewind_every: section.rewind_every,
         linger_s: section.linger_s,
+        program_state_bytes: section.program_state_bytes,
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,
         checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),

@@ -108,6 +108,7 @@ impl JobOptions {
             (Feature::MinWorkers, self.min_workers != JobOptions::default().min_workers),
             (Feature::RewindEvery, self.rewind_every != JobOptions::default().rewind_every),
             (Feature::Linger, self.linger_s != JobOptions::default().linger_s),
+            (Feature::SavesProgramStates, self.program_state_bytes > 0),
             (Feature::EncryptedStreams, self.encrypt),
             (Feature::ProgressTimeout, self.progress_timeout_s.is_some()),
             (Feature::Weight, self.weight != JobOptions::default().weight),

@@ -73,6 +73,7 @@ features! {
     MinWorkers, "min-workers", "`min_workers`";
     RewindEvery, "rewind-every", "`rewind_every`";
     Linger, "linger", "`linger`";
+    SavesProgramStates, "saves-program-states", "`program_state_bytes`";
     EncryptedStreams, "encrypted-streams", "`encrypt`";
     ProgressTimeout, "progress-timeout", "`progress_timeout`";
     Weight, "weight", "`weight`";

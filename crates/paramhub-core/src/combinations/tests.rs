@@ -164,6 +164,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     let outlives = JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..usual };
     let late = JobOptions { stragglers: Stragglers::Backup(1), ..usual };
     let encrypted = JobOptions { encrypt: true, ..usual };
+    let saves = JobOptions { program_state_bytes: 1, ..usual };
     let every = |text: &str| JobOptions { checkpoint_every: Some(text.parse::<Every>().unwrap()), ..usual };
     let resumes = JobOptions { resume: Some(Resume::Latest), ..usual };
     let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..settings() };
@@ -178,7 +179,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         let job = job(settings.clone(), options, composition);
         check_job(&job, &Plan::new(settings, &job.cluster))
     };
-    for options in [usual, continues, late, outlives, encrypted, every("30s"), every("5"), resumes] {
+    for options in [usual, continues, late, outlives, encrypted, saves, every("30s"), every("5"), resumes] {
         assert_eq!(conflict(&settings(), options, flat()), Ok(()));
     }
     for settings in
@@ -198,6 +199,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         (&quantised, usual, racks()),
         (&settings(), continues, racks()),
         (&settings(), late, racks()),
+        (&settings(), saves, racks()),
         (&stale, continues, flat()),
         (&clipped, continues, flat()),
         (&stale, late, flat()),

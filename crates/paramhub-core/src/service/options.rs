@@ -60,6 +60,10 @@ pub struct JobOptions {
     /// workers than it needs for a step, 1 to 604,800; it fails after that.
     #[serde(skip_serializing_if = "is_default_linger")]
     pub linger_s: f64,
+    /// The largest number of bytes of a program state, 0 to 67,108,864. Of each rank a hub keeps the two newest states
+    /// that the rank saves. With 0 none can be saved.
+    #[serde(skip_serializing_if = "is_default")]
+    pub program_state_bytes: u32,
     /// Encrypts the streams between hosts: those of workers to hubs, of hubs to one another, and of meshes. Hubs can
     /// demand it of all jobs.
     #[serde(skip_serializing_if = "is_default")]
@@ -245,6 +249,7 @@ impl Default for JobOptions {
             min_workers: 1,
             rewind_every: 1,
             linger_s: LINGER_S,
+            program_state_bytes: 0,
             stragglers: Stragglers::default(),
             progress_timeout_s: None,
             checkpoint_every: None,

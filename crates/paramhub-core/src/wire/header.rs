@@ -14,7 +14,7 @@ use thiserror::Error;
 use crate::chunk::ChunkId;
 use crate::codec::Codec;
 use crate::limits::{CHUNK_BYTES_MAX, CONTROL_BYTES_MAX};
-use crate::wire::{FACTORS_HEAD_BYTES, Norm, Release, STATE_HEAD_BYTES};
+use crate::wire::{FACTORS_HEAD_BYTES, Norm, PROGRAM_STATE_HEAD_BYTES, Release, STATE_HEAD_BYTES};
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 16;
@@ -48,6 +48,11 @@ pub enum Operation {
     /// Worker to hub: a piece of its factors of the layer whose weight begins with `chunk`. The hub answers
     /// the last piece with `Parameters` for every chunk of the layer.
     Factors = 11,
+    /// Worker to hub: a piece of the worker's program state of `step`, from byte `chunk` on. The hub answers the last
+    /// piece with `ProgramStateSaved`.
+    SaveProgramState = 12,
+    /// Worker to hub, no payload: asks for the worker's program state of `step`. The hub answers `ProgramState`.
+    PullProgramState = 13,
     /// Hub to worker: parameters of version `step`.
     Parameters = 16,
     /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version that
@@ -65,13 +70,17 @@ pub enum Operation {
     Norm = 21,
     /// Hub to a hub below: the sum of all workers' gradients, in f32; `step` is the version that it makes.
     Total = 22,
+    /// Hub to worker, no payload: the hub has the whole program state of `step`.
+    ProgramStateSaved = 23,
+    /// Hub to worker: a piece of the worker's program state of `step`, from byte `chunk` on.
+    ProgramState = 24,
     /// Hub to worker: all workers go back to an earlier step, and join anew; the connection closes after the frame. The
     /// payload is that of a `Notice`.
     Rewound = 25,
 }
 
 impl Operation {
-    const ALL: [Operation; 19] = [
+    const ALL: [Operation; 23] = [
         Operation::Push,
         Operation::Pull,
         Operation::PushPull,
@@ -83,6 +92,8 @@ impl Operation {
         Operation::InitialiseState,
         Operation::Release,
         Operation::Factors,
+        Operation::SaveProgramState,
+        Operation::PullProgramState,
         Operation::Parameters,
         Operation::Applied,
         Operation::Failure,
@@ -90,6 +101,8 @@ impl Operation {
         Operation::State,
         Operation::Norm,
         Operation::Total,
+        Operation::ProgramStateSaved,
+        Operation::ProgramState,
         Operation::Rewound,
     ];
 
@@ -108,6 +121,9 @@ impl Operation {
             | Operation::Total => CHUNK_BYTES_MAX,
             Operation::InitialiseState | Operation::State => CHUNK_BYTES_MAX + STATE_HEAD_BYTES as u32,
             Operation::Factors => CHUNK_BYTES_MAX + FACTORS_HEAD_BYTES as u32,
+            Operation::SaveProgramState | Operation::ProgramState => {
+                CHUNK_BYTES_MAX + PROGRAM_STATE_HEAD_BYTES as u32
+            }
             Operation::Retune | Operation::Failure | Operation::Notice | Operation::Rewound => {
                 CONTROL_BYTES_MAX
             }
@@ -117,13 +133,15 @@ impl Operation {
             | Operation::PullState
             | Operation::Leave
             | Operation::Heartbeat
+            | Operation::PullProgramState
+            | Operation::ProgramStateSaved
             | Operation::Applied => 0,
         }
     }
 
     /// Returns whether the payload is a chunk of a tensor. On a stream with an arena such payloads are in the
-    /// arena and do not follow their headers. Optimizer state moves at checkpoints only, and factors are few,
-    /// so these have no place in an arena and always follow.
+    /// arena and do not follow their headers. Optimizer state moves at checkpoints only, and factors and
+    /// program states are few, so these have no place in an arena and always follow.
     pub const fn carries_tensor(self) -> bool {
         matches!(self, Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters)
     }
@@ -149,7 +167,11 @@ impl Operation {
             | Operation::Failure
             | Operation::Notice
             | Operation::Rewound
-            | Operation::Norm => false,
+            | Operation::Norm
+            | Operation::SaveProgramState
+            | Operation::PullProgramState
+            | Operation::ProgramStateSaved
+            | Operation::ProgramState => false,
         }
     }
 
@@ -163,7 +185,9 @@ impl Operation {
             | Operation::Rewound
             | Operation::State
             | Operation::Norm
-            | Operation::Total => Direction::ToWorker,
+            | Operation::Total
+            | Operation::ProgramStateSaved
+            | Operation::ProgramState => Direction::ToWorker,
             _ => Direction::ToHub,
         }
     }
@@ -187,7 +211,7 @@ pub struct Header {
     pub operation: Operation,
     /// Encoding of a tensor payload; `F32` where there is none.
     pub codec: Codec,
-    /// The chunk that the frame is about, or the group; 0 if there is none.
+    /// The chunk that the frame is about, the group, or the place of a piece in a program state; 0 if there is none.
     pub chunk: ChunkId,
     /// The step of the frame, or the slot of optimizer state; 0 if there is none.
     pub step: u32,

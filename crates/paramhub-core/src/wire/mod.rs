@@ -5,6 +5,7 @@ mod factors;
 mod handshake;
 mod header;
 mod phases;
+mod program_state;
 mod state;
 
 pub use control::{Failure, Notice, Retune};
@@ -16,4 +17,5 @@ pub use handshake::{
 };
 pub use header::{Direction, FrameError, HEADER_BYTES, Header, Operation};
 pub use phases::{Norm, Release};
+pub use program_state::{PROGRAM_STATE_HEAD_BYTES, ProgramState};
 pub use state::{STATE_HEAD_BYTES, State};

@@ -5,6 +5,7 @@
 //! A module of its own because three programs run it: libFuzzer (`fuzz/fuzz_targets/hub_core.rs`), the example `exercise`
 //! and a seeded test of this crate.
 
+mod program_states;
 mod sums;
 mod worker;
 
@@ -30,6 +31,7 @@ use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings};
 use paramhub_transport::{Connection, Scratch, ShmStream, Stream, TcpStream};
 use paramhub_trust::{Cipher, StreamKeys};
 
+use program_states::RankStates;
 use sums::ChunkSums;
 use worker::{Inbox, Worker};
 
@@ -141,6 +143,7 @@ impl FuzzJob {
         let plan = ShardPlan {
             namespace: Namespace(namespace),
             continues: true,
+            program_state_bytes: program_states::BYTES_MAX,
             // A slow machine must not cost a worker.
             dead_after: Duration::from_secs(3600),
             ..plan
@@ -196,6 +199,7 @@ impl FuzzJob {
                 arena,
                 to_send: VecDeque::new(),
                 asked: vec![None; chunks],
+                program_states: RankStates::default(),
                 steps: vec![0; chunks],
                 has_left: false,
                 is_gone: false,
@@ -297,6 +301,8 @@ impl FuzzJob {
             14 => match random()? {
                 0..8 if self.may_end(random)? => self.corrupt(rank, random)?,
                 8..16 if self.may_end(random)? => self.leave(rank),
+                16..80 => self.save_program_state(rank, random()?),
+                80..144 => self.pull_program_state(rank, random()?),
                 _ => self.send(rank, Header::bare(Operation::Heartbeat), Rc::default()),
             },
             _ => match random()? {
@@ -405,6 +411,11 @@ impl FuzzJob {
                     Failure::decode(&payload.expect("it does not lie in an arena"))
                 );
             }
+            if !self.is_invalid && RankStates::is_answer(header.operation) {
+                let payload = payload.expect("it does not lie in an arena");
+                self.accepted += u64::from(worker.program_states.take(&header, &payload));
+                continue;
+            }
             if header.operation != Operation::Parameters || self.is_invalid {
                 continue;
             }
@@ -451,6 +462,7 @@ impl FuzzJob {
             older.into_iter().for_each(|(_, adopt)| hub.handle.send(adopt));
             worker.retired.push(std::mem::replace(&mut worker.stream, stream));
             worker.to_send = worker.asked.iter().flatten().cloned().collect();
+            worker.to_send.extend(worker.program_states.resend());
             if worker.has_left {
                 worker.to_send.push_back((Header::bare(Operation::Leave), Rc::default()));
             }
@@ -460,7 +472,7 @@ impl FuzzJob {
 
     /// Sends a frame of any kind.
     fn corrupt(&mut self, rank: usize, random: &mut impl FnMut() -> Option<u8>) -> Option<()> {
-        const OPERATIONS: [Operation; 11] = [
+        const OPERATIONS: [Operation; 13] = [
             Operation::Push,
             Operation::PushPull,
             Operation::Pull,
@@ -470,6 +482,8 @@ impl FuzzJob {
             Operation::Retune,
             Operation::Release,
             Operation::Factors,
+            Operation::SaveProgramState,
+            Operation::PullProgramState,
             Operation::Leave,
             Operation::Failure,
         ];

@@ -7,6 +7,7 @@ use paramhub_core::composition::Neighbour;
 use paramhub_core::exchange::{Awaited, LostBeforeStart, ProtocolViolation};
 use paramhub_core::job_control::FaultCause;
 use paramhub_core::ports::Side;
+use paramhub_core::program_states::ProgramStateViolation;
 use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Failure, Operation};
 use thiserror::Error;
@@ -56,6 +57,16 @@ pub(crate) enum Fault {
     NonFiniteBlock { key: String, element: u64, codec: Codec },
     #[error("sent hyperparameters of group {group} that cannot be used: {reason}")]
     Retune { group: u32, reason: String },
+    #[error(
+        "sent {0:?}, but no program state can be saved in this job: create it with `program_state_bytes`"
+    )]
+    NoProgramStates(Operation),
+    #[error("sent {0:?} on a stream for no program states: they go by the first route that carries chunks")]
+    ProgramStateElsewhere(Operation),
+    #[error("sent {got} bytes as a piece of a program state, which has 4 to {most}")]
+    ProgramStatePiece { got: u32, most: u32 },
+    #[error("broke the rules of program states: {0}")]
+    ProgramState(ProgramStateViolation),
     #[error("sent {0:?} after it had left")]
     AfterLeave(Operation),
     #[error("sent something that is no frame: {0}")]

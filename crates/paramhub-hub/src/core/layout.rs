@@ -103,7 +103,7 @@ pub(super) struct Layout {
     pub(super) quantised_elements: usize,
     /// The bytes of the answers of these chunks.
     pub(super) answer_bytes: usize,
-    /// The largest payload: a chunk of optimizer state with its head.
+    /// The largest payload: a chunk of optimizer state, or a piece of a program state, with its head.
     pub(super) payload_bytes_max: usize,
     pub(super) rules: Rules,
     /// The layers whose factors come to this route, most urgent first.
@@ -183,7 +183,8 @@ impl Layout {
                 .iter()
                 .map(|slot| State::bytes(slot.elements) as usize)
                 .max()
-                .unwrap_or(0),
+                .unwrap_or(0)
+                .max(plan.program_state_payload_bytes_max()),
             rules: Rules {
                 workers: plan.workers(),
                 members: plan.ports.members(),

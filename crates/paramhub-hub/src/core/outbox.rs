@@ -7,14 +7,15 @@ use paramhub_core::ready_set::ReadySet;
 use paramhub_core::wire::{Header, Norm, Operation};
 
 /// Answers and messages for one worker, most urgent first: messages, the norm, then acknowledgements, then
-/// parameters by slot, then optimizer state. For another site: messages, the initial state of chunks, then
+/// parameters by slot, then optimizer state, then a program state. For another site: messages, the initial state of chunks, then
 /// sums, up or down, by slot.
 ///
 /// It holds no parameters: they leave straight from the model. Only if the model is about to change under a
 /// frame that has begun to leave, that one chunk is copied into `spill`. So no worker ever receives a chunk
 /// torn between two steps, and a frame that has not begun leaves with the newest values. Optimizer state is
 /// stored in another form than it travels in; it is copied there whenever it is about to leave, one chunk at
-/// a time.
+/// a time. Pieces of program states leave from there as well; the shard's
+/// [`ProgramStates`](paramhub_core::program_states::ProgramStates) know which is due.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     pub(crate) parameters: ReadySet,
@@ -77,6 +78,10 @@ pub(crate) enum NextFrame {
     /// A part of a chunk's initial state and parameters, for another site.
     Start(u32, u8),
     Answer(u32, Answer),
+    /// The answer to a program state that was saved.
+    ProgramStateSaved,
+    /// The next piece of a program state.
+    ProgramState,
 }
 
 /// Messages that an outbox keeps besides two changes of each group's hyperparameters. A peer that does not

@@ -11,6 +11,7 @@ mod memory;
 mod model;
 mod outgoing;
 mod payload;
+mod program_states;
 mod rewind;
 mod sending;
 mod start;
@@ -24,6 +25,7 @@ use paramhub_core::exchange::{Answer, Exchange, LeftWhileAwaited, ProtocolViolat
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
 use paramhub_core::ports::Side;
+use paramhub_core::program_states::ProgramStates;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
 use paramhub_core::wire::Operation;
@@ -65,6 +67,7 @@ pub(crate) struct Shard {
     arenas: Arenas,
     quantised: Quantised,
     factors: FactorLayers,
+    program_states: ProgramStates,
     outboxes: Vec<Outbox>,
     /// The ports whose outbox has something new.
     dirty: ReadySet,
@@ -120,6 +123,7 @@ impl Shard {
             arenas: Arenas::new(plan.ports.workers()),
             quantised: Quantised::new(&layout, plan.ports.workers())?,
             factors: FactorLayers::new(&plan, &layout)?,
+            program_states: plan.program_states(),
             outboxes: (0..plan.ports.len())
                 .map(|_| Outbox::new(slots, layout.payload_bytes_max, plan.groups.len()))
                 .collect(),
@@ -187,6 +191,7 @@ impl Shard {
         self.exchange.resume(worker);
         self.quantised.forget(worker);
         self.factors.resume(worker);
+        self.program_states.cut(worker);
         self.outboxes[worker as usize].start_again();
         self.counters.streams_moved += 1;
     }
@@ -249,6 +254,8 @@ impl Shard {
             Operation::InitialiseState => self.initialise_state(port, checked, payload.here()),
             Operation::Retune => self.retune(port, header, payload.here()),
             Operation::Release => self.release(port, header.step, payload.here()),
+            Operation::SaveProgramState => self.save_program_state(port, header, payload.here()),
+            Operation::PullProgramState => self.pull_program_state(port, header.step),
             Operation::Leave if self.has_left(port) => Ok(()),
             Operation::Leave => self.leave(port),
             Operation::Total => self.lower(checked, payload.here()),

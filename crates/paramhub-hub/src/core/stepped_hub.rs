@@ -52,6 +52,7 @@ pub(crate) fn plan_with(
         stragglers,
         quorum: stragglers.quorum(workers),
         rewind_every: None,
+        program_state_bytes: 0,
         progress_timeout: None,
         weight: 1,
         encrypts: false,

@@ -10,7 +10,7 @@ use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::job_control::{JobTerms, RouteTerms};
-use paramhub_core::limits::{STATE_SLOTS_MAX, WEIGHT_MAX};
+use paramhub_core::limits::{PROGRAM_STATE_BYTES_MAX, STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Route, RouteId};
 use paramhub_core::ports::Ports;
 use paramhub_core::scheme::Plan;
@@ -219,6 +219,7 @@ impl PlacedChunks {
                 stragglers: job_plan.options.stragglers,
                 quorum: job_plan.options.quorum(job_plan.composition.workers()),
                 rewind_every: job_plan.options.rewinds().then_some(job_plan.options.rewind_every),
+                program_state_bytes: job_plan.options.program_state_bytes.min(PROGRAM_STATE_BYTES_MAX),
                 progress_timeout: timeouts.progress_timeout,
                 weight: weight(job_plan),
                 encrypts: job_plan.options.encrypt,

@@ -185,6 +185,13 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         let refused = refusal(JobOptions { min_workers, ..outlives }).unwrap().to_string();
         assert!(refused.ends_with("set min_workers to 1 to 4"), "{refused}");
     }
+    let saves = |program_state_bytes| JobOptions { program_state_bytes, ..usual };
+    assert_eq!(refusal(saves(64 << 20)), None);
+    let refused = refusal(saves((64 << 20) + 1)).unwrap().to_string();
+    assert!(
+        refused.ends_with("program_state_bytes of job `x` is 67108865: at most 67108864 are possible"),
+        "{refused}"
+    );
     let refused: Vec<String> = [
         JobOptions { optimize_at: OptimizeAt::Owner, reduction: Reduction::Flat, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..continues },

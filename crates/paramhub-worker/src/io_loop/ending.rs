@@ -22,7 +22,7 @@ struct JobProgress<'a> {
 
 impl Progress<WorkerError> for JobProgress<'_> {
     fn has_requests(&self) -> bool {
-        self.in_flight.underway() > 0
+        self.in_flight.underway() > 0 || self.in_flight.program_states.underway().next().is_some()
     }
 
     fn are_streams_closed(&self) -> bool {
@@ -178,6 +178,8 @@ impl RequestsInFlight {
         if self.underway() > names.len() {
             names.push(format!("{} more", self.underway() - names.len()));
         }
+        let states = self.program_states.underway();
+        names.extend(states.map(|step| format!("the program state of step {step}")));
         WorkerError::LeftEarly { who: self.shared.who.clone(), keys: names.join(", ").into() }
     }
 }

@@ -152,6 +152,11 @@ impl IoLoop {
         lane.replace_stream(resumed, retunes, now);
         let slots = self.in_flight.requests.resend_route(&self.in_flight.placement, lane.route);
         slots.into_iter().for_each(|slot| lane.mark_ready(slot));
+        if self.in_flight.placement.program_state_route() == Some(lane.route) {
+            let (save, pull) = self.in_flight.program_states.resend();
+            save.into_iter().for_each(|state| lane.send_program_state(state));
+            pull.into_iter().for_each(|step| lane.requeue(ControlFrame::PullProgramState { step }));
+        }
         if leaves {
             lane.requeue(ControlFrame::Leave);
         }

@@ -5,3 +5,4 @@ mod exchange;
 mod failures;
 mod handshake;
 mod hub;
+mod program_states;

@@ -33,6 +33,7 @@ mod meet;
 mod numerics;
 mod offences;
 mod panics;
+mod program_states;
 mod quantised;
 mod raw;
 mod reproducible;

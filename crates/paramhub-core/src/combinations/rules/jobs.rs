@@ -11,9 +11,9 @@ use crate::combinations::Feature::{
     LayerWithoutFactors, Linger, MaxRestarts, MinWorkers, NoCheckpointFolder, NoFullyConnectedLayer, NoHubs,
     NoMatrix, NoOptimizer, NoPeerAddress, NoRewind, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout,
     PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite,
-    Reproducible, Resume, RewindEvery, Rewinds, RunningHub, SeveralHubs, SeveralSites, SharedMemory,
-    SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
-    WholeChunkOptimizer,
+    Reproducible, Resume, RewindEvery, Rewinds, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites,
+    SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs,
+    Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -239,6 +239,14 @@ pub(super) const SITES: &[Rule] = &[
         verdict: Refused,
         why: "the sum of a rack or a host would come late as a whole",
         remedy: "use `stragglers = wait`, or the reduction flat",
+        callers: &[InitService],
+    },
+    Rule {
+        these: &[SeveralSites],
+        those: &[SavesProgramStates],
+        verdict: Refused,
+        why: "one hub keeps the program states of all ranks, and no hub has streams of all of them",
+        remedy: "use the reduction flat, or leave `program_state_bytes` out",
         callers: &[InitService],
     },
     Rule {
@@ -619,6 +627,7 @@ pub(super) const NO_HUBS: &[Rule] = &[
             LateLeftOut,
             ContinuesWithoutWorkers,
             Rewinds,
+            SavesProgramStates,
             ProgressTimeout,
             FlatReduction,
             HierarchicalReduction,

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::rc::Rc;
 
+use super::program_states::RankStates;
 use paramhub_core::wire::Header;
 use paramhub_transport::shm::Segment;
 use paramhub_transport::{Connection, FrameSink, Landing, Outgoing, Stream};
@@ -20,6 +21,7 @@ pub(super) struct Worker {
     /// The request for each chunk that was not answered.
     pub(super) asked: Vec<Option<(Header, Rc<[u8]>)>>,
     pub(super) steps: Vec<u32>,
+    pub(super) program_states: RankStates,
     /// `true` if it has sent Leave, or is about to.
     pub(super) has_left: bool,
     /// `true` if the core has received that Leave.

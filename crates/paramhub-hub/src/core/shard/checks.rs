@@ -50,6 +50,9 @@ impl Shard {
         if !may_come(side, header.operation) {
             return Err(Fault::NotFromThere(header.operation));
         }
+        if matches!(header.operation, Operation::SaveProgramState | Operation::PullProgramState) {
+            self.check_program_state(header)?;
+        }
         if !header.operation.is_about_a_chunk() {
             return Ok(None);
         }

@@ -13,6 +13,7 @@ impl Shard {
     pub(crate) fn lose(&mut self, worker: u32) -> Result<(), LostBeforeStart> {
         self.exchange.lose(worker)?;
         self.outboxes[worker as usize].start_again();
+        self.program_states.cut(worker);
         self.left[worker as usize] = true;
         self.look_for_steps_to_end();
         Ok(())

@@ -49,6 +49,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
         + deadlines
         + LatenessMonitor::memory_bytes(layout.slots.len())
         + snapshot
+        + plan.program_states_memory_bytes()
         + FactorLayers::memory_bytes(plan, &layout)
 }
 
@@ -118,6 +119,7 @@ impl Shard {
         for outbox in &mut self.outboxes {
             outbox.forget();
         }
+        (0..self.plan.ports.workers()).for_each(|worker| self.program_states.cut(worker));
         self.timing = UpdateTiming::WhenComplete;
         self.factors.stop();
         std::mem::replace(&mut self.arenas, Arenas::new(self.plan.ports.workers()))
@@ -142,6 +144,11 @@ impl Shard {
             *at += 1;
             left =
                 left.saturating_sub(slot.elements as usize * (1 + self.model.state_slots) * size_of::<f32>());
+        }
+        while left > 0
+            && let Some(bytes) = self.program_states.free_one()
+        {
+            left = left.saturating_sub(bytes);
         }
         if left == 0 {
             return true;

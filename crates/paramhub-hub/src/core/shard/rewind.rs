@@ -84,6 +84,7 @@ impl Shard {
             outbox.start_again();
             outbox.norm = None;
         }
+        (0..self.plan.ports.workers()).for_each(|worker| self.program_states.cut(worker));
         self.left.fill(true);
         self.rewind = Rewind::Awaited;
         Ok(())

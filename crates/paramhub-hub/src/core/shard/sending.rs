@@ -22,6 +22,8 @@ impl Shard {
     /// Returns whether a port has nothing left to send.
     pub(crate) fn has_sent_all(&self, port: u32) -> bool {
         self.outboxes[port as usize].is_empty()
+            && self.program_states.saved(port).is_none()
+            && self.program_states.next_piece(port).is_none()
     }
 
     /// The frame whose first bytes have left by a port and whose last bytes have not.
@@ -64,6 +66,9 @@ impl Shard {
             }
             return count;
         }
+        if self.program_states.saved(port).is_some() {
+            room = room && add(NextFrame::ProgramStateSaved);
+        }
         while room && let Some(slot) = outbox.applied.pop_first() {
             room = add(NextFrame::Answer(slot, Answer::Applied));
         }
@@ -84,6 +89,16 @@ impl Shard {
             && let Some(slot) = outbox.state.pop_first()
         {
             picks[count] = NextFrame::Answer(slot, self.stage_state(port, slot));
+            return count + 1;
+        }
+        // It leaves from the same buffer.
+        if room
+            && bytes < WRITE_BYTES_MAX
+            && self.outboxes[port as usize].may_spill()
+            && self.program_states.next_piece(port).is_some()
+        {
+            self.stage_program_state(port);
+            picks[count] = NextFrame::ProgramState;
             count += 1;
         }
         count
@@ -106,6 +121,8 @@ impl Shard {
                     (*header, &payload[..])
                 }
                 NextFrame::Start(slot, part) => self.start_frame(port, slot, part),
+                NextFrame::ProgramStateSaved => (self.saved_frame(port), &[][..]),
+                NextFrame::ProgramState => self.program_state_frame(port),
                 NextFrame::Answer(slot, answer) => self.answer(port, slot, answer),
             };
             *frame = Outgoing { header, payload };
@@ -164,6 +181,17 @@ impl Shard {
                     outbox.begun = unfinished(Source::Spill).or(outbox.begun);
                 }
                 NextFrame::Start(..) => {}
+                NextFrame::ProgramStateSaved if has_begun => {
+                    self.program_states.saved_begun(port);
+                    let outbox = &mut self.outboxes[port as usize];
+                    outbox.begun = unfinished(Source::Empty).or(outbox.begun);
+                }
+                NextFrame::ProgramState if has_begun => {
+                    self.program_states.piece_begun(port);
+                    let outbox = &mut self.outboxes[port as usize];
+                    outbox.begun = unfinished(Source::Spill).or(outbox.begun);
+                }
+                NextFrame::ProgramStateSaved | NextFrame::ProgramState => {}
                 NextFrame::Answer(slot, answer) if !has_begun => {
                     self.outboxes[port as usize].owe(slot, answer);
                 }
