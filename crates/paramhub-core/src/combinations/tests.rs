@@ -162,6 +162,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     let usual = JobOptions::default();
     let continues = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..usual };
     let outlives = JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..usual };
+    let rewinds = JobOptions { on_worker_loss: OnWorkerLoss::Rewind, ..usual };
     let late = JobOptions { stragglers: Stragglers::Backup(1), ..usual };
     let encrypted = JobOptions { encrypt: true, ..usual };
     let saves = JobOptions { program_state_bytes: 1, ..usual };
@@ -179,7 +180,9 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         let job = job(settings.clone(), options, composition);
         check_job(&job, &Plan::new(settings, &job.cluster))
     };
-    for options in [usual, continues, late, outlives, encrypted, saves, every("30s"), every("5"), resumes] {
+    for options in
+        [usual, continues, late, outlives, rewinds, encrypted, saves, every("30s"), every("5"), resumes]
+    {
         assert_eq!(conflict(&settings(), options, flat()), Ok(()));
     }
     for settings in
@@ -189,6 +192,9 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     }
     assert_eq!(conflict(&settings(), usual, racks()), Ok(()));
     assert_eq!(conflict(&by(Scheme::Factors), encrypted, flat()), Ok(()));
+    for settings in [&exact, &clipped] {
+        assert_eq!(conflict(settings, rewinds, flat()), Ok(()));
+    }
     let refused: Vec<String> = [
         (&by(Scheme::Factors), usual, racks()),
         (&by(Scheme::Factors), every("5"), flat()),
@@ -214,6 +220,11 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         (&exact, outlives, flat()),
         (&clipped, outlives, flat()),
         (&quantised, outlives, flat()),
+        (&by(Scheme::FactorsToHub), rewinds, flat()),
+        (&settings(), rewinds, racks()),
+        (&stale, rewinds, flat()),
+        (&mean, rewinds, flat()),
+        (&quantised, rewinds, flat()),
         (&mean, resumes, flat()),
         (&stale, every("5"), flat()),
         (&settings(), every("30s"), two_hubs),

@@ -116,7 +116,8 @@ fn live(ticket: &Ticket, rank: u32, settings: &Settings, deaths: &[u32]) -> Live
 
 fn run(ticket: &Ticket, settings: &Settings, deaths: [&[u32]; 3]) -> Vec<Lived> {
     std::thread::scope(|scope| {
-        let ranks = [0, 1, 2].map(|rank| scope.spawn(move || live(ticket, rank, settings, deaths[rank as usize])));
+        let ranks =
+            [0, 1, 2].map(|rank| scope.spawn(move || live(ticket, rank, settings, deaths[rank as usize])));
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -228,7 +229,9 @@ fn the_others_are_told_who_is_lost_and_what_becomes_of_the_job() {
     });
     assert_eq!(told.culprit(), Some(1));
     let text = told.to_string();
-    for part in ["goes back to an earlier step: rank 1 gave up", "when each of its 2 ranks has a process again"] {
+    for part in
+        ["goes back to an earlier step: rank 1 gave up", "when each of its 2 ranks has a process again"]
+    {
         assert!(text.contains(part), "{text}");
     }
     let status = cluster.await_end("told");

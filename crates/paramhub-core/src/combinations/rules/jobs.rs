@@ -372,7 +372,7 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         callers: &[CreateService],
     },
     Rule {
-        these: &[ContinuesWithoutWorkers],
+        these: &[ContinuesWithoutWorkers, Rewinds],
         those: &[ContinuesOverInterfaces],
         verdict: Refused,
         why: "a stream that ends is taken for the loss of its worker, and would not be waited for",
@@ -457,14 +457,6 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         verdict: Refused,
         why: "a repeated step would leave out other workers than at first",
         remedy: "use `stragglers = wait`, or `on_worker_loss = fail`",
-        callers: &[CreateService],
-    },
-    Rule {
-        these: &[Rewinds],
-        those: &[ContinuesOverInterfaces],
-        verdict: Refused,
-        why: "a stream that ends is taken for the loss of its worker, and would not be waited for",
-        remedy: "use `on_interface_down = fail`, or `on_worker_loss = fail`",
         callers: &[CreateService],
     },
     Rule {

@@ -9,7 +9,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::losses::{MembershipChange, PendingJoin};
+use super::losses::MembershipChange;
 use super::rank_assignments::{Standing, list_ranks_with_verb};
 use super::{Job, Transition};
 use crate::membership::Now;
@@ -79,7 +79,7 @@ impl Job {
     /// The settings of a process agree with the job's. When each rank has such a process, the hubs are to expect them.
     pub(super) fn join_after_rewind(&mut self, rank: u32) -> Transition {
         let epoch = self.assignments.newest_epoch();
-        self.joins.entry(rank).or_insert_with(PendingJoin::default);
+        self.joins.entry(rank).or_default();
         let missing = self.ranks_without_process();
         if !missing.is_empty() {
             let message = format!(

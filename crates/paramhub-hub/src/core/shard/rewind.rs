@@ -94,7 +94,10 @@ impl Shard {
     /// they cannot, and the arenas of the former process.
     pub(crate) fn expect_after_rewind(&mut self, worker: u32) -> (Result<u32, String>, Option<RankArenas>) {
         let arenas = self.arenas.detach(worker);
-        (self.exchange.newest_rewind().map_err(|cannot| self.describe(cannot)), arenas)
+        let newest = self.exchange.newest_rewind().map_err(|cannot| self.describe(cannot));
+        // A process could not go on from a step of which its program's state is missing.
+        let saved = self.program_states.newest_common().unwrap_or(u32::MAX);
+        (newest.map(|step| step.min(saved)), arenas)
     }
 
     /// Lets the process that takes a worker's place begin at `step`. The first one takes the chunks back to it, for which
@@ -106,6 +109,7 @@ impl Shard {
             self.exchange.check_rewind(step).map_err(|cannot| self.describe(cannot))?;
             self.exchange.rewind(step);
             self.sums.drop_parts();
+            self.program_states.forget_after(step);
             // A snapshot of a later step would have chunks from before and from after.
             self.miss_snapshot();
             self.newest_step = step;

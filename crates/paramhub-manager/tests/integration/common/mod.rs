@@ -326,7 +326,9 @@ fn serve(
                     event.into_iter().collect()
                 }
                 HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => Vec::new(),
-                HubCommand::LoseRank { .. } | HubCommand::Finish { .. } => Vec::new(),
+                HubCommand::LoseRank { .. } | HubCommand::Rewind { .. } | HubCommand::Finish { .. } => {
+                    Vec::new()
+                }
                 &HubCommand::ExpectRank { namespace, rank, epoch } => {
                     vec![HubEvent::RankExpected { namespace, rank, epoch, step: 7 }]
                 }
