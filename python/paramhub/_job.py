@@ -318,7 +318,7 @@ class Job:
 
         A program state is what the program must restore when its process is started again at this step, such as its data
         position and its random numbers. It has at most as many bytes as the job's ``program_state_bytes`` (`create_job`). The
-        hub keeps the two newest states of each rank. One of the newest step replaces that; one of an earlier step cannot be
+        hub keeps the three newest states of each rank. One of the newest step replaces that; one of an earlier step cannot be
         saved. One state is saved at a time: wait for the handle before the next.
         """
         return self._running().save_program_state(step, memoryview(state).tobytes())

@@ -143,7 +143,8 @@ pub(crate) struct RunSection {
     pub(crate) min_workers: u32,
     pub(crate) rewind_every: u32,
     pub(crate) linger_s: f64,
-    pub(crate) program_state_bytes: u32,
+    /// `None`: 4 MiB if the ranks go back to earlier steps, else 0.
+    pub(crate) program_state_bytes: Option<u32>,
     pub(crate) max_restarts: u32,
     pub(crate) stragglers: Stragglers,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -268,7 +269,6 @@ impl Default for RunSection {
             min_workers,
             rewind_every,
             linger_s,
-            program_state_bytes,
             stragglers,
             ..
         } = JobOptions::default();
@@ -286,7 +286,7 @@ impl Default for RunSection {
             min_workers,
             rewind_every,
             linger_s,
-            program_state_bytes,
+            program_state_bytes: None,
             max_restarts: 0,
             stragglers,
             progress_timeout_s: None,

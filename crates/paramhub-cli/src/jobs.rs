@@ -165,7 +165,7 @@ struct CreateFlags {
     /// How long it waits for others while it has fewer workers than a step needs [default: 300]
     #[arg(long, value_name = "SECONDS")]
     linger: Option<f64>,
-    /// The largest number of bytes of a program state, of which a hub keeps the two newest of each rank [default: 0, none]
+    /// The largest number of bytes of a program state, of which a hub keeps the three newest of each rank [default: 0, none]
     #[arg(long, value_name = "BYTES")]
     program_state_bytes: Option<u32>,
     /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the

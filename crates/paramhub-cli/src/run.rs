@@ -91,7 +91,8 @@ pub(super) struct RunFlags {
     /// How long the job waits for others while it has fewer workers than a step needs [default: 300]
     #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_LINGER")]
     linger: Option<f64>,
-    /// The largest number of bytes of a program state, of which a hub keeps the two newest of each rank [default: 0, none]
+    /// The largest number of bytes of a program state, of which a hub keeps the three newest of each rank [default: 4194304
+    /// with --on-worker-loss rewind, else 0]
     #[arg(long, value_name = "BYTES", env = "PARAMHUB_RUN_PROGRAM_STATE_BYTES")]
     program_state_bytes: Option<u32>,
     /// How often a worker that fails is started again, with --on-worker-loss continue or rewind [default: 0]
@@ -147,9 +148,8 @@ impl RunFlags {
         self.url.apply(config);
         overlay!(self => config.run;
             workers, cores, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, rewind_every,
-            max_restarts, program_state_bytes,
-            stragglers, hosts, master_port;
-            name, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume);
+            max_restarts, stragglers, hosts, master_port;
+            name, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);

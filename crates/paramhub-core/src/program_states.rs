@@ -1,7 +1,7 @@
 //! Program states: what a program needs besides parameters and optimizer state when its process is started again, such as
 //! its data position and its random numbers.
 //!
-//! A rank saves its program state of a step at a hub, which keeps the two newest of each rank, and pulls it again. Only the
+//! A rank saves its program state of a step at a hub, which keeps the three newest of each rank, and pulls it again. Only the
 //! rank itself can pull it. The hub does not read the bytes. They travel in [`Piece`]s, in order, on the rank's stream of
 //! one [route](crate::placement::Placement::program_state_route). A rank saves one state at a time and pulls one at a time.
 //!
@@ -19,8 +19,9 @@ pub use self::pieces::{IncomingState, Piece, PieceError, StateInPieces, payload_
 pub use self::requests::{ProgramStateRequests, PulledState, UnexpectedState};
 use crate::wire::ProgramState;
 
-/// Program states that a hub keeps of each rank.
-const KEPT_MAX: usize = 2;
+/// Program states that a hub keeps of each rank. A rank may be two steps ahead of another: it has saved the state of the
+/// step after the one under way, and the other has contributed to the step before, and not saved the state of this one.
+pub const KEPT_MAX: usize = 3;
 
 /// The program states of a job's ranks at the hub that keeps them.
 #[derive(Debug)]
@@ -235,7 +236,7 @@ impl RankStates {
         self.kept.iter().find(|kept| kept.step == step).map(|kept| &kept.bytes[..])
     }
 
-    /// Adds the newest state, in place of one of the same step or of the oldest of three.
+    /// Adds the newest state, in place of one of the same step or of the oldest of four.
     fn keep(&mut self, state: SavedState) {
         let step = state.step;
         if self.newest() == Some(step) {

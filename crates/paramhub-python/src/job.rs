@@ -233,6 +233,12 @@ impl Job {
         Ok(self.job(py)?.has_checkpoints())
     }
 
+    /// Whether the job was running already when this worker joined it, in the place of one that was lost.
+    #[getter]
+    fn joined_running(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.job(py)?.joined_running())
+    }
+
     /// The number of steps from one to which the job can go back to the next, if it goes back when a worker is lost.
     #[getter]
     fn rewind_every(&self, py: Python<'_>) -> PyResult<Option<u32>> {

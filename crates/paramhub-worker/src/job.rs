@@ -57,6 +57,7 @@ pub(crate) struct Shared {
     pub(crate) settings: Settings,
     pub(crate) state_slots: u8,
     pub(crate) resumed_step: Option<u32>,
+    pub(crate) joined_running: bool,
     pub(crate) has_checkpoints: bool,
     pub(crate) rewind_every: Option<u32>,
     /// The largest number of bytes of a program state; 0 if none can be saved.
@@ -130,6 +131,11 @@ impl Job {
     /// Whether the hubs are to write checkpoints.
     pub fn has_checkpoints(&self) -> bool {
         self.shared.has_checkpoints
+    }
+
+    /// Whether the job was running already when this worker joined it, in the place of one that was lost.
+    pub fn joined_running(&self) -> bool {
+        self.shared.joined_running
     }
 
     /// The number of steps from one to which the job can go back to the next, if all its workers go back when one is lost.

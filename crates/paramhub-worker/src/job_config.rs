@@ -95,6 +95,8 @@ pub struct JobConfig {
     pub job_options: JobOptions,
     /// The step of the checkpoint that the hubs begin with, if they do.
     pub resumed_step: Option<u32>,
+    /// Whether the job was running already, and this worker has taken a rank that was lost.
+    pub joined_running: bool,
     /// The hubs' digest of their placement, in hexadecimal; if it is given, the worker compares its own with
     /// it.
     pub placement_hash: Option<String>,
@@ -166,6 +168,7 @@ impl JobConfig {
             blocks: blocks.clone(),
             state_slots,
             resumed_step: self.resumed_step,
+            joined_running: self.joined_running,
             has_checkpoints: self.job_options.checkpoint_every.is_some(),
             rewind_every: self.job_options.rewinds().then_some(self.job_options.rewind_every),
             program_state_bytes: self.job_options.program_state_bytes,

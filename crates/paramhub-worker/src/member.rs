@@ -266,6 +266,7 @@ impl Member {
             settings: request.settings,
             job_options: self.connected.options,
             resumed_step: initialised.resumed_step,
+            joined_running: initialised.joined_running,
             placement_hash: Some(initialised.placement_hash),
             roster: initialised.roster,
         };

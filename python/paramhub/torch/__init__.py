@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paramhub.torch import backend, trace
 from paramhub.torch._initialization import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from paramhub.torch._program_state import State
 from paramhub.torch._reductions import Average, Compression, Max, Min, Product, Sum
 from paramhub.torch._rewinding import run
 from paramhub.torch.ddp import HubState, hub_hook
@@ -42,6 +43,7 @@ __all__ = [
     "Max",
     "Min",
     "Product",
+    "State",
     "Sum",
     "allgather",
     "allgather_async",

@@ -37,6 +37,7 @@ def init(
     on_worker_loss: str | None = None,
     linger: float | None = None,
     rewind_every: int | None = None,
+    program_state_bytes: int | None = None,
 ) -> None:
     """Joins the other ranks of this run. A second call does nothing.
 
@@ -75,7 +76,7 @@ def init(
     the ranks and no hub is named, the hub runs in a process of its own, which ends with torchrun. Elsewhere name a hub by its
     URL; outside of Slurm ``PARAMHUB_RUN_ID`` says which run the ranks belong to. The defaults are ``PARAMHUB_ON_WORKER_LOSS``,
     else ``fail``, ``PARAMHUB_LINGER`` and ``PARAMHUB_REWIND_EVERY``. Rank 0's count. `paramhub.torch.State` carries the rest of a
-    program's state.
+    program's state, of at most ``program_state_bytes`` a rank (4 MiB; the hub counts four times as many).
     """
     if _world is not None:
         return
@@ -97,6 +98,7 @@ def init(
         on_worker_loss,
         linger,
         rewind_every,
+        program_state_bytes,
     )
     if store is None:
         store = rendezvous_store(assignment, timeout)

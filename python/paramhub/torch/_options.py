@@ -23,3 +23,4 @@ class Options:
     on_worker_loss: str | None = None
     linger: float | None = None
     rewind_every: int | None = None
+    program_state_bytes: int | None = None

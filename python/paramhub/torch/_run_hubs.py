@@ -51,6 +51,8 @@ class HubAccess:
     """Seconds for which they stay, if not the manager's default."""
     rewind_every: int | None = None
     """With ``rewind``, the number of steps from one to which they can go back to the next, if not the manager's default."""
+    program_state_bytes: int | None = None
+    """The largest program state of a rank, if not the default."""
 
     @property
     def outlives_ranks(self) -> bool:
@@ -69,6 +71,7 @@ class _Lasting(NamedTuple):
     on_worker_loss: str
     linger: float | None
     rewind_every: int | None
+    program_state_bytes: int | None
 
 
 class RunHubs:
@@ -117,7 +120,12 @@ class RunHubs:
             run = secrets.token_hex(8)
             return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for())
         run = self._record.name(self._assignment.launcher, policy)
-        lasting = _Lasting(policy, linger(self._options.linger), rewind_every(self._options.rewind_every))
+        lasting = _Lasting(
+            policy,
+            linger(self._options.linger),
+            rewind_every(self._options.rewind_every),
+            self._options.program_state_bytes,
+        )
         if not url:
             return self._lasting_hub(self._record, run, lasting)
         return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), *lasting)

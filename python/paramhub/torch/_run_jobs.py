@@ -19,6 +19,9 @@ from paramhub.torch._run_hubs import RunHubs
 from paramhub.torch._run_store import RunStore
 from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE, FailureState, run_with_timeout
 
+PROGRAM_STATE_BYTES = 4 << 20
+"""The most bytes of a rank's program state, if `init` names no other number."""
+
 
 @dataclass(frozen=True)
 class _Opening:
@@ -179,6 +182,7 @@ class RunJobs:
             lasting = {"on_worker_loss": hub.on_worker_loss, "linger": hub.linger}
             if hub.on_worker_loss == "rewind":
                 lasting["rewind_every"] = hub.rewind_every
+                lasting["program_state_bytes"] = hub.program_state_bytes or PROGRAM_STATE_BYTES
             else:
                 # All ranks are started again together, and meet in other groups, too, so none goes on without the others.
                 lasting["min_workers"] = len(members)

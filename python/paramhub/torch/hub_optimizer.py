@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from paramhub.torch._parameter_hooks import ParameterHooks, check_free
 from paramhub.torch._schemes import Schemes
 from paramhub.torch._unused_parameters import UsedParameters
 from paramhub.torch._world import World
+
+if TYPE_CHECKING:
+    from paramhub.torch._program_state import State
 
 NAMED_MAX = 5
 """The most parameters that an error names."""
@@ -72,7 +75,9 @@ class HubOptimizer(torch.optim.Optimizer):
       unchanged. A rank without a gradient that others have contributes zeros. Without this option every parameter needs a
       gradient in each step.
     - ``overlap_forward``: if False, `step` waits for all parameters.
-    - ``broadcast_buffers``: every rank receives rank 0's buffers and frozen parameters, once, when the optimizer is made.
+    - ``broadcast_buffers``: every rank receives rank 0's buffers and frozen parameters, once, when the optimizer is made at the
+      first start. A rank that is started again makes its frozen parameters itself, and has its buffers from a
+      `paramhub.torch.State`.
     - ``chunk_bytes``, ``reproducible`` and ``reject_non_finite`` are as for `paramhub.Job.init`.
     - ``scheme``: with ``auto`` a Linear whose gradient has more bytes to move than its factors (its inputs and output
       gradients) is exchanged as factors, from rank to rank, and each rank makes the update. With ``factors`` every Linear that
@@ -136,15 +141,17 @@ class HubOptimizer(torch.optim.Optimizer):
         self._frozen = [
             (names[id(parameter)], parameter) for parameter in self._all() if not parameter.requires_grad
         ]
-        if broadcast_buffers:
-            _model_checks.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
         why_no_factors = _why_no_factors(self._kind, self._clips, reject_non_finite)
         self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, why_no_factors)
         self._used_parameters = (
             UsedParameters(self._world, self._exchanges) if find_unused_parameters else None
         )
         self._resumed_step: int | None = None
+        self._program_state: State | None = None
         self._open_job(None)
+        # If another process of this rank was lost, the other ranks may go on, and have made this exchange before.
+        if broadcast_buffers and not self._step.job.joined_running:
+            _model_checks.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
         self._parameter_hooks = ParameterHooks(model, self._exchanges)
         self._step.watch = trace.watch(model)
         self._released = weakref.finalize(
@@ -203,9 +210,27 @@ class HubOptimizer(torch.optim.Optimizer):
         self._hyperparameter_sync = _hyperparameters.HyperparameterSync(
             self._step.job, self.param_groups, self._names, members, may_lag=self._used_parameters is not None
         )
-        self._step.begin = self._hyperparameter_sync.begin_step
+        self._step.begin = self._begin_step
         # The hub has the state. With an empty `state` torch.distributed.checkpoint would make a step with zero gradients.
         self.state.update({exchange.parameter: {} for exchange in self._exchanges})
+
+    def _begin_step(self) -> None:
+        """Called before a step's first gradient is sent."""
+        if self._program_state is not None:
+            self._program_state._await_saved()
+        self._hyperparameter_sync.begin_step()
+
+    def _attach_state(self, state: State) -> None:
+        """Has steps wait until the hub has the program's state."""
+        self._program_state = state
+
+    @property
+    def _job(self) -> _native.Job:
+        return self._step.job
+
+    def _next_step(self) -> int:
+        """The number of the next step."""
+        return self._step.job.next_step(self._exchanges[0].number)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends a step: sends the gradients that no hook has sent, and checks all of them.

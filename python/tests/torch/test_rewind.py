@@ -14,7 +14,7 @@ import pytest
 from launching import PARAMHUB, PYTHON, TORCHRUN, Ended, Program
 
 PROGRAM = """
-import os, sys, time, zlib
+import os, random, sys, time, zlib
 import torch
 import paramhub
 import paramhub.torch
@@ -29,35 +29,48 @@ end = int(options["end"])
 paramhub.torch.init(on_worker_loss="rewind", linger=60, reproducible=True, rewind_every=int(options.get("every", 1)))
 rank = paramhub.torch.rank()
 torch.manual_seed(os.getpid())
-model = torch.nn.Sequential(torch.nn.Linear(8, 3000), torch.nn.Tanh(), torch.nn.Linear(3000, 4))
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 3000), torch.nn.BatchNorm1d(3000), torch.nn.Dropout(0.2), torch.nn.Linear(3000, 4)
+)
 if rank == 0:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.normal_(generator=torch.Generator().manual_seed(number)).mul_(0.1)
 optimizer = HubOptimizer(model, paramhub.AdamW(lr=0.01))
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, end // 3)
+# Data and dropout come from generators whose states the program's state carries.
+torch.manual_seed(rank)
+random.seed(rank)
+state = paramhub.torch.State(optimizer, model=model, scheduler=scheduler, epoch=0, batch=0, seen=torch.zeros(1))
 
-@paramhub.torch.run(optimizer)
+@paramhub.torch.run(state)
 def train():
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     say(f"rank {rank}, start {start}: from step {optimizer.resumed_step} as process {os.getpid()}")
-    for step in range(optimizer.resumed_step or 0, end):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (1 + step)
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        inputs, targets = torch.randn(5, 8, generator=generator), torch.randint(0, 4, (5,), generator=generator)
-        time.sleep(0.005)
-        # No kill comes after the end.
-        while step == end - 1 and not os.path.exists("all-kills-are-over"):
-            time.sleep(0.01)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+    while state.epoch < end // 10:
+        while state.batch < 10:
+            # No kill comes after the end.
+            while state.step == end - 1 and not os.path.exists("all-kills-are-over"):
+                time.sleep(0.01)
+            time.sleep(random.uniform(0, 0.01))
+            inputs, targets = torch.randn(5, 8), torch.randint(0, 4, (5,))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            state.batch += 1
+            state.seen = state.seen + inputs.sum()
+            scheduler.step()
+            if state.batch < 10:
+                state.commit()
+        state.epoch, state.batch = state.epoch + 1, 0
+        state.commit()
     optimizer.synchronize()
 
 train()
 values = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 updates = {int(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
-say(f"rank {rank} ends: {zlib.crc32(values):08x}, updates {updates}")
+own = b"".join(buffer.numpy().tobytes() for buffer in model.buffers()) + state.seen.numpy().tobytes()
+say(f"rank {rank} ends: {zlib.crc32(values):08x}, own {zlib.crc32(own):08x}, updates {updates}")
 """
 
 Start = Callable[..., Program]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::{CreateService, ErrorCode, JobOptions, JobState, ServiceCreated};
+use paramhub::service::{CreateService, ErrorCode, JobOptions, JobState, OnWorkerLoss, ServiceCreated};
 use paramhub::{
     ControlError, HubConfig, Manager, ManagerClient, ManagerConfig, ManagerError, RunningHub, RunningManager,
 };
@@ -20,6 +20,9 @@ use super::end_job;
 use crate::checkpoints::{effective_every, kept};
 use crate::config::{Config, Deployment, RunSection};
 use crate::{Usage, checkpoints, client, deployment};
+
+/// Bytes of a rank's program state, in a job whose ranks go back to earlier steps, if no other number is given.
+const PROGRAM_STATE_BYTES: u32 = 4 << 20;
 
 /// The interval at which a launcher polls for what the launcher of another host has yet to do.
 const LOOK: Duration = Duration::from_millis(200);
@@ -120,7 +123,10 @@ fn options(section: &RunSection) -> JobOptions {
         min_workers: section.min_workers,
         rewind_every: section.rewind_every,
         linger_s: section.linger_s,
-        program_state_bytes: section.program_state_bytes,
+        program_state_bytes: section.program_state_bytes.unwrap_or(match section.on_worker_loss {
+            OnWorkerLoss::Rewind => PROGRAM_STATE_BYTES,
+            OnWorkerLoss::Fail | OnWorkerLoss::Continue => 0,
+        }),
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,
         checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),

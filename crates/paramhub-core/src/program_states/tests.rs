@@ -55,13 +55,14 @@ fn pull(states: &mut ProgramStates, rank: u32, step: u32) -> PulledState {
 }
 
 #[test]
-fn the_two_newest_states_of_each_rank_are_kept_and_the_same_step_is_replaced() {
+fn the_three_newest_states_of_each_rank_are_kept_and_the_same_step_is_replaced() {
     let mut states = states(2);
     save(&mut states, 0, 3, b"three");
     save(&mut states, 0, 4, &[4; 40]);
     assert_eq!((states.newest(0), states.newest(1), states.newest_common()), (Some(4), None, Some(4)));
     save(&mut states, 0, 4, b"");
     assert_eq!((pull(&mut states, 0, 3), pull(&mut states, 0, 4)), (Some(b"three".to_vec()), Some(vec![])));
+    save(&mut states, 0, 8, b"eight");
     save(&mut states, 0, 9, b"nine");
     save(&mut states, 1, 5, b"other");
     assert_eq!((pull(&mut states, 0, 3), pull(&mut states, 0, 9)), (None, Some(b"nine".to_vec())));
@@ -132,7 +133,7 @@ fn a_state_that_changes_while_it_is_sent_is_sent_from_its_beginning_or_not_at_al
                 Some(vec![2; 20])
             }
             "dropped" => {
-                (2..4).for_each(|step| save(&mut states, 0, step, b"later"));
+                (2..5).for_each(|step| save(&mut states, 0, step, b"later"));
                 None
             }
             _ => {
@@ -245,7 +246,7 @@ proptest! {
                         prop_assert_eq!(states.saved(rank), Some(step));
                         states.saved_begun(rank);
                         kept.insert(step, bytes);
-                        while kept.len() > 2 {
+                        while kept.len() > KEPT_MAX {
                             kept.pop_first();
                         }
                     } else {

@@ -60,7 +60,7 @@ pub struct JobOptions {
     /// workers than it needs for a step, 1 to 604,800; it fails after that.
     #[serde(skip_serializing_if = "is_default_linger")]
     pub linger_s: f64,
-    /// The largest number of bytes of a program state, 0 to 67,108,864. Of each rank a hub keeps the two newest states
+    /// The largest number of bytes of a program state, 0 to 67,108,864. Of each rank a hub keeps the three newest states
     /// that the rank saves. With 0 none can be saved.
     #[serde(skip_serializing_if = "is_default")]
     pub program_state_bytes: u32,

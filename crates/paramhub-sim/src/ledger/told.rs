@@ -50,7 +50,10 @@ impl Told {
     /// A rank is told that the job runs.
     pub(super) fn initialised(&mut self, initialised: &ServiceInitialised) -> Result<(), String> {
         // A process that has taken a lost rank is told where it joins.
-        let text = format!("{:?}", ServiceInitialised { resumed_step: None, ..initialised.clone() });
+        let text = format!(
+            "{:?}",
+            ServiceInitialised { resumed_step: None, joined_running: false, ..initialised.clone() }
+        );
         let before = self.initialised.get_or_insert_with(|| text.clone());
         match *before == text {
             true => Ok(()),

@@ -10,7 +10,7 @@ use crate::program_state::ClaimError;
 
 impl Job {
     /// Saves this rank's program state of `step` at the hub: what the program must restore when its process is started
-    /// again at this step, such as its data position and its random numbers. The hub keeps the two newest states of each
+    /// again at this step, such as its data position and its random numbers. The hub keeps the three newest states of each
     /// rank. One of the newest step replaces that. The request ends when the hub has the whole state.
     ///
     /// # Errors

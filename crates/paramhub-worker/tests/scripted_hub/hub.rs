@@ -59,6 +59,7 @@ impl Hub {
             settings,
             job_options: JobOptions::default(),
             resumed_step: None,
+            joined_running: false,
             placement_hash: None,
         }
     }

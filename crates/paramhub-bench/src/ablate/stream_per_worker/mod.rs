@@ -83,6 +83,7 @@ pub(crate) fn join(
         settings: spec.settings()?,
         job_options: JobOptions { dead_after_s: DEAD_AFTER_S, ..JobOptions::default() },
         resumed_step: None,
+        joined_running: false,
         placement_hash: None,
     };
     Ok(job_config.open(Options { transport: Transport::Tcp, ..Options::default() })?)

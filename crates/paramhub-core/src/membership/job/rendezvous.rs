@@ -293,15 +293,16 @@ impl Job {
         let placed = site.and_then(|site| Some((site, self.placements.get(usize::from(site))?)));
         match (placed, &self.information_book, self.state) {
             (Some((site, placed)), Some(information_book), JobState::Running) => {
-                let answer = |resumed_step| ServiceInitialised {
+                let answer = |resumed_step, joined_running| ServiceInitialised {
                     resumed_step,
+                    joined_running,
                     placement_hash: placed.hash.clone(),
                     imbalance: placed.imbalance,
                     roster: information_book.roster.clone(),
                 };
                 Ok(match self.joined_at(rank) {
-                    Some(step) => Arc::new(answer(Some(step))),
-                    None => answers.of(site, || answer(self.resumed_step())),
+                    Some(step) => Arc::new(answer(Some(step), true)),
+                    None => answers.of(site, || answer(self.resumed_step(), false)),
                 })
             }
             _ => Err(self.failure_refusal()),

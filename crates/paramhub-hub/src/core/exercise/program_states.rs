@@ -3,7 +3,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use paramhub_core::program_states::{Piece, ProgramStateRequests, StateInPieces, piece_bytes_max};
+use paramhub_core::program_states::{KEPT_MAX, Piece, ProgramStateRequests, StateInPieces, piece_bytes_max};
 use paramhub_core::wire::{Header, Operation};
 
 use super::FuzzJob;
@@ -16,7 +16,7 @@ type Frame = (Header, Rc<[u8]>);
 /// What a worker has saved, and what it is waiting for.
 pub(super) struct RankStates {
     requests: ProgramStateRequests,
-    /// The two newest states, as the hub must have them.
+    /// The newest states, as the hub must have them.
     kept: Vec<(u32, Vec<u8>)>,
 }
 
@@ -58,7 +58,7 @@ impl RankStates {
         let state = Arc::new(StateInPieces::new(step, &bytes, piece_bytes));
         self.kept.retain(|(kept, _)| *kept != step);
         self.kept.push((step, bytes));
-        if self.kept.len() > 2 {
+        if self.kept.len() > KEPT_MAX {
             self.kept.remove(0);
         }
         self.requests.begin_save(Arc::clone(&state));
