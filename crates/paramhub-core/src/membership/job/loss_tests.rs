@@ -117,6 +117,14 @@ fn a_job_that_has_finished_at_a_hub_finishes_at_the_others() {
 }
 
 #[test]
+fn the_rank_of_a_process_that_has_called_twice_and_gone_is_free() {
+    let mut job = taken(1);
+    job.connect(&call(1, 7), later(2.0)).unwrap();
+    assert_eq!(job.connect(&call(1, 8), later(3.9)).unwrap_err().code, ErrorCode::Busy);
+    job.connect(&call(1, 8), later(4.0)).unwrap();
+}
+
+#[test]
 fn another_process_takes_a_lost_rank_with_a_secret_of_its_own() {
     let mut job = taken(1);
     let [former, own] = [1, 3].map(|since| job.epoch.unwrap().of_rank(1, since));

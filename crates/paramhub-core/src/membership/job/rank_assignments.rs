@@ -166,7 +166,7 @@ impl RankAssignments {
     }
 
     /// Assigns a rank, or renews its ticket where the same process calls again.
-    pub(super) fn assign(&mut self, call: &ConnectService) -> u64 {
+    pub(super) fn assign(&mut self, call: &ConnectService, now: Now) -> u64 {
         if self.holder(call.rank).is_some() {
             return self.renew_ticket(call.rank);
         }

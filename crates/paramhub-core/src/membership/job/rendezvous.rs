@@ -62,7 +62,7 @@ impl Job {
             _ => {
                 self.places[call.rank as usize] = call.place.clone();
                 self.peer_addresses[call.rank as usize] = call.peer_address;
-                Ok(self.assignments.assign(call))
+                Ok(self.assignments.assign(call, now))
             }
         }
     }
