@@ -162,13 +162,14 @@ impl Job {
     }
 
     /// Whether a process may take the rank of this one: it is lost, or it has left, or it was about to take the rank and
-    /// has not been heard for a while. Launchers that start all ranks again also start those that have left.
+    /// has not been heard for a while. Launchers that start all ranks again also start those that have left; in a job that
+    /// goes back these wait until another rank is lost, and all with it.
     pub(super) fn may_replace(&self, holder: &RankHolder, now: Now) -> bool {
         self.state == JobState::Running
             && match holder.standing {
-                Standing::Member => holder.has_finished() && self.may_lose_ranks(),
+                Standing::Member => holder.has_finished() && self.may_lose_ranks() && !self.options.rewinds(),
                 Standing::Lost => true,
-                Standing::Joining => holder.is_silent(COME_BACK_S, now),
+                Standing::Joining => holder.is_silent(COME_BACK_S, now) && !self.expects_all_ranks(),
             }
     }
 
@@ -257,7 +258,6 @@ impl Job {
         if messages.is_empty() {
             return Transition::None;
         }
-        let step = match self.options.rewinds() {
         let (epoch, message) = (self.assignments.newest_epoch(), messages.join("; "));
         Transition::MembershipChanged { changes, epoch, message }
     }
@@ -269,6 +269,7 @@ impl Job {
         if !self.hubs_of_members().all(|hub| join.named.contains_key(&hub)) {
             return None;
         }
+        let step = match self.options.rewinds() {
             true => join.named.values().min(),
             false => join.named.values().max(),
         };
@@ -298,7 +299,7 @@ impl Job {
     /// for others.
     pub(super) fn check_ranks(&mut self, now: Now) -> Transition {
         let mut gone = self.assignments.joining_for(COME_BACK_S, now).into_iter();
-        let asked = gone.find(|rank| self.joins.contains_key(rank));
+        let asked = gone.find(|rank| self.joins.contains_key(rank) || self.expects_all_ranks());
         let never_asked =
             self.assignments.joining_for(self.options.rendezvous_timeout_s, now).first().copied();
         if let Some(rank) = asked.or(never_asked) {
