@@ -142,10 +142,10 @@ impl JobControl {
             Event::Rewind { namespace, rank, epoch, reason } => {
                 self.rewind(namespace, (rank, epoch), &reason);
             }
-            Event::ExpectRank { namespace, rank, epoch } => self.expect_rank(namespace, rank, epoch),
+            Event::ExpectRank { namespace, rank, epoch } => self.expect_rank(namespace, (rank, epoch), now),
             Event::Finish { namespace } => self.finished_elsewhere(namespace, now),
             Event::JoinRank { namespace, rank, epoch, step } => {
-                self.join_rank(namespace, (rank, epoch), step);
+                self.join_rank(namespace, (rank, epoch), step, now);
             }
             Event::Probe(order) => {
                 // A probe would take from a job the bandwidth that it measures. The manager asks only if it

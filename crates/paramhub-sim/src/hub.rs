@@ -3,6 +3,7 @@
 mod job;
 mod link;
 mod ranks;
+mod rewind;
 mod route;
 mod streams;
 
@@ -120,6 +121,11 @@ impl Hub {
                     self.opened(route, context);
                 }
             }
+            Wake::GoBack { allocation, route } => {
+                if allocation == self.allocations {
+                    self.go_back(route, context);
+                }
+            }
             Wake::Adopt { stream, place } => self.adopt(stream, place, context),
             other => unreachable!("{other:?} is of others"),
         }
@@ -154,6 +160,9 @@ impl Hub {
             HubCommand::Stop { namespace, reason, when } => Event::Stop { namespace, reason, when },
             HubCommand::LoseRank { namespace, rank, epoch, reason } => {
                 Event::LoseRank { namespace, rank, epoch, reason }
+            }
+            HubCommand::Rewind { namespace, rank, epoch, reason } => {
+                Event::Rewind { namespace, rank, epoch, reason }
             }
             HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
             HubCommand::Finish { namespace } => Event::Finish { namespace },
@@ -216,6 +225,7 @@ impl Hub {
                     Output::ChangeRank { core, rank, epoch, change, .. } => {
                         self.change_rank(core, rank, epoch, change, context);
                     }
+                    Output::Rewind { core, epoch, notice, .. } => self.rewind(core, epoch, &notice, context),
                     Output::End { core, failure, .. } => self.free(core, failure.as_ref(), context),
                     Output::Report(event) => self.report(event, context),
                     Output::ReportEnd(report) => {

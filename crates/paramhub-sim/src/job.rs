@@ -25,11 +25,9 @@ pub(crate) const RENDEZVOUS: Duration = Duration::from_secs(30);
 /// How long a job that does not run yet may be without a sign of life.
 pub(crate) const LEASE: Duration = Duration::from_secs(40);
 /// How long a job that outlives its workers waits for others.
-const LINGER: Duration = Duration::from_secs(90);
+pub(crate) const LINGER: Duration = Duration::from_secs(90);
 /// Bytes of a chunk.
 const CHUNK_BYTES: u32 = 1024;
-/// Elements of a key: two chunks and a part of one.
-const KEY_ELEMENTS: u64 = 600;
 
 /// What is settled before the job begins.
 pub(crate) struct JobPlan {
@@ -45,12 +43,14 @@ pub(crate) struct JobPlan {
     pub(crate) reproducible: bool,
     /// The condition that ends steps without some workers, if the job outlives them.
     pub(crate) quorum: Option<Quorum>,
+    /// The number of updates from one copy of a chunk to the next, if the job goes back when a worker is lost.
+    pub(crate) rewind_every: Option<u32>,
     pub(crate) dead_after: Duration,
 }
 
 impl JobPlan {
     pub(crate) fn new(scenario: &Scenario) -> JobPlan {
-        let keys = (0..scenario.keys).map(|key| Key::new(format!("k{key}"), [KEY_ELEMENTS]));
+        let keys = (0..scenario.keys).map(|key| Key::new(format!("k{key}"), [scenario.elements]));
         let table = KeyTable::new(keys.collect()).expect("good keys");
         let map = ChunkMap::new(&table, CHUNK_BYTES).expect("few chunks");
         let options = JobOptions {
@@ -58,11 +58,13 @@ impl JobPlan {
             lease_s: LEASE.as_secs_f64(),
             dead_after_s: scenario.dead_after.as_secs_f64(),
             hubs: Some(scenario.hubs.into()),
-            on_worker_loss: match scenario.min_workers {
-                Some(_) => OnWorkerLoss::Continue,
-                None => OnWorkerLoss::Fail,
+            on_worker_loss: match (scenario.min_workers, scenario.rewind_every) {
+                (Some(_), _) => OnWorkerLoss::Continue,
+                (None, Some(_)) => OnWorkerLoss::Rewind,
+                (None, None) => OnWorkerLoss::Fail,
             },
             min_workers: scenario.min_workers.unwrap_or(1),
+            rewind_every: scenario.rewind_every.unwrap_or(1),
             linger_s: LINGER.as_secs_f64(),
             on_interface_down: match scenario.continues {
                 true => OnInterfaceDown::Continue,
@@ -86,6 +88,7 @@ impl JobPlan {
             continues: scenario.continues,
             reproducible: scenario.reproducible,
             quorum: options.quorum(scenario.workers),
+            rewind_every: scenario.rewind_every,
             dead_after: scenario.dead_after,
         }
     }
@@ -113,7 +116,9 @@ pub(crate) fn hub_at(shape: &HubShape) -> u16 {
     number.expect("the address of a simulated hub")
 }
 
-/// The incarnation of the process of this number among those that were started for a rank.
-pub(crate) fn incarnation(number: u8) -> Incarnation {
-    Incarnation([1 + number; 16])
+/// The incarnation of the process of this number among those that were started for a rank, when it has begun again so often.
+pub(crate) fn incarnation(number: u8, again: u8) -> Incarnation {
+    let mut bytes = [1 + number; 16];
+    bytes[15] = bytes[15].wrapping_add(again);
+    Incarnation(bytes)
 }

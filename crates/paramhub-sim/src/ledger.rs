@@ -1,6 +1,7 @@
 //! What must hold whatever fails: the record of every update that any hub has made, of every answer, and of what the
 //! manager has told.
 
+mod rewinds;
 mod told;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,6 +12,7 @@ use paramhub_core::service::{JobState, ServiceConnected, ServiceError, ServiceIn
 
 use crate::message::Contribution;
 use crate::random::mixed;
+use rewinds::Rewinds;
 use told::Told;
 
 /// All updates of a run.
@@ -18,7 +20,10 @@ use told::Told;
 pub(crate) struct Ledger {
     /// The digests of each chunk's parameters, by version.
     versions: BTreeMap<ChunkId, Vec<u64>>,
+    /// The present version of each chunk that has gone back, and not yet come as far again as it had been.
+    behind: BTreeMap<ChunkId, u32>,
     workers: u32,
+    rewinds: Rewinds,
     /// The ranks that a hub has taken for lost at some time.
     lost: BTreeSet<u32>,
     told: Told,
@@ -27,9 +32,9 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// The ledger of a job with so many workers.
-    pub(crate) fn new(workers: u32) -> Ledger {
-        Ledger { workers, ..Ledger::default() }
+    /// The ledger of a job with so many workers, which may go back to an earlier step.
+    pub(crate) fn new(workers: u32, rewind_every: Option<u32>) -> Ledger {
+        Ledger { workers, rewinds: Rewinds::new(rewind_every), ..Ledger::default() }
     }
 
     /// The first thing that must not be, if there was one.
@@ -53,24 +58,83 @@ impl Ledger {
         digest
     }
 
-    /// A hub has updated a chunk with the sum of these contributions. Returns the digest of the new parameters.
-    pub(crate) fn updated(&mut self, chunk: ChunkId, step: u32, sum: &mut [Contribution]) -> u64 {
+    /// A hub has updated a chunk with the sum of these contributions. Returns the digest of the new parameters. In a job
+    /// that goes back, all ranks must be in the sum, each with the process that has come since the chunk went back last.
+    pub(crate) fn updated(
+        &mut self,
+        chunk: ChunkId,
+        step: u32,
+        sum: &mut [Contribution],
+        rewound_in: u64,
+    ) -> u64 {
         sum.sort_unstable();
-        let has = |rank: u32| sum.contains(&Contribution { step, rank });
-        let lacks_one = (0..self.workers).any(|rank| !self.lost.contains(&rank) && !has(rank));
-        let has_others = sum.iter().any(|contribution| contribution.step != step);
-        let has_one_twice = sum.windows(2).any(|pair| pair[0] == pair[1]);
+        let may_lack = |rank: u32| self.lost.contains(&rank) && !self.rewinds.may_happen();
+        let has = |rank: u32| sum.iter().any(|contribution| contribution.rank == rank);
+        let lacks_one = (0..self.workers).any(|rank| !may_lack(rank) && !has(rank));
+        let has_others =
+            sum.iter().any(|contribution| contribution.step != step || contribution.epoch <= rewound_in);
+        let has_one_twice = sum.windows(2).any(|pair| pair[0].rank == pair[1].rank);
         if lacks_one || has_others || has_one_twice {
             self.violate(|| format!("the update of chunk {chunk} at step {step} has the sum of {sum:?}"));
         }
         let versions = self.versions.entry(chunk).or_default();
-        let (version, before) = (versions.len(), versions.last().copied().unwrap_or_default());
+        let version = self.behind.get(&chunk).map_or(versions.len(), |&present| present as usize + 1);
+        let before = versions.get(version.wrapping_sub(1)).copied().unwrap_or_default();
         let digest = mixed(before ^ u64::from(step) << 32 ^ u64::from(chunk));
-        versions.push(digest);
+        match version == versions.len() {
+            true => versions.push(digest),
+            false => drop(self.behind.insert(chunk, version as u32)),
+        }
+        if version + 1 == versions.len() {
+            self.behind.remove(&chunk);
+        }
         if version != step as usize + 1 {
             self.violate(|| format!("the update of chunk {chunk} at step {step} makes version {version}"));
         }
         digest
+    }
+
+    /// A hub has taken a chunk back to a version, with parameters of this digest.
+    pub(crate) fn went_back(&mut self, chunk: ChunkId, version: u32, digest: u64) {
+        let versions = self.versions.get(&chunk).map_or(&[][..], |versions| versions);
+        let present = self.behind.get(&chunk).copied().unwrap_or(versions.len() as u32 - 1);
+        if version > present || versions[version as usize] != digest {
+            self.violate(|| {
+                format!("chunk {chunk} goes back from version {present} to another than {version}")
+            });
+        }
+        self.behind.insert(chunk, version);
+    }
+
+    /// The version that every chunk has at the end; `None` if they have several.
+    pub(crate) fn common_version(&self) -> Option<u32> {
+        let present = |(chunk, versions): (&ChunkId, &Vec<u64>)| match self.behind.get(chunk) {
+            Some(&present) => present,
+            None => versions.len() as u32 - 1,
+        };
+        let mut all = self.versions.iter().map(present);
+        let first = all.next()?;
+        all.all(|version| version == first).then_some(first)
+    }
+
+    /// A hub has heard that all ranks go back, in an epoch.
+    pub(crate) fn rewound(&mut self, epoch: u64) {
+        self.rewinds.begun(epoch);
+    }
+
+    /// How often all ranks have gone back.
+    pub(crate) fn rewinds(&self) -> usize {
+        self.rewinds.count()
+    }
+
+    /// The newest epoch in which all ranks have begun to go back; 0 if there is none.
+    pub(crate) fn newest_rewind(&self) -> u64 {
+        self.rewinds.newest()
+    }
+
+    /// A rank has the parameters of all chunks after so many steps.
+    pub(crate) fn reached(&mut self, step: u32) {
+        self.rewinds.reached(step);
     }
 
     /// A hub takes a rank for lost: updates need not have its contribution from now on.
@@ -109,6 +173,12 @@ impl Ledger {
     /// The manager tells a rank that the job runs.
     pub(crate) fn told_that_it_runs(&mut self, initialised: &ServiceInitialised) {
         let checked = self.told.initialised(initialised);
+        self.check(checked);
+    }
+
+    /// A process that has a rank since an epoch begins at a step, if it joins a running job.
+    pub(crate) fn joined(&mut self, rank: u32, epoch: u64, step: Option<u32>) {
+        let checked = self.rewinds.joined(rank, epoch, step);
         self.check(checked);
     }
 

@@ -10,11 +10,11 @@
 //! it.
 //!
 //! A [`Scenario`] follows from a seed. [`run`] plays it and checks in the `ledger` that each contribution counts once,
-//! that versions grow by one, that workers receive what hubs have made, and that what the manager has told survives
-//! it; and in the `verdict`, that a job has gone through if nobody has died but the manager, or workers that it outlives
-//! and that are replaced; that it is over everywhere within a bound otherwise; and that the manager has recorded what has
-//! happened. [`shrunk`] finds the faults without which a run
-//! would not fail. Launchers, jobs of several sites and several jobs are not simulated yet.
+//! that versions grow by one, or go back to one step from which all ranks go on, that workers receive what hubs have made,
+//! and that what the manager has told survives it; and in the `verdict`, that a job has gone through if nobody has died but
+//! the manager, or workers that it outlives and that are replaced; that it is over everywhere within a bound otherwise; and
+//! that the manager has recorded what has happened. [`shrunk`] finds the faults without which a run would not fail.
+//! Launchers, jobs of several sites and several jobs are not simulated yet.
 #![forbid(unsafe_code)]
 
 mod agenda;
@@ -49,6 +49,8 @@ pub struct Explored {
     pub without_manager: u64,
     /// Those whose workers died and were replaced while the job went on.
     pub without_workers: u64,
+    /// How often all ranks of jobs have gone back to an earlier step and gone on from there.
+    pub rewinds: u64,
     /// Steps that all workers have done.
     pub steps: u64,
     /// Streams that were broken by faults.
@@ -76,8 +78,9 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
         explored.had_to_finish += u64::from(had_to_finish);
         explored.without_manager += u64::from(had_to_finish && summary.restarts > 0);
         let is_replacement = |&(_, fault): &(_, Fault)| matches!(fault, Fault::Replace(..));
-        let outlives_workers = scenario.min_workers.is_some() && scenario.faults.iter().any(is_replacement);
+        let outlives_workers = scenario.outlives_workers() && scenario.faults.iter().any(is_replacement);
         explored.without_workers += u64::from(had_to_finish && outlives_workers);
+        explored.rewinds += summary.rewinds as u64;
         explored.steps += summary.steps;
         explored.broken_streams += summary.broken as u64;
         explored.restarts += u64::from(summary.restarts);

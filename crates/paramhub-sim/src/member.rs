@@ -9,7 +9,7 @@ use paramhub_core::composition::{Composed, Composition, Place};
 use paramhub_core::service::{ConnectService, ErrorCode, InitService, LeaveService, ServiceConnected};
 
 use crate::call::{Answer, CallError, Caller, Line, Request};
-use crate::job::{JobPlan, NAMESPACE, NONCE, hub_at, incarnation};
+use crate::job::{JobPlan, LINGER, NAMESPACE, NONCE, hub_at, incarnation};
 use crate::message::Message;
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Wake};
@@ -30,6 +30,9 @@ pub(crate) struct Member {
     caller: Caller,
     /// What it was told of the job, and its secret.
     connected: Option<(ServiceConnected, StreamSecret)>,
+    number: u8,
+    /// How often it has begun again, each time as another process would.
+    again: u8,
 }
 
 /// What a worker that has joined knows of its job.
@@ -44,19 +47,18 @@ impl Member {
     /// The process of this number among those that were started for a rank.
     pub(crate) fn new(rank: u32, number: u8, plan: &Arc<JobPlan>) -> Member {
         let process = Process::Worker(rank, number);
-        let incarnation = incarnation(number);
-        let call = ConnectService {
-            rank,
-            incarnation,
-            proof: NONCE.prove_rank(Purpose::Connect, NAMESPACE, rank, incarnation),
-            claim: Some(RankClaim([1 + number; 32])),
-            host: format!("host{rank}"),
-            process: number.into(),
-            place: Place::default(),
-            peer_address: None,
-        };
         let caller = Caller::new(process, Line::Member, RETRY_TIMEOUT);
-        Member { process, plan: plan.clone(), call, caller, connected: None }
+        let call = connect_service(rank, number, 0);
+        Member { process, plan: plan.clone(), call, caller, connected: None, number, again: 0 }
+    }
+
+    /// All ranks go back to an earlier step: the process joins anew, after a while, as another of its rank would.
+    pub(crate) fn begin_again(&mut self, context: &mut Context<'_>) {
+        self.again += 1;
+        self.call = connect_service(self.call.rank, self.number, self.again);
+        self.connected = None;
+        let wait = context.random.time(&context.compute.clone());
+        context.wake_in(self.process, wait, Wake::Begin);
     }
 
     /// Joins the job.
@@ -101,7 +103,9 @@ impl Member {
                 let proof = secret.prove_rank(Purpose::Init, NAMESPACE, rank, incarnation);
                 let settings = (*self.plan.settings).clone();
                 let init = InitService { rank, incarnation, proof, settings };
-                self.caller.call(Request::Init(Box::new(init)), CALL_TIMEOUT, context);
+                // In a job that goes back it waits for the processes of all other ranks.
+                let timeout = if self.plan.rewind_every.is_some() { LINGER * 2 } else { CALL_TIMEOUT };
+                self.caller.call(Request::Init(Box::new(init)), timeout, context);
                 None
             }
             (Ok(Answer::Initialised(initialised)), Some((connected, _))) => {
@@ -112,6 +116,7 @@ impl Member {
                     context.ledger.violate(|| format!("rank {rank} places the job otherwise than its hubs"));
                 }
                 let step = initialised.resumed_step;
+                context.ledger.joined(rank, connected.epoch, step);
                 Some(Ok(Joined { composed, epoch: connected.epoch, step }))
             }
             (Ok(other), _) => {
@@ -121,6 +126,13 @@ impl Member {
             // The process that has the rank has died, and no hub has noticed yet.
             (Err(CallError::Refused(refusal)), None) if refusal.code == ErrorCode::Busy => {
                 context.wake_in(self.process, TAKEN_PAUSE, Wake::Begin);
+                None
+            }
+            // Another has been lost while this one waited.
+            (Err(CallError::Refused(refusal)), Some(_))
+                if refusal.code == ErrorCode::Busy && self.plan.rewind_every.is_some() =>
+            {
+                self.begin_again(context);
                 None
             }
             (Err(error), connected) => {
@@ -165,5 +177,20 @@ impl Member {
     /// The incarnation of the process.
     pub(crate) fn incarnation(&self) -> Incarnation {
         self.call.incarnation
+    }
+}
+
+/// The first call of the process of this number among those that were started for a rank, when it has begun again so often.
+fn connect_service(rank: u32, number: u8, again: u8) -> ConnectService {
+    let incarnation = incarnation(number, again);
+    ConnectService {
+        rank,
+        incarnation,
+        proof: NONCE.prove_rank(Purpose::Connect, NAMESPACE, rank, incarnation),
+        claim: Some(RankClaim(std::array::from_fn(|byte| incarnation.0[byte % 16]))),
+        host: format!("host{rank}"),
+        process: number.into(),
+        place: Place::default(),
+        peer_address: None,
     }
 }

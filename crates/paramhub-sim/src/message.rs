@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paramhub_core::wire::{Failure, Header, Hello, Refusal};
+use paramhub_core::wire::{Failure, Header, Hello, Notice, Refusal};
 
 use crate::call::{Answer, Request};
 
@@ -41,6 +41,8 @@ pub(crate) enum Content {
     Gradient(Contribution),
     /// Parameters, with a digest of all that ever went into them.
     Parameters(u64),
+    /// Why all ranks go back to an earlier step.
+    Rewound(Notice),
     /// Why a job is over.
     Failure(Failure),
 }
@@ -52,4 +54,6 @@ pub(crate) struct Contribution {
     pub step: u32,
     /// The rank.
     pub rank: u32,
+    /// The epoch since which its process has the rank.
+    pub epoch: u64,
 }

@@ -7,6 +7,11 @@ use crate::network::Process;
 use crate::random::Random;
 use crate::world::Plant;
 
+/// Elements of a key: two chunks and a part of one.
+const KEY_ELEMENTS: u64 = 600;
+/// Elements of a key of one chunk. Some hubs may have none.
+const ONE_CHUNK: u64 = 100;
+
 /// A job, a network, and what fails when. All of it follows from a seed.
 #[derive(Clone, Debug)]
 pub struct Scenario {
@@ -20,6 +25,8 @@ pub struct Scenario {
     pub routes_per_hub: u16,
     /// Keys of the job.
     pub keys: u32,
+    /// Elements of each key.
+    pub elements: u64,
     /// Steps of the job.
     pub steps: u32,
     /// Whether broken streams are replaced (`--on-interface-down continue`).
@@ -29,6 +36,9 @@ pub struct Scenario {
     /// The least number of workers with which the job goes on, if it goes on when workers are lost
     /// (`--on-worker-loss continue`).
     pub min_workers: Option<u32>,
+    /// The number of steps from one to which the job can go back to the next, if all its ranks go back when one is lost
+    /// (`--on-worker-loss rewind`). Then `min_workers` is `None`.
+    pub rewind_every: Option<u32>,
     /// The silence after which a neighbour counts as dead.
     pub dead_after: Duration,
     /// How long a message takes.
@@ -95,10 +105,12 @@ impl Scenario {
             hubs,
             routes_per_hub: 1 + random.below(2) as u16,
             keys: 1 + random.below(4) as u32,
+            elements: KEY_ELEMENTS,
             steps: 1 + random.below(12) as u32,
             continues: random.happens(80),
             reproducible: random.happens(50),
             min_workers: None,
+            rewind_every: None,
             dead_after: Duration::from_secs(15 + random.below(15)),
             delay: Duration::from_micros(20)..if slow { ms(400) } else { ms(2) },
             late_hellos: u32::from(random.happens(50)),
@@ -110,16 +122,23 @@ impl Scenario {
             plant: None,
             is_traced: false,
         };
-        if random.happens(35) {
-            scenario.min_workers = Some(1 + random.below(workers.into()) as u32);
-            (scenario.continues, scenario.reproducible, scenario.late_hellos) = (false, false, 0);
+        match random.below(100) {
+            0..30 => {
+                scenario.min_workers = Some(1 + random.below(workers.into()) as u32);
+                (scenario.continues, scenario.reproducible, scenario.late_hellos) = (false, false, 0);
+            }
+            30..60 => {
+                scenario.rewind_every = Some(1 + random.below(5) as u32);
+                (scenario.continues, scenario.late_hellos) = (false, 0);
+            }
+            _ => {}
         }
         // Ranks that gather take some seconds. What fails between workers and hubs is of interest after that.
         let span = scenario.compute.end * scenario.steps + ms(500);
         let gathering = scenario.starting.end + scenario.saving.end * 3 + scenario.delay.end * 10 + ms(200);
         for _ in 0..random.below(8) {
             let fault = match random.happens(40) {
-                _ if scenario.min_workers.is_some() && random.happens(60) => {
+                _ if scenario.outlives_workers() && random.happens(60) => {
                     let length = any_length(&mut random, 90, 20_000);
                     Fault::Replace(random.below(workers.into()) as u32, length)
                 }
@@ -133,7 +152,15 @@ impl Scenario {
             };
             scenario.faults.push((at, fault));
         }
+        if random.happens(20) {
+            scenario.elements = ONE_CHUNK;
+        }
         scenario
+    }
+
+    /// Whether the job goes on when a worker is lost.
+    pub(crate) fn outlives_workers(&self) -> bool {
+        self.min_workers.is_some() || self.rewind_every.is_some()
     }
 }
 

@@ -17,6 +17,8 @@ const UNHEARD: Duration = Duration::from_secs(80);
 const AWAY: Duration = Duration::from_secs(6);
 /// Outages of this length together are survived while ranks gather: one whose call broke must call again within 2 s.
 const BRIEF_GATHERING: Duration = Duration::from_millis(500);
+/// A job that goes back waits so long for all its ranks.
+const ABSENT: Duration = Duration::from_secs(60);
 /// Calls that break so often are survived while ranks gather.
 const BREAKS: usize = 3;
 
@@ -43,6 +45,8 @@ pub(crate) struct Ends<'a> {
     pub(crate) recorded: &'a JobStatus,
     /// The ranks that no hub has ever taken for lost.
     pub(crate) always_there: Vec<u32>,
+    /// The version that all chunks have; `None` if they have several.
+    pub(crate) common_version: Option<u32>,
     /// Whether the manager has lost a hub.
     pub(crate) has_lost_hubs: bool,
 }
@@ -56,14 +60,22 @@ impl Scenario {
         let faults = |early: bool| -> Vec<Fault> {
             self.faults.iter().filter(|&&(at, _)| is_early(at) == early).map(|&(_, fault)| fault).collect()
         };
-        let survives = match self.min_workers {
+        let survives = match self.outlives_workers() {
             // Another process joins a job as a first one does. One that is killed is replaced.
-            Some(_) => {
-                let is_other = |fault: &Fault| !matches!(fault, Fault::Replace(..) | Fault::Twin(_));
-                let others: Vec<Fault> = faults(false).into_iter().filter(is_other).collect();
-                self.survive_gathering(&others)
+            true => {
+                // A twin that comes before its rank has opened all streams ends it, which the others outlive.
+                let is_outlived = |fault: &Fault| match fault {
+                    Fault::Replace(..) => true,
+                    Fault::Twin(_) => self.rewind_every.is_none(),
+                    _ => false,
+                };
+                let is_other = |fault: &Fault| !is_outlived(fault);
+                let (others, replaced): (Vec<Fault>, Vec<Fault>) =
+                    faults(false).into_iter().partition(is_other);
+                let absent: Duration = replaced.iter().map(|fault| fault.length()).sum();
+                self.survive_gathering(&others) && (self.rewind_every.is_none() || absent <= ABSENT)
             }
-            None => self.survive_running(&faults(false)),
+            false => self.survive_running(&faults(false)),
         };
         self.survive_gathering(&faults(true)) && survives
     }
@@ -120,7 +132,7 @@ impl Ends<'_> {
                 Some(Ok(())) if steps < self.scenario.steps => {
                     return Err(format!("{process:?} has ended well after {steps} steps"));
                 }
-                Some(Err(error)) if must_finish && is_first && self.scenario.min_workers.is_none() => {
+                Some(Err(error)) if must_finish && is_first && !self.scenario.outlives_workers() => {
                     return Err(format!("{process:?} has failed although nobody died: {error}"));
                 }
                 Some(Err(error)) if !names_somebody(error) => {
@@ -152,6 +164,12 @@ impl Ends<'_> {
             if let Some(&rank) = self.always_there.iter().find(|&&rank| !has_worked(rank)) {
                 return Err(format!(
                     "the manager records that the job has finished, and rank {rank} has not"
+                ));
+            }
+            if self.scenario.rewind_every.is_some() && self.common_version != Some(self.scenario.steps) {
+                return Err(format!(
+                    "the manager records that the job has finished, and chunks have not made all steps: {:?}",
+                    self.common_version
                 ));
             }
             return match self.hubs.iter().find(|(_, end)| end.is_none_or(|end| !end.finished)) {

@@ -10,7 +10,7 @@ use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, OwnPauses};
 use paramhub_core::requests::{Request, Requests};
-use paramhub_core::wire::{Failure, Header, Operation};
+use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_core::worker_job::{Announcement, FailureCause, Output, Progress, WorkerJob};
 
 use crate::job::JobPlan;
@@ -40,6 +40,9 @@ pub(crate) struct Worker {
     own_pauses: OwnPauses,
     /// The hubs that it has lost or cannot reach, each with the error that this is to its program.
     lost_hubs: Vec<(String, Process)>,
+    /// The errors with which its streams end if all ranks go back to an earlier step.
+    rewound: Vec<String>,
+    is_ticking: bool,
     outcome: Option<Result<(), String>>,
 }
 
@@ -80,7 +83,6 @@ impl Worker {
     /// The process of this number among those that were started for a rank. It is about to join the job.
     pub(crate) fn new(rank: u32, number: u8, plan: &Arc<JobPlan>, context: &mut Context<'_>) -> Worker {
         let process = Process::Worker(rank, number);
-        let keys = plan.keys as usize;
         let wait = context.random.time(&context.starting.clone());
         context.wake_in(process, wait, Wake::Begin);
         Worker {
@@ -90,12 +92,14 @@ impl Worker {
             member: Member::new(rank, number, plan),
             joined: None,
             job: WorkerJob::new(plan.continues),
-            requests: Requests::new(plan.map.clone(), vec![Dtype::F32; keys], vec![Codec::F32; keys]),
+            requests: requests(plan),
             lanes: Vec::new(),
             program: Program::Joining,
             step: 0,
             own_pauses: OwnPauses::new(context.instant(), HEARTBEAT),
             lost_hubs: Vec::new(),
+            rewound: Vec::new(),
+            is_ticking: false,
             outcome: None,
         }
     }
@@ -111,7 +115,9 @@ impl Worker {
                 self.program = Program::Connecting;
                 self.own_pauses = OwnPauses::new(context.instant(), HEARTBEAT);
                 self.open_all(context);
-                self.next_tick(context);
+                if !std::mem::replace(&mut self.is_ticking, true) {
+                    self.next_tick(context);
+                }
             }
         }
     }
@@ -133,6 +139,21 @@ impl Worker {
     /// The steps that are done.
     pub(crate) fn step(&self) -> u32 {
         self.step
+    }
+
+    /// All ranks go back to an earlier step: it joins the job anew.
+    fn begin_again(&mut self, context: &mut Context<'_>) {
+        self.lanes.clear();
+        self.lost_hubs.clear();
+        self.rewound.clear();
+        (self.job, self.requests) = (WorkerJob::new(self.plan.continues), requests(&self.plan));
+        (self.program, self.joined) = (Program::Joining, None);
+        self.member.begin_again(context);
+    }
+
+    /// The epoch since which it has its rank, once it has joined.
+    pub(crate) fn epoch(&self) -> Option<u64> {
+        self.joined.as_ref().map(|joined| joined.epoch)
     }
 
     fn next_tick(&self, context: &mut Context<'_>) {
@@ -197,6 +218,8 @@ impl Worker {
             }
             Wake::Program if self.program == Program::Computing => self.push(context),
             Wake::Program => {}
+            // It has begun again since.
+            Wake::Redial(lane) | Wake::DialTimeout { lane, .. } if lane >= self.lanes.len() => {}
             Wake::Redial(index) => match self.lanes[index].state {
                 LaneState::Resuming(attempts, None) => self.redial(index, attempts, context),
                 LaneState::Opening(_) => self.open(index, context),
@@ -243,6 +266,16 @@ impl Worker {
                     None => self.end_lane(index, "the job was left", context),
                 }
             }
+            Content::Rewound(Notice { rank, message }) => {
+                let error = format!("rank {} is to begin again: {message}", self.rank);
+                self.rewound.push(error.clone());
+                let lost_hub = Some(format!("{:?}", lane.hub).into());
+                let cause = FailureCause { error, announced: Failure { rank, message }, lost_hub };
+                match self.job.failed(cause, context.instant()) {
+                    Some(announcement) => self.announce(announcement, context),
+                    None => self.end_lane(index, "the job was left", context),
+                }
+            }
             content => {
                 let expected = match self.requests.expect(&header) {
                     Ok(expected) => expected,
@@ -270,6 +303,7 @@ impl Worker {
             Program::Initialising => self.compute_or_leave(context),
             Program::Waiting => {
                 self.step += 1;
+                context.ledger.reached(self.step);
                 self.compute_or_leave(context);
             }
             Program::Joining | Program::Connecting | Program::Computing | Program::Leaving => {}
@@ -331,10 +365,13 @@ impl Worker {
                     if let Some((error, hub)) = outcome.as_ref().err().and_then(lost) {
                         self.member.report_lost_hub(*hub, error, context);
                     }
-                    self.outcome = Some(outcome);
                     for index in 0..self.lanes.len() {
                         self.close_lane(index, context);
                     }
+                    if outcome.as_ref().is_err_and(|error| self.rewound.contains(error)) {
+                        return self.begin_again(context);
+                    }
+                    self.outcome = Some(outcome);
                     break;
                 }
             }
@@ -349,7 +386,7 @@ impl Worker {
         if !self.job.is_sending() || self.lanes.is_empty() {
             return;
         }
-        let composed = self.joined().composed.clone();
+        let (composed, epoch) = (self.joined().composed.clone(), self.joined().epoch);
         for index in 0..self.lanes.len() {
             let lane = &mut self.lanes[index];
             let (LaneState::Open, Some(stream)) = (lane.state, lane.stream) else { continue };
@@ -363,7 +400,7 @@ impl Worker {
                 self.requests.sent(chunk);
                 let content = match header.operation {
                     Operation::PushPull => {
-                        Content::Gradient(Contribution { step: header.step, rank: self.rank })
+                        Content::Gradient(Contribution { step: header.step, rank: self.rank, epoch })
                     }
                     _ => Content::Nothing,
                 };
@@ -454,4 +491,10 @@ impl Worker {
             lane.control.push_back((*header, content.clone()));
         }
     }
+}
+
+/// What a worker that has requested nothing has under way.
+fn requests(plan: &JobPlan) -> Requests {
+    let keys = plan.keys as usize;
+    Requests::new(plan.map.clone(), vec![Dtype::F32; keys], vec![Codec::F32; keys])
 }

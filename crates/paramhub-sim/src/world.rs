@@ -63,6 +63,8 @@ pub(crate) enum Wake {
     DialTimeout { lane: usize, stream: StreamId },
     /// A hub's core has allocated a route, after the hub was asked to allocate for the time of this number.
     Opened { allocation: u32, route: RouteId },
+    /// A hub's core takes the next chunk of a route back to an earlier step.
+    GoBack { allocation: u32, route: RouteId },
     /// A hub's acceptor passes a stream on to its core.
     Adopt { stream: StreamId, place: StreamPlace },
 }
@@ -88,6 +90,10 @@ pub enum Plant {
     JobsNotAsked,
     /// A hub lets a process that takes a rank join at the step that each core has named itself.
     JoinsAtOwnStep,
+    /// Each core goes back to the step that it has named itself.
+    RewindsToOwnStep,
+    /// What was contributed before a job went back stays in the sums.
+    SumsKept,
 }
 
 /// What a process may use while it handles an event.
@@ -144,6 +150,8 @@ pub struct Summary {
     pub broken: usize,
     /// How often the manager was started again.
     pub restarts: u32,
+    /// How often all ranks have gone back to an earlier step.
+    pub rewinds: usize,
     /// The virtual time that it took.
     pub took: Duration,
 }
@@ -181,7 +189,7 @@ pub fn run(scenario: &Scenario) -> Result<Summary, String> {
         plan: Arc::new(JobPlan::new(scenario)),
         network: Network::new(scenario, Random::new(random.number())),
         agenda: Agenda::default(),
-        ledger: Ledger::new(scenario.workers),
+        ledger: Ledger::new(scenario.workers, scenario.rewind_every),
         random,
         begun: Instant::now(),
         workers: BTreeMap::new(),
@@ -221,6 +229,7 @@ impl World<'_> {
             {
                 self.connected = Some(self.agenda.now());
             }
+            self.start_again_those_who_left();
             if let Some(violation) = self.ledger.violation() {
                 return Err(format!("at {:?}: {violation}", self.agenda.now()));
             }
@@ -236,7 +245,29 @@ impl World<'_> {
 
     /// Whether nothing keeps workers of a job that outlives them from being replaced.
     fn has_begun(&self) -> bool {
-        self.scenario.min_workers.is_none() || self.hubs.values().all(Hub::has_begun)
+        !self.scenario.outlives_workers() || self.hubs.values().all(Hub::has_begun)
+    }
+
+    /// All ranks go back to an earlier step: a launcher starts those again that had done their part.
+    fn start_again_those_who_left(&mut self) {
+        let rewound_in = self.ledger.newest_rewind();
+        if rewound_in == 0 || self.manager.as_ref().is_some_and(|manager| manager.settled().is_some()) {
+            return;
+        }
+        let has_left = |rank: &u32| {
+            let newest = self.newest_of(*rank).map(|process| &self.workers[&process]);
+            newest.is_some_and(|worker| {
+                worker.outcome() == Some(&Ok(())) && worker.epoch().is_some_and(|epoch| epoch < rewound_in)
+            })
+        };
+        let left: Vec<u32> = (0..self.scenario.workers).filter(has_left).collect();
+        left.into_iter().for_each(|rank| self.start_worker(rank));
+    }
+
+    /// The newest process of a rank.
+    fn newest_of(&self, rank: u32) -> Option<Process> {
+        let mut all = self.workers.keys().copied();
+        all.rfind(|process| matches!(process, Process::Worker(of, _) if *of == rank))
     }
 
     /// Starts another process for a rank.
@@ -365,6 +396,7 @@ impl World<'_> {
             always_there: (0..self.scenario.workers)
                 .filter(|&rank| self.ledger.was_always_there(rank))
                 .collect(),
+            common_version: self.ledger.common_version(),
             has_lost_hubs: self.manager.as_ref().is_some_and(Manager::has_lost_hubs),
         };
         ends.check()?;
@@ -374,6 +406,7 @@ impl World<'_> {
             steps: self.workers.values().map(|worker| u64::from(worker.step())).sum(),
             broken: self.broken,
             restarts: self.restarts,
+            rewinds: self.ledger.rewinds(),
             took: self.agenda.now(),
         })
     }

@@ -23,7 +23,9 @@ use paramhub_core::resuming::{ResumeNotices, Retunes};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Attempt, Caller, Capabilities, Direction, FACTORS_HEAD_BYTES, Hello, State};
+use paramhub_core::wire::{
+    Attempt, Caller, Capabilities, Direction, FACTORS_HEAD_BYTES, Hello, Refusal, State,
+};
 use paramhub_transport::shm::{Arena, RING_BYTES_DEFAULT, Segment};
 use paramhub_transport::{Connection, ShmStream, TcpStream, Waker};
 
@@ -130,8 +132,9 @@ impl JobConfig {
         let plan = Plan::new(&self.settings, &self.roster.cluster());
         let placement = self.place(&who, &map, &plan)?;
         let chunk_bytes = self.chunk_bytes_max(&map);
-        let OpenedStreams { streams, interfaces, arena, state_slots } =
-            self.open_streams(&who, &placement, &options, chunk_bytes)?;
+        let OpenedStreams { streams, interfaces, arena, state_slots } = self
+            .open_streams(&who, &placement, &options, chunk_bytes)
+            .map_err(|error| self.explain(error))?;
 
         let system = |what| {
             let who = who.clone();
@@ -242,6 +245,18 @@ impl JobConfig {
                 "this worker placed the chunks as {mine}, the hubs as {theirs}: use the same release of paramhub on both ends"
             ))),
             _ => Ok(placement),
+        }
+    }
+
+    /// In a job that goes back, a hub refuses the streams of a process that has joined before another worker was lost.
+    fn explain(&self, error: WorkerError) -> WorkerError {
+        match error {
+            WorkerError::Refused { who, refusal: Refusal::Stale, message, .. }
+                if self.job_options.rewinds() =>
+            {
+                WorkerError::Rewound { who, culprit: None, message }
+            }
+            error => error,
         }
     }
 

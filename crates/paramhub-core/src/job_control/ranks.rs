@@ -229,7 +229,7 @@ impl JobControl {
     }
 
     /// Another process takes a lost rank, in an epoch that begins with it.
-    pub(super) fn expect_rank(&mut self, namespace: Namespace, rank: u32, epoch: u64) {
+    pub(super) fn expect_rank(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
         let cores = job.terms.cores().len();
         let Some(changed) = job.ranks.0.get(&rank) else { return };
@@ -241,6 +241,7 @@ impl JobControl {
         if changed.epoch == epoch
             && let Some(step) = changed.phase.step()
         {
+            self.renew_opening(namespace, (rank, epoch), now);
             self.report(HubEvent::RankExpected { namespace, rank, epoch, step });
         }
     }
@@ -260,7 +261,13 @@ impl JobControl {
     }
 
     /// The process that takes a rank contributes from `step` on.
-    pub(super) fn join_rank(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), step: u32) {
+    pub(super) fn join_rank(
+        &mut self,
+        namespace: Namespace,
+        (rank, epoch): (u32, u64),
+        step: u32,
+        now: Duration,
+    ) {
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
         let cores = job.terms.cores().len();
         let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
@@ -271,9 +278,20 @@ impl JobControl {
             }
             // The command comes again: the manager has restarted since the first.
             RankPhase::Connecting { .. } | RankPhase::Present { .. } => {
+                self.renew_opening(namespace, (rank, epoch), now);
                 self.report(HubEvent::RankJoined { namespace, rank, epoch });
             }
             _ => {}
+        }
+    }
+
+    /// A manager that has restarted answers a process that has joined later: the time in which that must open its streams
+    /// begins anew.
+    fn renew_opening(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), now: Duration) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let renewed = now.saturating_add(job.terms.rendezvous.min(OPENING_TIMEOUT));
+        if let Some(RankPhase::Connecting { until, .. }) = job.ranks.of_epoch(rank, epoch) {
+            *until = renewed;
         }
     }
 

@@ -4,6 +4,7 @@ mod notices;
 mod opening;
 mod ranks;
 mod reports;
+mod rewind;
 mod shutdown;
 mod streams;
 

@@ -17,6 +17,8 @@ mod rank_assignments;
 mod record;
 mod rendezvous;
 mod rewind;
+#[cfg(test)]
+mod rewind_tests;
 mod silence;
 #[cfg(test)]
 pub(super) mod tests;

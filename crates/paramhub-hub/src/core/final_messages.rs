@@ -35,14 +35,24 @@ impl FinalMessages {
         self.reasons.push_back((namespace, failure));
     }
 
-    /// Sends a late stream the reason why its job is over. The stream's buffer is empty, so it takes the
-    /// frame at once.
+    /// Sends a late stream the reason why its job is over.
     pub(super) fn send(&mut self, namespace: Namespace, accepted: AcceptedStream, now: Instant) {
         let Some((_, failure)) = self.reasons.iter().find(|(ended, _)| *ended == namespace) else { return };
-        let Ok(mut stream) = accepted.connect(Direction::ToHub, CONTROL_BYTES_MAX as usize) else { return };
         let payload = failure.encode();
-        let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Failure) };
-        let sent = stream.send(&[Outgoing { header, payload: &payload }]);
+        self.send_to_accepted(accepted, Operation::Failure, &payload, now);
+    }
+
+    /// Sends a stream that no core serves its only message. The stream's buffer is empty, so it takes the frame at once.
+    pub(super) fn send_to_accepted(
+        &mut self,
+        accepted: AcceptedStream,
+        operation: Operation,
+        payload: &[u8],
+        now: Instant,
+    ) {
+        let Ok(mut stream) = accepted.connect(Direction::ToHub, CONTROL_BYTES_MAX as usize) else { return };
+        let header = Header { length: payload.len() as u32, ..Header::bare(operation) };
+        let sent = stream.send(&[Outgoing { header, payload }]);
         if sent.is_ok() && stream.end_sending().is_ok() && self.readers.len() < READERS_MAX {
             self.readers.push((stream, now + FINAL_MESSAGE_TIMEOUT));
         }

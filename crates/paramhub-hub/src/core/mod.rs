@@ -117,6 +117,8 @@ struct HostedShard {
     lane_of: Vec<Option<u64>>,
     /// The epoch and the attempt of each port's newest stream; `None` before its first.
     newest_streams: Vec<Option<(u64, u32)>>,
+    /// The notice with which the job's workers have gone back last, as it travels.
+    rewound: Option<Vec<u8>>,
     memory: MemoryState,
     /// `true` if the job is over.
     ending: bool,
@@ -324,6 +326,7 @@ impl Core {
                 CoreCommand::Open { plan, restored } => self.open(*plan, restored.map(|restored| *restored)),
                 CoreCommand::Adopt { namespace, route, port, stream, epoch, attempt, resumed_by } => {
                     if self.is_stale(namespace, route, port, (epoch, attempt)) {
+                        self.refuse_stale(namespace, route, stream, now);
                         continue;
                     }
                     if let Some(by) = resumed_by {

@@ -4,10 +4,12 @@ use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::FaultCause;
+use paramhub_core::placement::RouteId;
 use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Notice, Operation};
 
 use super::fault::Fault;
+use super::lane::AcceptedStream;
 use super::{Core, CoreEvent};
 
 impl Core {
@@ -20,6 +22,7 @@ impl Core {
         for index in here {
             let hosted = self.shards.index_mut(index);
             hosted.newest_streams.fill(Some((epoch, 0)));
+            hosted.rewound = Some(payload.clone());
             let begun: Vec<_> =
                 (0..hosted.lane_of.len() as u32).map(|port| hosted.shard.begun(port)).collect();
             let tokens = hosted.lane_of.clone();
@@ -35,6 +38,21 @@ impl Core {
                     self.final_messages.dismiss(lane, begun, (Operation::Rewound, &payload), now);
                 }
             }
+        }
+    }
+
+    /// Closes a stream that was admitted before its port had a newer one, or before its rank was lost. If all workers have
+    /// gone back meanwhile, it gets that as the reason.
+    pub(super) fn refuse_stale(
+        &mut self,
+        namespace: Namespace,
+        route: RouteId,
+        accepted: AcceptedStream,
+        now: Instant,
+    ) {
+        let shard = self.shard_of.get(&(namespace, route));
+        if let Some(payload) = shard.and_then(|&shard| self.shards.index(shard).rewound.as_deref()) {
+            self.final_messages.send_to_accepted(accepted, Operation::Rewound, payload, now);
         }
     }
 

@@ -34,6 +34,7 @@ impl Core {
                     job,
                     lane_of: vec![None; ports],
                     newest_streams: vec![None; ports],
+                    rewound: None,
                     memory: MemoryState::Opening,
                     ending: false,
                     releases: false,

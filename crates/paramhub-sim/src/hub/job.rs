@@ -30,6 +30,8 @@ pub(super) struct HubJob {
     pub(super) admitted: BTreeMap<StreamId, Vec<Arrival>>,
     /// Streams that came to a hub with a planted fault.
     pub(super) planted: u32,
+    /// The ranks that have joined while chunks of their core were about to go back, each with its core and epoch.
+    pub(super) joins: Vec<(u16, u32, u64)>,
     /// Nothing of the job is left here.
     pub(super) is_forgotten: bool,
 }
@@ -91,7 +93,8 @@ impl HubJob {
             dead_after: plan.dead_after,
             progress_timeout: None,
             continues: ordered.options.continues(),
-            min_workers: ordered.options.goes_on_with(),
+            min_workers: ordered.options.least_workers(plan.workers),
+            rewinds: ordered.options.rewinds(),
             epoch: ordered.epoch.number,
             stragglers: ordered.options.stragglers,
             weight: ordered.options.weight,
@@ -110,6 +113,7 @@ impl HubJob {
             is_open: false,
             admitted: BTreeMap::new(),
             planted: 0,
+            joins: Vec::new(),
             is_forgotten: false,
         };
         (job, terms)

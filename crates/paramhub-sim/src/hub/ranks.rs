@@ -21,6 +21,9 @@ impl Hub {
         change: RankChange,
         context: &mut Context<'_>,
     ) {
+        if self.plan.rewind_every.is_some() {
+            return self.change_rank_after_rewind(core, (rank, epoch), change, context);
+        }
         let Some(job) = &self.job else { return };
         let of_core =
             job.routes.iter().filter(|(_, route)| route.core == core && route.state == RouteState::Open);
@@ -58,7 +61,7 @@ impl Hub {
         self.handle_core_later(event, context);
     }
 
-    fn lose_rank(&mut self, id: RouteId, rank: u32, epoch: u64, context: &mut Context<'_>) {
+    pub(super) fn lose_rank(&mut self, id: RouteId, rank: u32, epoch: u64, context: &mut Context<'_>) {
         context.ledger.rank_lost(rank);
         let message = format!("the job has taken rank {rank} for lost");
         let content = Content::Failure(Failure { rank: Some(rank), message });

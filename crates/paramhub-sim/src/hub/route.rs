@@ -5,9 +5,11 @@ use std::collections::BTreeMap;
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
-use paramhub_core::exchange::{Answer, Exchange, Fold, ProtocolViolation, Rules, SumAction, Update};
+use paramhub_core::exchange::{
+    Answer, Exchange, Fold, ProtocolViolation, RewoundTo, Rules, SumAction, Update,
+};
 use paramhub_core::liveness::PeerLiveness;
-use paramhub_core::wire::{Header, Operation};
+use paramhub_core::wire::{Header, Notice, Operation};
 
 use crate::job::JobPlan;
 use crate::message::{Content, Contribution};
@@ -21,6 +23,22 @@ pub(super) struct Route {
     pub(super) exchange: Exchange,
     chunks: Vec<Chunk>,
     pub(super) ports: Vec<Port>,
+    pub(super) rewind: Rewind,
+    /// The epoch in which its chunks have begun to go back last; 0 if they never have.
+    pub(super) rewound_in: u64,
+    /// What ranks were told then.
+    pub(super) notice: Option<Notice>,
+}
+
+/// How far a route has gone back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rewind {
+    /// All ranks take part, or none has been lost yet.
+    NotNeeded,
+    /// A rank is lost. The step to go back to is not known.
+    Awaited,
+    /// Chunks go back to `step`, from slot `next` on.
+    UnderWay { step: u32, next: u32 },
 }
 
 /// What the core has of a route.
@@ -37,6 +55,8 @@ struct Chunk {
     sum: Vec<Contribution>,
     /// The digest of the parameters.
     parameters: u64,
+    /// The same of the copy to which the chunk can go back.
+    copy: Option<u64>,
     length: u32,
 }
 
@@ -56,9 +76,14 @@ pub(super) struct Port {
 }
 
 impl Chunk {
-    fn update(&mut self, update: Update, context: &mut Context<'_>) {
+    /// Makes an update, whose contributions must be of processes that have come since an epoch. `keeps` says whether the
+    /// parameters before it are copied.
+    fn update(&mut self, update: Update, keeps: bool, rewound_in: u64, context: &mut Context<'_>) {
         let mut sum = std::mem::take(&mut self.sum);
-        self.parameters = context.ledger.updated(self.id, update.step, &mut sum);
+        if keeps {
+            self.copy = Some(self.parameters);
+        }
+        self.parameters = context.ledger.updated(self.id, update.step, &mut sum, rewound_in);
         if sum.len() != update.contributions as usize {
             let step = update.step;
             context.ledger.violate(|| format!("the mean of step {step} divides by another number than came"));
@@ -78,11 +103,11 @@ impl Route {
             has_parameters: true,
             two_phase: false,
             quorum: plan.quorum,
-            rewind_every: None,
+            rewind_every: plan.rewind_every,
         };
         let chunk = |&id: &ChunkId| {
             let length = plan.map.extent(id).expect("a chunk of the job").bytes(Codec::F32);
-            Chunk { id, sum: Vec::new(), parameters: 0, length }
+            Chunk { id, sum: Vec::new(), parameters: 0, copy: None, length }
         };
         Route {
             core,
@@ -90,6 +115,9 @@ impl Route {
             exchange: Exchange::new(rules, chunks.len() as u32),
             chunks: chunks.iter().map(chunk).collect(),
             ports: (0..plan.workers).map(|_| Port::default()).collect(),
+            rewind: Rewind::NotNeeded,
+            rewound_in: 0,
+            notice: None,
         }
     }
 
@@ -119,7 +147,8 @@ impl Route {
                     Fold::Sum { .. } | Fold::Park => chunk.sum.push(contribution),
                 }
                 if let SumAction::Update(update) = arrival.then {
-                    chunk.update(update, context);
+                    let keeps = self.exchange.keeps_version(slot);
+                    chunk.update(update, keeps, self.rewound_in, context);
                 }
             }
             other => unreachable!("no worker here sends {other:?}"),
@@ -146,7 +175,7 @@ impl Route {
             let chunk = &mut self.chunks[slot as usize];
             loop {
                 if let Some(update) = self.exchange.end_if_complete(slot) {
-                    chunk.update(update, context);
+                    chunk.update(update, false, self.rewound_in, context);
                 } else if self.exchange.skip_missed_steps(slot) {
                     context.ledger.skipped(chunk.id, self.exchange.step(slot));
                 } else {
@@ -155,6 +184,32 @@ impl Route {
             }
             self.mark_due_answers(slot);
         }
+    }
+
+    /// Begins to take all chunks back to a step.
+    pub(super) fn begin_to_go_back(&mut self, step: u32, keeps_sums: bool) -> Result<(), String> {
+        self.exchange.check_rewind(step).map_err(|cannot| cannot.to_string())?;
+        self.exchange.rewind(step);
+        if !keeps_sums {
+            self.drop_sums();
+        }
+        self.rewind = Rewind::UnderWay { step, next: 0 };
+        Ok(())
+    }
+
+    /// Takes the next chunk back. Returns whether there may be more.
+    pub(super) fn go_back(&mut self, context: &mut Context<'_>) -> bool {
+        let Rewind::UnderWay { step, next } = self.rewind else { return false };
+        let Some(chunk) = self.chunks.get_mut(next as usize) else {
+            self.rewind = Rewind::NotNeeded;
+            return false;
+        };
+        if self.exchange.rewind_chunk(next, step) == RewoundTo::Copy {
+            chunk.parameters = chunk.copy.unwrap_or_default();
+        }
+        context.ledger.went_back(chunk.id, step, chunk.parameters);
+        self.rewind = Rewind::UnderWay { step, next: next + 1 };
+        true
     }
 
     /// Drops the sums of the steps under way.

@@ -88,10 +88,16 @@ impl Hub {
         let Some((arrivals, job)) = admitted else { return context.close(stream, process) };
         let is_planted = context.plant == Some(Plant::StaleStream);
         let is_over = job.is_forgotten;
-        let port = job.port(route, rank);
-        if port.newest.is_some_and(|newest| (epoch, attempt) < newest) && !is_planted || is_over {
+        let newest = job.port(route, rank).newest;
+        if newest.is_some_and(|newest| (epoch, attempt) < newest) && !is_planted || is_over {
+            // It was admitted before all ranks have gone back.
+            if let Some(notice) = job.route(route).notice.clone() {
+                let (header, content) = (Header::bare(Operation::Rewound), Content::Rewound(notice));
+                context.send(stream, process, Message::Frame(Frame { header, content }));
+            }
             return context.close(stream, process);
         }
+        let port = job.port(route, rank);
         context.trace(|| format!("{process:?} adopts {stream:?}, attempt {attempt} of rank {rank}"));
         port.newest = Some((epoch, attempt));
         let before = port.stream.replace(stream);

@@ -145,6 +145,14 @@ impl Worker {
             (LaneState::Opening(_), Arrival::Message(Message::Refused(Refusal::Busy, _))) => {
                 context.wake_in(self.process, BUSY_PAUSE, Wake::Redial(index));
             }
+            (LaneState::Opening(_), Arrival::Message(Message::Refused(Refusal::Stale, why)))
+                if self.plan.rewind_every.is_some() =>
+            {
+                // It has joined before all ranks went back.
+                let cause = self.cause(why, None);
+                self.rewound.push(cause.error.clone());
+                self.give_up(cause, context);
+            }
             (LaneState::Opening(_), Arrival::Message(Message::Refused(_, why))) => {
                 let cause = self.cause(format!("it was refused: {why}"), None);
                 self.give_up(cause, context);

@@ -26,11 +26,7 @@ impl World<'_> {
             }
             Fault::Kill(process) => self.kill(process),
             Fault::Replace(rank, _) => {
-                let newest = self
-                    .workers
-                    .keys()
-                    .rfind(|process| matches!(process, Process::Worker(of, _) if *of == rank));
-                if let Some(&process) = newest {
+                if let Some(process) = self.newest_of(rank) {
                     self.kill(process);
                 }
             }

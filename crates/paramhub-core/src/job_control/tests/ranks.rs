@@ -147,6 +147,18 @@ fn a_process_that_has_joined_must_open_its_streams_in_time() {
 }
 
 #[test]
+fn a_manager_that_has_restarted_answers_a_process_later() {
+    let repeat: [fn(&mut Hub) -> Vec<Output>; 2] = [|hub| expect(hub, 3), |hub| join(hub, 3, 7)];
+    for again in repeat {
+        let mut hub = replaced();
+        hub.now += OPENING / 2;
+        assert_eq!(reports(&again(&mut hub)).len(), 1);
+        let outputs = hub.reach(OPENING);
+        assert!(has!(outputs, Output::Report(HubEvent::WorkerLost { rank: 1, epoch: 3, .. })));
+    }
+}
+
+#[test]
 fn a_process_may_be_lost_before_it_has_joined() {
     for answers in 0..2 {
         let mut hub = outliving();

@@ -78,6 +78,11 @@ impl JobHub {
         self.asked && !self.ended && self.unheard.is_none()
     }
 
+    /// Whether workers exchange there. A hub without chunks of the job is done as soon as it has allocated.
+    fn has_streams(&self) -> bool {
+        self.reserved.1 > 0
+    }
+
     pub(super) fn describe(&self) -> String {
         describe_hub(self.hub, &self.shape)
     }
@@ -225,9 +230,9 @@ impl Job {
     /// The job is over at a hub.
     pub(crate) fn hub_ended(&mut self, hub: u32, end: &JobEnd, now: Now) -> Transition {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
-        // The hub has no chunks of the job and was done at once, when an earlier manager asked it. It will be asked again.
-        let was_asked_before = self.job_hubs[index].asked && self.placements.is_empty();
-        if end.finished && was_asked_before && !self.state.has_ended() {
+        // The hub has no chunks of the job and was done at once, when an earlier manager asked it. It is asked again, and
+        // reports that it has allocated before it is done again.
+        if end.finished && !self.job_hubs[index].allocated && !self.state.has_ended() {
             return Transition::None;
         }
         // A repeated report: the answer to the first was lost, or the hub was asked after the end.
@@ -246,14 +251,11 @@ impl Job {
         if !end.finished {
             return self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now);
         }
-        // A hub without chunks of the job has finished its part as soon as it has allocated. One that has not
-        // allocated cannot have finished.
-        if !self.job_hubs[index].allocated {
-            let message = format!("{} ended it before it ran", self.job_hubs[index].describe());
-            return self.fail(ErrorCode::JobEnded, message, now);
-        }
         if self.state != JobState::Running || !self.job_hubs.iter().all(|job_hub| job_hub.ended) {
-            return self.finish_elsewhere();
+            return match self.job_hubs[index].has_streams() {
+                true => self.finish_elsewhere(),
+                false => self.go_on_without_hub(now),
+            };
         }
         self.end(JobState::Finished, now)
     }

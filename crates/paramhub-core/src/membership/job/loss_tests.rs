@@ -90,7 +90,12 @@ fn another_process_takes_the_rank_of_one_that_has_left() {
 
 #[test]
 fn a_job_that_has_finished_at_a_hub_finishes_at_the_others() {
-    let mut job = outliving(3);
+    let with_chunks = || {
+        let mut job = outliving(3);
+        (0..2).for_each(|hub| job.hub_reserved(hub, 0, 3));
+        job
+    };
+    let mut job = with_chunks();
     (0..3).for_each(|rank| job.worker_left((rank, 1)));
     job.connect(&call(1, 7), now()).unwrap();
     submit(&mut job);
@@ -102,7 +107,7 @@ fn a_job_that_has_finished_at_a_hub_finishes_at_the_others() {
         "nobody is awaited for rank 1"
     );
     // A process dies while it leaves, and the other hub reports that later.
-    let mut job = outliving(3);
+    let mut job = with_chunks();
     (0..3).for_each(|rank| job.worker_left((rank, 1)));
     let end = JobEnd::finished(job.namespace);
     assert_eq!(job.hub_ended(0, &end, now()), Transition::None, "all are about to leave the other hub, too");
@@ -114,6 +119,43 @@ fn a_job_that_has_finished_at_a_hub_finishes_at_the_others() {
     let end = JobEnd::finished(job.namespace);
     assert_eq!(job.hub_ended(0, &end, now()), Transition::None);
     assert_eq!(changes(lose(&mut job, 1, 1)), lost(1, 2));
+}
+
+#[test]
+fn a_hub_without_chunks_neither_finishes_a_job_nor_is_awaited_by_one_that_joins() {
+    let mut job = taken(1);
+    job.hub_reserved(1, 0, 3);
+    submit(&mut job);
+    changes(job.join(1));
+    assert_eq!(job.rank_expected(1, (1, 3), 6), Transition::None, "the other hub has not answered");
+    // It says to a manager that has restarted that it was done when it had allocated.
+    let end = JobEnd::finished(job.namespace);
+    let named = changes(job.hub_ended(0, &end, now()));
+    assert_eq!(named, [MembershipChange::Join { rank: 1, epoch: 3, step: 6 }]);
+    assert!(changes(job.rank_joined(1, (1, 3), now())).is_empty());
+    assert!(!job.is_joining(1));
+    // Or when the last answer of the other is here already.
+    let mut job = taken(1);
+    submit(&mut job);
+    changes(job.join(1));
+    (0..2).for_each(|hub| drop(job.rank_expected(hub, (1, 3), 6)));
+    assert_eq!(job.rank_joined(1, (1, 3), now()), Transition::None);
+    assert!(changes(job.hub_ended(0, &end, now())).is_empty());
+    assert!(!job.is_joining(1));
+    // While all ranks are lost, nobody has left.
+    let mut job = outliving(1);
+    job.hub_reserved(1, 0, 3);
+    (0..3).for_each(|rank| drop(lose(&mut job, rank, 1)));
+    assert_eq!(job.hub_ended(0, &end, now()), Transition::None);
+    assert_eq!(job.state(), JobState::Running);
+}
+
+#[test]
+fn the_rank_of_a_process_that_has_called_twice_and_gone_is_free() {
+    let mut job = taken(1);
+    job.connect(&call(1, 7), later(2.0)).unwrap();
+    assert_eq!(job.connect(&call(1, 8), later(3.9)).unwrap_err().code, ErrorCode::Busy);
+    job.connect(&call(1, 8), later(4.0)).unwrap();
 }
 
 #[test]

@@ -80,7 +80,6 @@ impl Job {
     /// while it left has left that hub, and one that was about to take the rank of another came too late.
     pub(super) fn finish_elsewhere(&mut self) -> Transition {
         let mut holders = (0..self.workers).filter_map(|rank| self.assignments.holder(rank));
-        // A hub without chunks of the job is done as soon as it has allocated.
         let have_all_left =
             holders.all(|holder| holder.standing != Standing::Member || holder.has_finished());
         self.has_finished_at_a_hub |= self.may_lose_ranks() && have_all_left;
@@ -163,13 +162,14 @@ impl Job {
     }
 
     /// Whether a process may take the rank of this one: it is lost, or it has left, or it was about to take the rank and
-    /// has not been heard for a while. Launchers that start all ranks again also start those that have left.
+    /// has not been heard for a while. Launchers that start all ranks again also start those that have left; in a job that
+    /// goes back these wait until another rank is lost, and all with it.
     pub(super) fn may_replace(&self, holder: &RankHolder, now: Now) -> bool {
         self.state == JobState::Running
             && match holder.standing {
-                Standing::Member => holder.has_finished() && self.may_lose_ranks(),
+                Standing::Member => holder.has_finished() && self.may_lose_ranks() && !self.options.rewinds(),
                 Standing::Lost => true,
-                Standing::Joining => holder.is_silent(COME_BACK_S, now),
+                Standing::Joining => holder.is_silent(COME_BACK_S, now) && !self.expects_all_ranks(),
             }
     }
 
@@ -226,51 +226,80 @@ impl Job {
 
     /// A hub has named the first step to which the process that takes a rank may contribute.
     pub(crate) fn rank_expected(&mut self, hub: u32, (rank, epoch): (u32, u64), step: u32) -> Transition {
-        let serving: Vec<u32> = self.hubs_of_members().collect();
         let is_current = self.assignments.holder(rank).is_some_and(|holder| holder.since == epoch);
         let Some(join) = self.joins.get_mut(&rank).filter(|_| is_current) else { return Transition::None };
         join.named.insert(hub, step);
-        if !serving.iter().all(|hub| join.named.contains_key(hub)) {
+        let Some((change, message)) = self.join_if_named(rank) else { return Transition::None };
+        Transition::MembershipChanged { changes: vec![change], epoch, message }
+    }
+
+    /// The process that takes a rank has joined at a hub. Its call is answered when it has at all.
+    pub(crate) fn rank_joined(&mut self, hub: u32, (rank, epoch): (u32, u64), now: Now) -> Transition {
+        let is_current = self.assignments.holder(rank).is_some_and(|holder| holder.since == epoch);
+        let Some(join) = self.joins.get_mut(&rank).filter(|_| is_current) else { return Transition::None };
+        join.joined.insert(hub);
+        // The record, with a rank that is a member, is saved before the process hears of it.
+        let Some(message) = self.end_join_if_joined(rank, now) else { return Transition::None };
+        Transition::MembershipChanged { changes: Vec::new(), epoch, message }
+    }
+
+    /// A hub has no part in the job any more: processes that join wait for the others alone.
+    pub(super) fn go_on_without_hub(&mut self, now: Now) -> Transition {
+        let joining: Vec<u32> = self.joins.keys().copied().collect();
+        let (mut changes, mut messages) = (Vec::new(), Vec::new());
+        for rank in joining {
+            if let Some(message) = self.end_join_if_joined(rank, now) {
+                messages.push(message);
+            } else if let Some((change, message)) = self.join_if_named(rank) {
+                changes.push(change);
+                messages.push(message);
+            }
+        }
+        if messages.is_empty() {
             return Transition::None;
+        }
+        let (epoch, message) = (self.assignments.newest_epoch(), messages.join("; "));
+        Transition::MembershipChanged { changes, epoch, message }
+    }
+
+    /// Chooses the step at which a process joins if every hub has named one. Returns what the hubs must hear, and what has
+    /// happened.
+    fn join_if_named(&mut self, rank: u32) -> Option<(MembershipChange, String)> {
+        let join = self.joins.get(&rank)?;
+        if !self.hubs_of_members().all(|hub| join.named.contains_key(&hub)) {
+            return None;
         }
         let step = match self.options.rewinds() {
             true => join.named.values().min(),
             false => join.named.values().max(),
         };
         let step = step.copied().unwrap_or(0);
-        let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
+        let holder = self.assignments.holder_mut(rank)?;
         holder.joined_at = Some(step);
-        let message = format!("rank {rank} joins at step {step}");
-        let changes = vec![MembershipChange::Join { rank, epoch, step }];
-        Transition::MembershipChanged { changes, epoch, message }
+        let change = MembershipChange::Join { rank, epoch: holder.since, step };
+        Some((change, format!("rank {rank} joins at step {step}")))
     }
 
-    /// The process that takes a rank has joined at a hub. Its call is answered when it has at all.
-    pub(crate) fn rank_joined(&mut self, hub: u32, (rank, epoch): (u32, u64), now: Now) -> Transition {
-        let serving: Vec<u32> = self.hubs_of_members().collect();
-        let is_current = self.assignments.holder(rank).is_some_and(|holder| holder.since == epoch);
-        let Some(join) = self.joins.get_mut(&rank).filter(|_| is_current) else { return Transition::None };
-        join.joined.insert(hub);
-        if !serving.iter().all(|hub| join.joined.contains(hub)) {
-            return Transition::None;
+    /// Makes a process that joins a member if it has joined at every hub, and returns what has happened.
+    fn end_join_if_joined(&mut self, rank: u32, now: Now) -> Option<String> {
+        let join = self.joins.get(&rank)?;
+        if !self.hubs_of_members().all(|hub| join.joined.contains(&hub)) {
+            return None;
         }
         self.joins.remove(&rank);
-        let Some(holder) = self.assignments.holder_mut(rank) else { return Transition::None };
-        holder.standing = Standing::Member;
+        self.assignments.holder_mut(rank)?.standing = Standing::Member;
         self.loss_tally.joined();
         self.note_joined_after_rewind();
         let present = self.note_presence(now);
         self.message = format!("rank {rank} is back: another process has it");
-        // The record, with a rank that is a member, is saved before the process hears of it.
-        let message = format!("rank {rank} is back: {present} of {} workers", self.workers);
-        Transition::MembershipChanged { changes: Vec::new(), epoch, message }
+        Some(format!("rank {rank} is back: {present} of {} workers", self.workers))
     }
 
     /// Takes for lost the processes that were to take a rank and have gone, and fails a job that has waited long enough
     /// for others.
     pub(super) fn check_ranks(&mut self, now: Now) -> Transition {
         let mut gone = self.assignments.joining_for(COME_BACK_S, now).into_iter();
-        let asked = gone.find(|rank| self.joins.contains_key(rank));
+        let asked = gone.find(|rank| self.joins.contains_key(rank) || self.expects_all_ranks());
         let never_asked =
             self.assignments.joining_for(self.options.rendezvous_timeout_s, now).first().copied();
         if let Some(rank) = asked.or(never_asked) {

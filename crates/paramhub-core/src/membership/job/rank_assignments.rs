@@ -41,6 +41,9 @@ pub(super) struct RankRecord {
     /// The epoch since which it holds the rank, or since which it is lost.
     #[serde(default = "first_epoch", skip_serializing_if = "is_first_epoch")]
     since: u64,
+    /// The epoch since which it had the rank, if it is lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    held_since: Option<u64>,
     #[serde(default, skip_serializing_if = "is_member")]
     standing: Standing,
     /// The step at which it joined the running job, if it did.
@@ -89,6 +92,8 @@ pub(super) struct RankHolder {
     lost_at: Option<Now>,
     /// The epoch since which it holds the rank, or since which it is lost.
     pub(super) since: u64,
+    /// The epoch since which it has the rank or, if it is lost, had it: its secret is of that epoch.
+    held_since: u64,
     pub(super) standing: Standing,
     /// The step at which it joined the running job, if it did.
     pub(super) joined_at: Option<u32>,
@@ -116,6 +121,7 @@ impl RankAssignments {
             process: holder.process,
             finished: holder.finished,
             since: holder.since,
+            held_since: Some(holder.held_since).filter(|&held_since| held_since != holder.since),
             standing: holder.standing,
             joined_at: holder.joined_at,
         };
@@ -137,6 +143,7 @@ impl RankAssignments {
             finished: record.finished,
             lost_at: (record.standing == Standing::Joining).then_some(now),
             since: record.since,
+            held_since: record.held_since.unwrap_or(record.since),
             standing: record.standing,
             joined_at: record.joined_at,
         };
@@ -166,9 +173,13 @@ impl RankAssignments {
     }
 
     /// Assigns a rank, or renews its ticket where the same process calls again.
-    pub(super) fn assign(&mut self, call: &ConnectService) -> u64 {
+    pub(super) fn assign(&mut self, call: &ConnectService, now: Now) -> u64 {
         if self.holder(call.rank).is_some() {
-            return self.renew_ticket(call.rank);
+            let ticket = self.renew_ticket(call.rank);
+            // One that is joining gets its answer at once, and no connection tells any more whether it is there.
+            let joining = self.holder_mut(call.rank).filter(|holder| holder.standing == Standing::Joining);
+            joining.into_iter().for_each(|holder| holder.lost_at = Some(now));
+            return ticket;
         }
         let holder = self.new_holder(call, first_epoch(), Standing::Member);
         let ticket = holder.ticket;
@@ -198,6 +209,7 @@ impl RankAssignments {
             finished: false,
             lost_at: None,
             since,
+            held_since: since,
             standing,
             joined_at: None,
         }
@@ -401,6 +413,11 @@ impl RankHolder {
     /// Whether it has not been heard, on any connection, for this long.
     pub(super) fn is_silent(&self, seconds: f64, now: Now) -> bool {
         self.lost_at.is_some_and(|at| now.seconds_since(at) >= seconds)
+    }
+
+    /// The epoch since which it had the rank that it has lost, if it has.
+    pub(super) fn lost_what_it_held_since(&self) -> Option<u64> {
+        (self.standing == Standing::Lost).then_some(self.held_since)
     }
 
     /// Whether the process has claimed its rank, and so has a secret of its own.

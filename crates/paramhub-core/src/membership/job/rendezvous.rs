@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::calls::AnswersBySite;
 use super::job_hubs::JobHub;
-use super::rank_assignments::{Standing, describe_process, list_ranks, list_ranks_with_verb};
+use super::rank_assignments::{RankHolder, Standing, describe_process, list_ranks, list_ranks_with_verb};
 use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
 use crate::auth::{Epoch, Incarnation, Purpose, StreamSecret};
 use crate::membership::hubs::{OfferedHub, check_place};
@@ -62,7 +62,7 @@ impl Job {
             _ => {
                 self.places[call.rank as usize] = call.place.clone();
                 self.peer_addresses[call.rank as usize] = call.peer_address;
-                Ok(self.assignments.assign(call))
+                Ok(self.assignments.assign(call, now))
             }
         }
     }
@@ -109,10 +109,16 @@ impl Job {
     /// all that a call gets is the reason of the end.
     pub(crate) fn call_secrets(&self, rank: u32, purpose: Purpose) -> [Option<StreamSecret>; 2] {
         let since = self.assignments.holder(rank).map(|holder| holder.since);
+        let held_since = self.assignments.holder(rank).and_then(RankHolder::lost_what_it_held_since);
         let own = |epoch: Epoch| epoch.of_rank(rank, since.unwrap_or(epoch.number));
         let (nonce, own) = (self.nonce.into(), self.epoch.map(own));
         match (purpose, self.assignments.holder(rank)) {
             (Purpose::Connect, _) | (_, None) => [Some(nonce), own],
+            // A process that is lost while it waits in InitService is told so when it repeats the call.
+            (Purpose::Init, Some(holder)) if holder.has_claim() => {
+                let former = self.epoch.zip(held_since);
+                [own, former.map(|(epoch, since)| epoch.of_rank(rank, since))]
+            }
             (_, Some(holder)) if holder.has_claim() => [own, None],
             (_, Some(_)) => [Some(nonce), None],
         }

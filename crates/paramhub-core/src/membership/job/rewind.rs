@@ -23,9 +23,14 @@ pub(super) struct Rewind {
     /// The epoch that began with this.
     epoch: u64,
     reason: String,
-    /// Whether the hubs were told which processes have the ranks. A manager that restarts tells them again.
-    #[serde(skip)]
+    /// Whether the hubs were told which processes have the ranks, or were about to be. A manager that restarts tells them
+    /// again.
+    #[serde(default, skip_serializing_if = "is_false")]
     is_told: bool,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 impl Rewind {
@@ -38,7 +43,7 @@ impl Job {
     /// A rank is lost: all ranks go back to an earlier step. A process that waits for the others to come is no worker yet,
     /// and another can take its rank.
     pub(super) fn begin_rewind(&mut self, rank: u32, reason: &str, now: Now) -> Transition {
-        if self.rewind.as_ref().is_some_and(|rewind| !rewind.is_told) {
+        if self.rewind.is_some() && !self.expects_all_ranks() {
             if let Some(holder) = self.assignments.holder_mut(rank) {
                 holder.standing = Standing::Lost;
             }
@@ -93,6 +98,12 @@ impl Job {
         }
         let message = "each rank has a process again".to_owned();
         Transition::MembershipChanged { changes: self.changes_of_rewind(), epoch, message }
+    }
+
+    /// Whether all ranks go back and have processes, which the hubs expect: no other can take the place of one of them
+    /// before all ranks are lost again.
+    pub(super) fn expects_all_ranks(&self) -> bool {
+        self.rewind.as_ref().is_some_and(|rewind| rewind.is_told)
     }
 
     /// The ranks that are lost and have no process that has handed in its settings.

@@ -259,6 +259,13 @@ fn a_hub_that_no_chunk_falls_to_may_be_done_before_the_others_have_allocated() {
     assert_eq!(job.state(), JobState::Running);
     assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
     assert_eq!(job.state(), JobState::Finished);
+    // An earlier manager had asked it, too, and its report of that comes when the placement is made once more.
+    let mut job = placing(1, 2);
+    assert_eq!(finish(&mut job, 1), Transition::None);
+    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+    assert_eq!(job.hub_allocated(1, "hash", None, now()), Transition::Advanced);
+    assert_eq!(finish(&mut job, 1), Transition::None);
+    assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
 }
 
 #[test]

@@ -75,7 +75,10 @@ impl Simulation {
                 let routes = &self.here(namespace).terms.routes;
                 assert!(routes.iter().any(|route| route.core == core));
             }
-            Output::RefuseRank { .. } | Output::AdmitRank { .. } | Output::ChangeRank { .. } => {
+            Output::RefuseRank { .. }
+            | Output::AdmitRank { .. }
+            | Output::ChangeRank { .. }
+            | Output::Rewind { .. } => {
                 panic!("no rank of these jobs is replaced")
             }
             Output::End { namespace, failure, .. } => {

@@ -94,6 +94,7 @@ impl SimulatedJob {
             progress_timeout: None,
             continues,
             min_workers: None,
+            rewinds: false,
             epoch: 1,
             stragglers: Stragglers::Wait,
             weight: 1,

@@ -1,0 +1,201 @@
+//! Jobs whose ranks all go back to an earlier step when one of them is lost, at a hub.
+
+use super::*;
+
+/// A running job that goes back.
+fn rewinding() -> Hub {
+    Hub::running(|terms| (terms.min_workers, terms.rewinds) = (Some(2), true))
+}
+
+fn rewind(hub: &mut Hub, epoch: u64) -> Vec<Output> {
+    hub.handle(Event::Rewind { namespace: job(1), rank: 1, epoch, reason: "rank 1 was lost".into() })
+}
+
+fn expect(hub: &mut Hub, (rank, epoch): (u32, u64)) -> Vec<Output> {
+    hub.handle(Event::ExpectRank { namespace: job(1), rank, epoch })
+}
+
+fn join(hub: &mut Hub, (rank, epoch): (u32, u64), step: u32) -> Vec<Output> {
+    hub.handle(Event::JoinRank { namespace: job(1), rank, epoch, step })
+}
+
+/// A core names a step.
+fn named(hub: &mut Hub, (rank, epoch): (u32, u64), step: u32) -> Vec<Output> {
+    hub.core(1, CoreEvent::RankExpected { rank, epoch, step })
+}
+
+/// All chunks of a core have gone back.
+fn joined(hub: &mut Hub, (rank, epoch): (u32, u64)) -> Vec<Output> {
+    hub.core(1, CoreEvent::RankJoined { rank, epoch })
+}
+
+fn expected((rank, epoch): (u32, u64), step: u32) -> HubEvent {
+    HubEvent::RankExpected { namespace: job(1), rank, epoch, step }
+}
+
+/// The changes of a rank that all cores are to make.
+fn changes(outputs: &[Output], of: u32) -> Vec<RankChange> {
+    let of_cores = outputs.iter().filter_map(|output| match output {
+        Output::ChangeRank { rank, change, .. } if *rank == of => Some(*change),
+        _ => None,
+    });
+    let mut of_cores: Vec<RankChange> = of_cores.collect();
+    assert!(of_cores.len().is_multiple_of(ROUTES.len()), "every core changes: {outputs:?}");
+    of_cores.dedup();
+    of_cores
+}
+
+/// The cores that are to close all streams of the job.
+fn rewound(outputs: &[Output]) -> usize {
+    outputs.iter().filter(|output| matches!(output, Output::Rewind { .. })).count()
+}
+
+/// Both ranks are lost in epoch 2 and have processes since epochs 3 and 4, of which cores have named steps.
+fn all_named() -> Hub {
+    let mut hub = rewinding();
+    rewind(&mut hub, 2);
+    for of in [(0, 3), (1, 4)] {
+        expect(&mut hub, of);
+        [9, 5].into_iter().for_each(|step| drop(named(&mut hub, of, step)));
+    }
+    hub
+}
+
+/// Both processes have joined, and have yet to open their streams.
+fn all_joined() -> Hub {
+    let mut hub = all_named();
+    hub.streams.missing.extend(RANKS);
+    for of in [(0, 3), (1, 4)] {
+        join(&mut hub, of, 4);
+        (0..2).for_each(|_| drop(joined(&mut hub, of)));
+    }
+    hub
+}
+
+#[test]
+fn all_ranks_are_lost_and_told_why() {
+    let mut hub = rewinding();
+    let outputs = hub.fault(FaultCause::Kind(CauseKind::PeerLost));
+    assert!(matches!(reports(&outputs)[..], [HubEvent::WorkerLost { rank: 1, epoch: 1, .. }]));
+    let outputs = rewind(&mut hub, 2);
+    for lost in 0..2 {
+        assert!(has!(outputs, Output::RefuseRank { rank, epoch: 2, .. } if *rank == lost));
+    }
+    let told = "job `job-1` goes back to an earlier step: rank 1 was lost. It goes on when each of its 2 ranks has a \
+                process again";
+    let with_reason = outputs.iter().filter(|output| {
+        matches!(output, Output::Rewind { epoch: 2, notice, .. } if notice.rank == Some(1) && notice.message == told)
+    });
+    assert_eq!(with_reason.count(), ROUTES.len());
+    assert!(failures(&outputs).is_empty() && matches!(hub.phase(1), Phase::Running));
+    // A manager that has restarted says so again, and needs no report of it.
+    assert!(rewind(&mut hub, 2).is_empty());
+    assert!(reports(&hub.fault(FaultCause::Silence)).is_empty(), "it is known");
+    let again = hub.handle(Event::ReportJobs { question: 1 });
+    assert!(!has!(again, Output::Report(HubEvent::WorkerLost { .. })));
+}
+
+#[test]
+fn all_go_back_to_the_earliest_step_of_all_cores() {
+    let mut hub = rewinding();
+    rewind(&mut hub, 2);
+    assert_eq!(changes(&expect(&mut hub, (0, 3)), 0), [RankChange::Expect]);
+    assert!(expect(&mut hub, (0, 3)).is_empty(), "the cores have not answered");
+    assert!(reports(&named(&mut hub, (0, 3), 5)).is_empty());
+    assert_eq!(reports(&named(&mut hub, (0, 3), 9)), [&expected((0, 3), 5)]);
+    assert_eq!(reports(&expect(&mut hub, (0, 3))), [&expected((0, 3), 5)], "to a manager that has restarted");
+    assert!(join(&mut hub, (0, 2), 4).is_empty(), "an epoch that is over");
+    assert_eq!(changes(&join(&mut hub, (0, 3), 4), 0), [RankChange::Join { step: 4 }]);
+    assert!(join(&mut hub, (0, 3), 4).is_empty(), "chunks are going back");
+    assert_eq!(reports(&expect(&mut hub, (0, 3))), [&expected((0, 3), 4)], "the step to which they go back");
+    assert!(reports(&joined(&mut hub, (0, 3))).is_empty());
+    let outputs = joined(&mut hub, (0, 3));
+    let report = HubEvent::RankJoined { namespace: job(1), rank: 0, epoch: 3 };
+    assert_eq!(reports(&outputs), [&report]);
+    assert!(has!(outputs, Output::AdmitRank { rank: 0, epoch: 3, .. }));
+    assert_eq!(reports(&join(&mut hub, (0, 3), 4)), [&report], "to a manager that has restarted");
+    assert!(rewind(&mut hub, 2).is_empty(), "from one that has restarted");
+    assert_eq!(changes(&expect(&mut hub, (1, 4)), 1), [RankChange::Expect], "the other rank is as far");
+}
+
+#[test]
+fn all_ranks_may_be_lost_again_at_any_moment() {
+    let begun: [fn() -> Hub; 3] = [
+        || {
+            let mut hub = rewinding();
+            rewind(&mut hub, 2);
+            expect(&mut hub, (0, 3));
+            named(&mut hub, (0, 3), 5);
+            hub
+        },
+        all_named,
+        || {
+            let mut hub = all_named();
+            join(&mut hub, (0, 3), 4);
+            joined(&mut hub, (0, 3));
+            hub
+        },
+    ];
+    for begin in begun.into_iter().chain([all_joined as fn() -> Hub]) {
+        let mut hub = begin();
+        assert_eq!(rewound(&rewind(&mut hub, 5)), ROUTES.len());
+        // Answers and commands that belong to the time before.
+        assert!(named(&mut hub, (0, 3), 5).is_empty() && joined(&mut hub, (0, 3)).is_empty());
+        assert!(join(&mut hub, (0, 3), 4).is_empty() && expect(&mut hub, (0, 3)).is_empty());
+        assert!(rewind(&mut hub, 2).is_empty());
+        for of in [(0, 6), (1, 7)] {
+            assert_eq!(changes(&expect(&mut hub, of), of.0), [RankChange::Expect]);
+            assert!(reports(&named(&mut hub, of, 4)).is_empty());
+            assert_eq!(reports(&named(&mut hub, of, 4)), [&expected(of, 4)]);
+        }
+    }
+}
+
+#[test]
+fn a_process_that_has_joined_and_opens_no_streams_is_reported() {
+    let mut hub = all_joined();
+    hub.streams.missing.remove(&RANKS[0]);
+    hub.check();
+    hub.now += seconds(8.0);
+    let outputs = hub.check();
+    assert!(matches!(reports(&outputs)[..], [HubEvent::WorkerLost { rank: 1, epoch: 4, .. }]), "{outputs:?}");
+    assert!(failures(&outputs).is_empty());
+}
+
+#[test]
+fn a_job_that_cannot_go_back_ends_with_the_reason() {
+    let mut hub = rewinding();
+    rewind(&mut hub, 2);
+    expect(&mut hub, (0, 3));
+    let reason = "a chunk of key `w` cannot go back".to_string();
+    let outputs = hub.core(1, CoreEvent::CannotGoOn { reason });
+    assert_eq!(failure(&outputs), "job `job-1` failed: a chunk of key `w` cannot go back");
+    assert!(rewind(&mut hub, 3).is_empty(), "it is over");
+}
+
+#[test]
+fn ranks_that_have_left_must_leave_again() {
+    let left = |hub: &mut Hub, port| {
+        ROUTES.iter().for_each(|&route| drop(hub.core(1, CoreEvent::Left { route, port })));
+    };
+    let mut hub = rewinding();
+    left(&mut hub, 0);
+    rewind(&mut hub, 2);
+    assert!(matches!(hub.phase(1), Phase::Running), "a job of which all ranks are lost has not finished");
+    for of in [(0, 3), (1, 4)] {
+        expect(&mut hub, of);
+        [9, 5].into_iter().for_each(|step| drop(named(&mut hub, of, step)));
+        join(&mut hub, of, 4);
+        (0..2).for_each(|_| drop(joined(&mut hub, of)));
+    }
+    left(&mut hub, 1);
+    assert!(matches!(hub.phase(1), Phase::Running));
+    left(&mut hub, 0);
+    assert!(end(&hub.close(1)).finished);
+    // Unless all had left another hub.
+    let mut hub = rewinding();
+    left(&mut hub, 0);
+    rewind(&mut hub, 2);
+    hub.handle(Event::Finish { namespace: job(1) });
+    assert!(end(&hub.close(1)).finished);
+}

@@ -1,0 +1,74 @@
+//! Which steps a job has gone back to: the same for all ranks, and not far back.
+
+use std::collections::BTreeMap;
+
+/// The times at which all ranks have gone back.
+#[derive(Debug, Default)]
+pub(super) struct Rewinds {
+    /// The number of steps from one to which the job can go back to the next, if it ever goes back.
+    every: Option<u32>,
+    /// The step at which the ranks have gone on, by the epoch that began with the loss.
+    steps: BTreeMap<u64, Option<u32>>,
+    /// The most steps of which a rank has had all parameters.
+    reached: u32,
+}
+
+impl Rewinds {
+    pub(super) fn new(every: Option<u32>) -> Rewinds {
+        Rewinds { every, ..Rewinds::default() }
+    }
+
+    /// Whether the job is one that goes back.
+    pub(super) fn may_happen(&self) -> bool {
+        self.every.is_some()
+    }
+
+    /// A hub has heard that all ranks go back.
+    pub(super) fn begun(&mut self, epoch: u64) {
+        self.steps.entry(epoch).or_default();
+    }
+
+    /// How often all ranks have gone back and gone on.
+    pub(super) fn count(&self) -> usize {
+        self.steps.values().flatten().count()
+    }
+
+    /// The newest epoch in which all ranks have begun to go back; 0 if there is none.
+    pub(super) fn newest(&self) -> u64 {
+        self.steps.last_key_value().map_or(0, |(&epoch, _)| epoch)
+    }
+
+    /// A rank has the parameters of all chunks after so many steps.
+    pub(super) fn reached(&mut self, step: u32) {
+        self.reached = self.reached.max(step);
+    }
+
+    /// A process that has a rank since an epoch begins at a step.
+    pub(super) fn joined(&mut self, rank: u32, epoch: u64, step: Option<u32>) -> Result<(), String> {
+        let Some(every) = self.every else { return Ok(()) };
+        let before = self.steps.range(..epoch).filter_map(|(_, &step)| step).max().unwrap_or(0);
+        let Some((rewound_in, of_rewind)) = self.steps.range_mut(..epoch).next_back() else {
+            return match step {
+                None => Ok(()),
+                Some(step) => Err(format!("rank {rank} joins at step {step} of a job that has lost nobody")),
+            };
+        };
+        let Some(step) = step else {
+            return Err(format!("rank {rank} is not told to which step it goes back"));
+        };
+        let first = *of_rewind.get_or_insert(step);
+        if first != step {
+            return Err(format!(
+                "rank {rank} goes back to step {step}, and another to step {first}, in epoch {rewound_in}"
+            ));
+        }
+        match step < before || step + every <= self.reached {
+            false => Ok(()),
+            true => Err(format!(
+                "rank {rank} goes back to step {step}, although the job has gone back to step {before}, and a rank has had \
+                 step {}",
+                self.reached
+            )),
+        }
+    }
+}
