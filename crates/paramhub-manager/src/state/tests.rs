@@ -150,8 +150,6 @@ fn a_failure_that_a_hub_reports_and_has_warned_of_is_no_second_warning() {
     assert_eq!(report(refused), [Level::INFO]);
     assert_eq!(report(ended), [Level::INFO]);
     // Only the manager logs its own decisions.
-    let early = |namespace| HubEvent::Ended(JobEnd::finished(namespace));
-    assert_eq!(report(early), [Level::WARN]);
     let stopped = logged(|state, _, namespace| {
         state.stop(namespace, "stopped".into(), StopWhen::Now, now()).unwrap();
     });

@@ -265,11 +265,11 @@ mod tests {
     }
 
     #[test]
-    fn three_states_of_each_rank_count_as_memory_and_are_freed_with_the_job() {
+    fn the_states_of_each_rank_count_as_memory_and_are_freed_with_the_job() {
         let mut shard = shard();
         let without = ShardPlan { program_state_bytes: 0, ..shard.plan().clone() };
         let more = memory_bytes(shard.plan()) - memory_bytes(&without);
-        assert!((6 * u64::from(STATE_BYTES)..7 * u64::from(STATE_BYTES)).contains(&more), "{more}");
+        assert!((8 * u64::from(STATE_BYTES)..9 * u64::from(STATE_BYTES)).contains(&more), "{more}");
         save(&mut shard, 0, 7, &[7; 3000]);
         pull(&mut shard, 0, 7).unwrap();
         shard.close();
