@@ -55,6 +55,7 @@ fn options_of_commands_show_the_sentence_of_every_rule_about_them() {
         of_run(None, RunSection { checkpoints: folder(), ..run() }),
         of_run(None, RunSection { host_rank: Some(1), ..run() }),
         of_run(None, RunSection { max_restarts: 1, ..run() }),
+        of_run(None, RunSection { rewind_every: 2, ..run() }),
         of_run(URL, several(None)),
         of_run(None, several(Some(1))),
         of_run(URL, several(Some(1))),
@@ -100,6 +101,10 @@ fn settings_that_combine_are_accepted() {
         (
             None,
             RunSection { on_worker_loss: OnWorkerLoss::Continue, max_restarts: 1, min_workers: 1, ..run() },
+        ),
+        (
+            None,
+            RunSection { on_worker_loss: OnWorkerLoss::Rewind, max_restarts: 1, rewind_every: 5, ..run() },
         ),
         (None, RunSection { checkpoints: Some("checkpoints".into()), ..named.clone() }),
         (URL, RunSection { resume: Some("latest".parse().unwrap()), ..named.clone() }),

@@ -295,6 +295,8 @@ fn single_variants_can_be_asked_for_in_every_dtype() {
         ("worker-by-interface", &["--dtype", "f16", "--optimizer", "adam", "--cores", "3"][..]),
         ("wide", &["--dtype", "bf16", "--optimizer", "adam", "--cores", "3"]),
         ("push-then-pull", &["--dtype", "bf16", "--optimizer", "mean"]),
+        ("copies", &["--dtype", "bf16", "--optimizer", "adam", "--transport", "shm"]),
+        ("copies-20", &["--optimizer", "nesterov"]),
     ] {
         let arguments = ["bench", "ablate", variant, "--keys", "keys.json", "--workers", "2", "--iters", "1"];
         let ablation = paramhub(arguments.into_iter().chain(["--rounds", "1"]).chain(more.iter().copied()));
@@ -305,8 +307,10 @@ fn single_variants_can_be_asked_for_in_every_dtype() {
     assert!(refused.stderr.contains("push-then-pull"), "{}", refused.stderr);
     let refused = paramhub(["bench", "ablate", "--keys", "gone.json"]).finish().expect_code(2);
     refused.expect_error(&["gone.json"]);
-    let refused = paramhub(["bench", "ablate", "--keys", "gone.json", "--transport", "shm"]);
-    refused.finish().expect_code(2).expect_error(&["over TCP"]);
+    let refused = paramhub(["bench", "ablate", "wide", "--keys", "keys.json", "--transport", "shm"]);
+    refused.file("keys.json", KEYS).finish().expect_code(2).expect_error(&["over TCP"]);
+    let refused = paramhub(["bench", "ablate", "copies", "--keys", "keys.json"]);
+    refused.file("keys.json", KEYS).finish().expect_code(2).expect_error(&["no parameters to copy"]);
     let refused = paramhub(["bench", "ablate", "normal", "--keys", "keys.json"]).finish().expect_code(2);
     assert!(refused.stderr.contains("invalid value 'normal'"), "{}", refused.stderr);
 }
