@@ -188,9 +188,11 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
         });
         let on_failure = match section.on_worker_loss {
             OnWorkerLoss::Fail => OnWorkerFailure::EndAll,
-            OnWorkerLoss::Continue | OnWorkerLoss::Rewind => {
-                OnWorkerFailure::Restart { most: section.max_restarts }
+            OnWorkerLoss::Continue => {
+                OnWorkerFailure::Restart { most: section.max_restarts, needs_all: false }
             }
+            // Its workers make no step without one of them.
+            OnWorkerLoss::Rewind => OnWorkerFailure::Restart { most: section.max_restarts, needs_all: true },
         };
         let launch =
             Launch::start(commands(config, &environment, &command)?, on_failure, supervised_job.as_ref())?;
@@ -352,6 +354,18 @@ impl LaunchObserver for OutputPrinter<'_> {
 
     fn may_restart(&mut self) -> bool {
         !self.job_watch.as_mut().is_some_and(JobWatch::has_ended)
+    }
+
+    fn awaited(&mut self) -> Option<usize> {
+        let rank = self.job_watch.as_mut()?.take_lost()? as usize;
+        rank.checked_sub(self.first_rank)
+    }
+
+    fn started_again(&mut self, worker: usize, restart: u32, most: u32) {
+        let rank = self.first_rank + worker;
+        eprintln!(
+            "paramhub: worker {rank} had ended, and its job goes back; it is started again ({restart} of {most})"
+        );
     }
 
     fn interrupted(&mut self, signal: i32) -> Option<Receiver<()>> {

@@ -70,6 +70,13 @@ train()
 values = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 updates = {int(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
 own = b"".join(buffer.numpy().tobytes() for buffer in model.buffers()) + state.seen.numpy().tobytes()
+if "fails" in options and not os.path.exists("has-failed"):
+    if rank == 0:
+        # The other has left by then.
+        time.sleep(1)
+        open("has-failed", "w")
+        raise RuntimeError("the evaluation has failed")
+    optimizer.close()
 say(f"rank {rank} ends: {zlib.crc32(values):08x}, own {zlib.crc32(own):08x}, updates {updates}")
 """
 
@@ -127,6 +134,25 @@ def test_kills_at_any_moment_change_no_bit(
     assert code == 0, output
     assert ends(output) == undisturbed, output
     assert len(set(re.findall(r"from step (\w+)", output))) > 1, output
+
+
+def test_a_rank_that_has_ended_well_is_started_again_when_the_others_go_back(
+    launch: Launch, program: Path
+) -> None:
+    (program.parent / "all-kills-are-over").touch()
+    code, output = launch(*run(2), program, "end=20", "every=7", "fails=1")
+    assert code == 0, output
+    assert "worker 1 had ended, and its job goes back; it is started again (1 of 2)" in output
+    assert len(ends(output)) == 3 and len(set(ends(output))) == 2, output
+
+
+def test_all_ranks_end_with_one_that_is_not_started_again(start: Start, program: Path) -> None:
+    training = start(*run(0), program, "end=20")
+    process = int(training.await_output(r"rank 1, start 0: from step None as process (\d+)")[1])
+    os.kill(process, signal.SIGKILL)
+    code, output = training.wait()
+    assert code == 128 + signal.SIGKILL, output
+    assert "paramhub: worker 1 was killed by SIGKILL" in output
 
 
 def newest_process(program: Program, pattern: str, killed: list[int]) -> int:

@@ -2,6 +2,7 @@
 //! notice.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,8 @@ const GRACE: Duration = Duration::from_secs(2);
 /// Polls on a thread of its own, since a call may take long.
 pub(super) struct JobWatch {
     failure: Receiver<String>,
+    /// The ranks that were lost when the manager was asked last, and not reported since.
+    lost: Arc<Mutex<Vec<u32>>>,
     /// The thread ends when this is dropped; it is not joined.
     _open: Sender<()>,
     failed: Option<(Instant, String)>,
@@ -29,6 +32,8 @@ impl JobWatch {
         let (failed_sender, failure) = channel();
         let (open, closed) = channel();
         let namespace = job.namespace.to_string();
+        let lost = Arc::new(Mutex::new(Vec::new()));
+        let newest = Arc::clone(&lost);
         let watch = move || {
             while let Err(RecvTimeoutError::Timeout) = closed.recv_timeout(INTERVAL) {
                 // A manager that does not answer shows nothing about the job. The job's hubs notice what is
@@ -39,13 +44,16 @@ impl JobWatch {
                     let _ =
                         failed_sender.send(format!("job `{}` has failed: {}", status.name, status.message));
                 }
+                if let Ok(mut newest) = newest.lock() {
+                    *newest = status.lost;
+                }
                 if status.state.has_ended() {
                     return;
                 }
             }
         };
         thread::Builder::new().name("run-job-watch".into()).spawn(watch).context("cannot start a thread")?;
-        Ok(JobWatch { failure, _open: open, failed: None, ended: false })
+        Ok(JobWatch { failure, lost, _open: open, failed: None, ended: false })
     }
 
     /// The reason to end the workers, once the job has failed and the grace period is over.
@@ -53,6 +61,11 @@ impl JobWatch {
         self.listen();
         let (_, reason) = self.failed.as_ref().filter(|(since, _)| since.elapsed() >= GRACE)?;
         Some(reason.clone())
+    }
+
+    /// A rank that was lost when the manager was asked last; each once.
+    pub(super) fn take_lost(&mut self) -> Option<u32> {
+        self.lost.lock().ok()?.pop()
     }
 
     /// Whether the job has ended, well or not, as far as the manager has said so.

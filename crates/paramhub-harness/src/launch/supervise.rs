@@ -40,6 +40,15 @@ pub trait LaunchObserver {
         true
     }
 
+    /// A worker that has ended well, and whose rank its job awaits again; called after each [`tick`](Self::tick). It is
+    /// started again like one that has failed.
+    fn awaited(&mut self) -> Option<usize> {
+        None
+    }
+
+    /// A worker that had ended well is started again.
+    fn started_again(&mut self, _worker: usize, _restart: u32, _most: u32) {}
+
     /// A worker to kill, while the launcher has no reason to end all of them; called after each [`tick`](Self::tick).
     /// Another process is started in its place.
     fn worker_to_kill(&mut self) -> Option<usize> {
@@ -71,6 +80,8 @@ pub enum OnWorkerFailure {
     Restart {
         /// How often a worker is started again at most.
         most: u32,
+        /// Whether all end when a worker fails that is not started again.
+        needs_all: bool,
     },
 }
 
@@ -243,6 +254,12 @@ impl Launch {
                 stopped = Some(reason);
                 self.stop_soon();
             }
+            if let OnWorkerFailure::Restart { most, needs_all: true } = self.on_failure
+                && self.stop.is_none()
+                && let Some(worker) = watch.awaited()
+            {
+                self.start_again(worker, most, watch);
+            }
             if first_signal.is_none()
                 && self.stop.is_none()
                 && let Some(worker) = watch.worker_to_kill()
@@ -300,8 +317,16 @@ impl Launch {
             }
             match self.on_failure {
                 // Whatever ends while the launcher ends all workers is not started again.
-                OnWorkerFailure::Restart { most } if self.stop.is_none() => {
-                    self.replace(rank, exit, most, watch);
+                OnWorkerFailure::Restart { most, needs_all } if self.stop.is_none() => {
+                    if !self.replace(rank, exit, most, watch) {
+                        match needs_all {
+                            true => failed.push(rank),
+                            false => {
+                                watch.lost(rank, exit, None);
+                                self.lost.push(rank);
+                            }
+                        }
+                    }
                 }
                 OnWorkerFailure::Restart { .. } | OnWorkerFailure::EndAll => failed.push(rank),
             }
@@ -312,8 +337,8 @@ impl Launch {
         failed
     }
 
-    /// Starts a worker again that has failed, if it may be, while the others go on.
-    fn replace(&mut self, rank: usize, exit: ExitStatus, most: u32, watch: &mut dyn LaunchObserver) {
+    /// Starts a worker again that has failed, if it may be. Returns whether it has.
+    fn replace(&mut self, rank: usize, exit: ExitStatus, most: u32, watch: &mut dyn LaunchObserver) -> bool {
         let restart = self.restarts[rank] + 1;
         if restart <= most
             && watch.may_restart()
@@ -322,10 +347,25 @@ impl Launch {
             watch.lost(rank, exit, Some((restart, most)));
             self.restarts[rank] = restart;
             self.workers[rank] = worker;
-            return;
+            return true;
         }
-        watch.lost(rank, exit, None);
-        self.lost.push(rank);
+        false
+    }
+
+    /// Starts a worker again that has ended well, if it may be.
+    fn start_again(&mut self, rank: usize, most: u32, watch: &mut dyn LaunchObserver) {
+        // The job may await a rank of another host.
+        let Some(worker) = self.workers.get(rank) else { return };
+        let has_ended_well = worker.exit.is_some_and(|exit| exit.success());
+        let restart = self.restarts[rank] + 1;
+        if has_ended_well
+            && restart <= most
+            && let Ok(worker) = self.spawn(rank)
+        {
+            watch.started_again(rank, restart, most);
+            self.restarts[rank] = restart;
+            self.workers[rank] = worker;
+        }
     }
 
     fn stop_soon(&mut self) {
