@@ -2,13 +2,15 @@
 
     python bench/soak/faults.py --paramhub target/release/paramhub --runs 100 --faults 10 --seed 1
 
-Each run has a connection manager that keeps its state, two hubs, and ``paramhub run --on-worker-loss continue`` with four
-workers in Python, which needs the package and numpy. The seed chooses what befalls them, one fault after the other: SIGKILL for
+Each run has a connection manager that keeps its state, two hubs, and ``paramhub run --on-worker-loss`` with four workers in
+Python, which needs the package and numpy. The seed chooses what befalls them, one fault after the other: SIGKILL for
 a worker, SIGSTOP for a worker for up to four seconds (it counts as lost after two), or SIGKILL for the manager, which is
-started again up to three seconds later. Half of the jobs go on with any one worker, half need all of them.
+started again up to three seconds later. A third of the jobs go on with any one worker (``continue``), a third need all of
+them, and in a third all go back when one is lost (``rewind``).
 
 Each worker contributes a value of its own. So the change of a chunk tells who is in the mean: the worker itself, once. In jobs
-that need all workers, every fault may cost a part of one step, and all other steps have every worker. A run is right if no
+that need all workers, every fault may cost a part of one step, and all other steps have every worker; in those that go back
+every step has every worker. A run is right if no
 worker sees anything else, all end with equal parameters, and the launcher ends well within a bound. Each run prints its seed;
 the exit code is 1 if any run was wrong. This program ends all processes that it starts.
 """
@@ -36,6 +38,8 @@ BOUND_S = 120.0
 """Seconds within which the job must end after its last fault."""
 PAUSES_S = (0.05, 1.0)
 """Seconds between two faults, at least and at most."""
+POLICIES = (("continue", 1), ("continue", WORKERS), ("rewind", WORKERS))
+"""What becomes of a job that loses a worker, and the workers that it needs for a step."""
 FAULTS = ("kill", "kill", "stop", "manager")
 WORKER = Path(__file__).with_name("faults_worker.py")
 
@@ -46,7 +50,7 @@ class Run:
     def __init__(self, paramhub: str, seed: int, steps: int, folder: Path) -> None:
         self.random = random.Random(seed)
         self.paramhub, self.folder = paramhub, folder
-        self.least = self.random.choice((1, WORKERS))
+        self.policy, self.least = self.random.choice(POLICIES)
         self.addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
         self.url = f"http://{self.addresses[0]}"
         self.log = folder / "log"
@@ -57,10 +61,14 @@ class Run:
             time.sleep(0.02)
         joined = ["--join", self.url]
         self.hubs = [self._start(["hub", "--listen", address, *joined]) for address in self.addresses[1:]]
-        how = ["--on-worker-loss", "continue", "--min-workers", str(self.least), "--dead-after", "2"]
+        how = ["--on-worker-loss", self.policy, "--dead-after", "2"]
+        if self.policy == "continue":
+            how += ["--min-workers", str(self.least)]
+        else:
+            how += ["--rewind-every", str(self.random.choice((1, 5)))]
         job = ["run", "--hub", self.url, "--hubs", "2", "-n", str(WORKERS), "--name", "faults", *how]
         again = ["--linger", "60", "--max-restarts", "1000"]
-        worker = [sys.executable, str(WORKER), str(steps)]
+        worker = [sys.executable, str(WORKER), str(steps), self.policy]
         self.launcher = self._start([*job, *again, "--", *worker])
         self.stopped: list[tuple[float, int]] = []
         self.manager_back_at = 0.0
@@ -150,7 +158,7 @@ def disturbed(arguments: argparse.Namespace, seed: int) -> str | None:
     faults = ", ".join(f"{count} x {fault}" for fault, count in sorted(done.items()))
     seconds = time.monotonic() - began
     print(
-        f"seed {seed}, {run.least} or more workers: {faults}; {seconds:.0f} s: {problem or 'right'}",
+        f"seed {seed}, {run.policy} with {run.least} or more workers: {faults}; {seconds:.0f} s: {problem or 'right'}",
         flush=True,
     )
     if problem is None and done.total() < arguments.faults:

@@ -34,7 +34,16 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    steps = int(sys.argv[1])
+    steps, goes_back = int(sys.argv[1]), sys.argv[2] == "rewind"
+    while True:
+        try:
+            return train(steps, goes_back)
+        except paramhub.Rewound as rewound:
+            say(f"goes back: {rewound}")
+
+
+def train(steps: int, goes_back: bool) -> None:
+    """Makes all steps from the one at which this rank joins the job. Raises Rewound when another rank is lost."""
     values = {name: numpy.zeros(elements, "f4") for name, elements in SHAPES.items()}
     with paramhub.connect() as job:
         job.init(values, optimizer=paramhub.SGD(lr=1.0))
@@ -42,6 +51,8 @@ def main() -> None:
         ranks = int(os.environ["WORLD_SIZE"])
         allowed, own = changes(job.rank, ranks), 4.0**job.rank
         complete = sum(4.0**rank for rank in range(ranks)) / ranks
+        if goes_back:
+            allowed = numpy.array([complete])
         while (step := job.next_step("first")) < steps:
             sign = 1.0 if step % 2 == 0 else -1.0
             before = {name: value.copy() for name, value in values.items()}
