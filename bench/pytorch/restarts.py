@@ -53,7 +53,7 @@ first, step_of = 0, model
 if way == "hub":
     import paramhub.torch
 
-    paramhub.torch.init(on_worker_loss="continue")
+    paramhub.torch.init(on_worker_loss="rewind")
     optimizer = paramhub.torch.HubOptimizer(model, paramhub.SGD(lr=1e-3, momentum=0.9))
     first = optimizer.resumed_step or 0
 else:

@@ -19,7 +19,7 @@ use paramhub_core::service::{CreateService, JobOptions, OnWorkerLoss, ServiceCre
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_manager::{Manager, ManagerConfig};
-use paramhub_worker::{Job, Member, Membership, Options, Transport};
+use paramhub_worker::{Job, Member, Membership, Options, Transport, WorkerError};
 
 type Error = Box<dyn std::error::Error>;
 
@@ -39,6 +39,9 @@ struct Arguments {
     /// Parameters of the model, in millions.
     #[arg(long, default_value_t = 25.5)]
     millions: f64,
+    /// What becomes of the job when a worker is lost: `continue` or `rewind`.
+    #[arg(long, default_value = "continue")]
+    on_worker_loss: OnWorkerLoss,
     /// How tensors travel.
     #[arg(long, default_value = "tcp")]
     transport: Transport,
@@ -61,9 +64,9 @@ fn main() -> ExitCode {
 
 /// A worker: makes steps until the job is over.
 fn work(arguments: &Arguments) -> Result<(), Error> {
-    let (job, mut training) = join(Membership::from_env()?, arguments)?;
+    let mut rank = Rank::join(Membership::from_env()?, arguments)?;
     loop {
-        training.step(&job)?;
+        rank.step()?;
     }
 }
 
@@ -71,8 +74,7 @@ fn measure(arguments: &Arguments) -> Result<(), Error> {
     let manager = Manager::start(ManagerConfig { listen: "127.0.0.1:0".parse()?, ..Default::default() })?;
     let client = ManagerClient::new(&manager.url(), None)?;
     let hub = RunningHub::start(client.clone(), HubConfig::default())?;
-    let options =
-        JobOptions { on_worker_loss: OnWorkerLoss::Continue, min_workers: 1, ..JobOptions::default() };
+    let options = JobOptions { on_worker_loss: arguments.on_worker_loss, ..JobOptions::default() };
     let request = CreateService { name: "losses".into(), workers: arguments.workers, options };
     let created = client.create_service(&request)?;
     let start = |rank: u32| start(rank, &created, client.url(), arguments);
@@ -83,8 +85,8 @@ fn measure(arguments: &Arguments) -> Result<(), Error> {
         secret: created.nonce.into(),
         rank: 0,
     };
-    let (job, mut training) = join(membership, arguments)?;
-    let usual = training.steps(&job, STEPS)?;
+    let mut rank = Rank::join(membership, arguments)?;
+    let usual = rank.steps(STEPS)?;
     println!("median step {:?}", median(usual));
     let (mut gaps, mut returns) = (Vec::new(), Vec::new());
     for kill in 0..arguments.kills {
@@ -101,59 +103,88 @@ fn measure(arguments: &Arguments) -> Result<(), Error> {
             if killed.elapsed() > PATIENCE {
                 return Err(format!("rank {} is not back after {PATIENCE:?}", victim + 1).into());
             }
-            gap = gap.max(training.step(&job)?);
+            gap = gap.max(rank.step()?);
         }
         // The first step with the new process waits for its parameters.
-        gap = training.steps(&job, 2)?.into_iter().fold(gap, Duration::max);
+        gap = rank.steps(2)?.into_iter().fold(gap, Duration::max);
         let back = killed.elapsed();
         println!("kill {kill} of rank {}: longest step {gap:?}, back after {back:?}", victim + 1);
         gaps.push(gap);
         returns.push(back);
-        training.steps(&job, STEPS)?;
+        rank.steps(STEPS)?;
     }
     let worst = |times: &[Duration]| times.iter().max().copied().unwrap_or_default();
     println!("longest step: median {:?}, worst {:?}", median(gaps.clone()), worst(&gaps));
     println!("back after: median {:?}, worst {:?}", median(returns.clone()), worst(&returns));
     others.iter_mut().try_for_each(Child::kill)?;
-    drop(job);
+    drop(rank);
     others.iter_mut().try_for_each(|other| other.wait().map(drop))?;
     hub.stop();
     manager.stop();
     Ok(())
 }
 
-/// A rank's parameters and gradient.
-struct Training {
+/// A rank with its part in the job, its parameters and its gradient.
+struct Rank<'a> {
+    membership: Membership,
+    arguments: &'a Arguments,
+    job: Job,
     gradient: Vec<f32>,
     parameters: Vec<f32>,
 }
 
-impl Training {
-    /// Makes a step, and returns how long it took.
-    fn step(&mut self, job: &Job) -> Result<Duration, Error> {
-        let begun = Instant::now();
-        let (gradient, parameters) =
-            (std::mem::take(&mut self.gradient), std::mem::take(&mut self.parameters));
-        (self.gradient, self.parameters) = job.push_pull(0, gradient, parameters)?.wait()?;
-        Ok(begun.elapsed())
+impl Rank<'_> {
+    /// Joins the job and receives its parameters.
+    fn join(membership: Membership, arguments: &Arguments) -> Result<Rank<'_>, Error> {
+        let elements = (arguments.millions * 1e6) as usize;
+        let (job, parameters) = join(&membership, arguments, vec![0.0; elements])?;
+        Ok(Rank { membership, arguments, job, gradient: vec![1e-3; elements], parameters })
     }
 
-    fn steps(&mut self, job: &Job, count: u32) -> Result<Vec<Duration>, Error> {
-        (0..count).map(|_| self.step(job)).collect()
+    /// Makes a step, and returns how long it took. A rank whose job goes back joins again, and makes the step at which all
+    /// go on.
+    fn step(&mut self) -> Result<Duration, Error> {
+        let begun = Instant::now();
+        loop {
+            let (gradient, parameters) =
+                (std::mem::take(&mut self.gradient), std::mem::take(&mut self.parameters));
+            let made = self.job.push_pull(0, gradient, parameters).and_then(|handle| handle.wait());
+            match made {
+                Ok(made) => {
+                    (self.gradient, self.parameters) = made;
+                    return Ok(begun.elapsed());
+                }
+                Err(WorkerError::Rewound { .. }) => {
+                    // The request that failed has taken the tensors with it.
+                    let elements = (self.arguments.millions * 1e6) as usize;
+                    self.gradient = vec![1e-3; elements];
+                    (self.job, self.parameters) =
+                        join(&self.membership, self.arguments, vec![0.0; elements])?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn steps(&mut self, count: u32) -> Result<Vec<Duration>, Error> {
+        (0..count).map(|_| self.step()).collect()
     }
 }
 
-/// Joins the job and receives its parameters.
-fn join(membership: Membership, arguments: &Arguments) -> Result<(Job, Training), Error> {
-    let elements = (arguments.millions * 1e6) as usize;
-    let table = KeyTable::new(vec![Key::new("model", [elements as u64])])?;
+/// Joins the job, and receives its parameters.
+fn join(
+    membership: &Membership,
+    arguments: &Arguments,
+    parameters: Vec<f32>,
+) -> Result<(Job, Vec<f32>), Error> {
+    let table = KeyTable::new(vec![Key::new("model", [parameters.len() as u64])])?;
     let settings = Settings { optimizer: OptimizerChoice::named("sgd"), ..Settings::new(table) };
     let options = Options { transport: arguments.transport, ..Options::default() };
-    let job = Member::connect_with(membership, options)?.init(settings)?;
-    let mut parameters = [vec![0.0_f32; elements]];
+    let job = Member::connect_with(membership.clone(), options)?.init(settings)?;
+    let mut parameters = [parameters];
     job.broadcast(&mut parameters, 0)?;
     let [parameters] = parameters;
-    Ok((job, Training { gradient: vec![1e-3; elements], parameters }))
+    Ok((job, parameters))
 }
 
 /// Starts this program as another rank.
@@ -161,6 +192,7 @@ fn start(rank: u32, job: &ServiceCreated, url: &str, arguments: &Arguments) -> R
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(["--member", "--transport", &arguments.transport.to_string()])
+        .args(["--on-worker-loss", &arguments.on_worker_loss.to_string()])
         .args(["--millions", &arguments.millions.to_string()])
         .env("PARAMHUB_URL", url)
         .env("PARAMHUB_JOB", job.namespace.to_string())

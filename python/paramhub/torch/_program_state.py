@@ -65,9 +65,7 @@ class State:
                 f"a part of a State cannot be called {unsuitable[0]!r}, which is a name of its own"
             )
         optimizer._attach_state(self)
-        self.restore()
-        if self._saved_step is None:
-            self.commit()
+        self._begin()
 
     def __getattr__(self, name: str) -> Any:
         for parts in ("_values", "_objects"):
@@ -131,6 +129,12 @@ class State:
         """Joins the job again after `paramhub.Rewound`, and restores the state. `run` calls it."""
         self._optimizer.rejoin()
         self.restore()
+
+    def _begin(self) -> None:
+        """Restores or saves the state with which a job begins."""
+        self.restore()
+        if self._saved_step is None:
+            self.commit()
 
     def _await_saved(self) -> None:
         """Waits until the hub has the state of the next step. The optimizer calls it before the step's first gradient."""

@@ -479,6 +479,8 @@ class HubOptimizer(torch.optim.Optimizer):
         if stage is not None:
             stage.close()
         self._open_job(states)
+        if self._program_state is not None:
+            self._program_state._begin()
 
     def rejoin(self) -> None:
         """Joins the job again after `paramhub.Rewound`. Returns when each rank has a process that has joined. The parameters are
