@@ -198,7 +198,7 @@ pub(crate) async fn show(
 }
 
 /// Returns what a launcher on a further host needs for its workers, as CreateService answered it, by the
-/// name of a job that lives. Available until every rank has joined; with `on_worker_loss` set to `continue` also
+/// name of a job that lives. Available until every rank has joined; with `on_worker_loss` set to `continue` or `rewind` also
 /// while the job runs.
 #[utoipa::path(
     get, path = "/v1/jobs/{job}/membership", tag = "jobs", operation_id = "job_membership",
