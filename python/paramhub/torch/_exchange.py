@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from paramhub.torch import _ddp_conflict, _memory, _tensors, trace
 if TYPE_CHECKING:
     from paramhub.torch._capture import Capture
     from paramhub.torch._factor_layers import FactorLayer
+    from paramhub.torch._program_state import State
     from paramhub.torch._shutdown import FailureState
     from paramhub.torch._staging import Stage, StagedHandle
 
@@ -40,6 +42,7 @@ class StepState:
         "left",
         "needs_all",
         "passes",
+        "program_state",
         "stage",
         "total",
         "watch",
@@ -63,6 +66,9 @@ class StepState:
         """True if a gradient has been sent in this step."""
         self.begin: Callable[[], None] = lambda: None
         """Called before the first gradient of a step is sent."""
+        self.program_state: weakref.ref[State] | None = None
+        """The program's state, which the hub must have before the first gradient of the next step is sent. It refers to the
+        optimizer, so a reference to it would keep the optimizer alive."""
         self.backward = NO_BACKWARD
         """Autograd's number of the backward pass that sends gradients. It stays set if an exception ends the pass."""
         self.is_interrupted = False
@@ -79,6 +85,14 @@ class StepState:
         """Returns whether an exception has ended a backward pass, or `step`, after a part of the gradients was sent."""
         is_in_it = torch._C._current_graph_task_id() != NO_BACKWARD
         return self.left > 0 and not is_in_it and (self.is_interrupted or self.backward != NO_BACKWARD)
+
+    def begin_step(self) -> None:
+        """Prepares the step before its first gradient is sent."""
+        state = self.program_state() if self.program_state is not None else None
+        if state is not None:
+            state._await_saved()
+        self.begin()
+        self.has_begun = True
 
     def enter_backward(self, number: int) -> None:
         """Registers the backward pass that sends gradients now."""
@@ -210,8 +224,7 @@ class Exchange:
         assert gradient is not None
         step = self.step
         if not step.has_begun:
-            step.begin()
-            step.has_begun = True
+            step.begin_step()
         parameter = self.parameter
         if parameter._version != self.version or parameter.data_ptr() != self.place:
             raise self.changed()

@@ -210,19 +210,13 @@ class HubOptimizer(torch.optim.Optimizer):
         self._hyperparameter_sync = _hyperparameters.HyperparameterSync(
             self._step.job, self.param_groups, self._names, members, may_lag=self._used_parameters is not None
         )
-        self._step.begin = self._begin_step
+        self._step.begin = self._hyperparameter_sync.begin_step
         # The hub has the state. With an empty `state` torch.distributed.checkpoint would make a step with zero gradients.
         self.state.update({exchange.parameter: {} for exchange in self._exchanges})
 
-    def _begin_step(self) -> None:
-        """Called before a step's first gradient is sent."""
-        if self._program_state is not None:
-            self._program_state._await_saved()
-        self._hyperparameter_sync.begin_step()
-
     def _attach_state(self, state: State) -> None:
         """Has steps wait until the hub has the program's state."""
-        self._program_state = state
+        self._program_state, self._step.program_state = state, weakref.ref(state)
 
     @property
     def _job(self) -> _native.Job:
