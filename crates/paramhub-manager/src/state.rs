@@ -235,6 +235,14 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
             request.workers, options.min_workers, request.workers
         ));
     }
+    if let Some(start_workers) = options.start_workers
+        && !(options.min_workers..=request.workers).contains(&start_workers)
+    {
+        return refuse(format!(
+            "job `{name}` is to begin with {start_workers} workers: set start_workers to {} to {}, from min_workers to all",
+            options.min_workers, request.workers
+        ));
+    }
     if !(1..=REWIND_EVERY_MAX).contains(&options.rewind_every) {
         return refuse(format!(
             "rewind_every of job `{name}` is {}: 1 to {REWIND_EVERY_MAX} steps are possible",

@@ -32,6 +32,8 @@ const CHUNK_BYTES: u32 = 1024;
 /// What is settled before the job begins.
 pub(crate) struct JobPlan {
     pub(crate) workers: u32,
+    /// The number of workers with which the job begins.
+    pub(crate) first_workers: u32,
     pub(crate) keys: u32,
     pub(crate) steps: u32,
     pub(crate) map: ChunkMap,
@@ -64,6 +66,7 @@ impl JobPlan {
                 (None, None) => OnWorkerLoss::Fail,
             },
             min_workers: scenario.min_workers.unwrap_or(1),
+            start_workers: scenario.start_workers,
             rewind_every: scenario.rewind_every.unwrap_or(1),
             linger_s: LINGER.as_secs_f64(),
             on_interface_down: match scenario.continues {
@@ -80,6 +83,7 @@ impl JobPlan {
         };
         JobPlan {
             workers: scenario.workers,
+            first_workers: options.first_workers(scenario.workers),
             keys: scenario.keys,
             steps: scenario.steps,
             map,

@@ -24,7 +24,7 @@ pub(crate) struct Ledger {
     behind: BTreeMap<ChunkId, u32>,
     workers: u32,
     rewinds: Rewinds,
-    /// The ranks that a hub has taken for lost at some time.
+    /// The ranks without which the job has begun, and those that a hub has taken for lost at some time.
     lost: BTreeSet<u32>,
     told: Told,
     /// The first thing that must not be.
@@ -32,9 +32,10 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// The ledger of a job with so many workers, which may go back to an earlier step.
-    pub(crate) fn new(workers: u32, rewind_every: Option<u32>) -> Ledger {
-        Ledger { workers, rewinds: Rewinds::new(rewind_every), ..Ledger::default() }
+    /// The ledger of a job with so many workers, which begins with the first of them, or may go back to an earlier step.
+    pub(crate) fn new(workers: u32, first_workers: u32, rewind_every: Option<u32>) -> Ledger {
+        let lost = (first_workers..workers).collect();
+        Ledger { workers, lost, rewinds: Rewinds::new(rewind_every), ..Ledger::default() }
     }
 
     /// The first thing that must not be, if there was one.

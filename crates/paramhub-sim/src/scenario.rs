@@ -36,6 +36,8 @@ pub struct Scenario {
     /// The least number of workers with which the job goes on, if it goes on when workers are lost
     /// (`--on-worker-loss continue`).
     pub min_workers: Option<u32>,
+    /// The number of workers with which the job begins, if others join while it runs. It is at least `min_workers`.
+    pub start_workers: Option<u32>,
     /// The number of steps from one to which the job can go back to the next, if all its ranks go back when one is lost
     /// (`--on-worker-loss rewind`). Then `min_workers` is `None`.
     pub rewind_every: Option<u32>,
@@ -110,6 +112,7 @@ impl Scenario {
             continues: random.happens(80),
             reproducible: random.happens(50),
             min_workers: None,
+            start_workers: None,
             rewind_every: None,
             dead_after: Duration::from_secs(15 + random.below(15)),
             delay: Duration::from_micros(20)..if slow { ms(400) } else { ms(2) },
@@ -124,7 +127,11 @@ impl Scenario {
         };
         match random.below(100) {
             0..30 => {
-                scenario.min_workers = Some(1 + random.below(workers.into()) as u32);
+                let least = 1 + random.below(workers.into()) as u32;
+                scenario.min_workers = Some(least);
+                if random.happens(40) {
+                    scenario.start_workers = Some(least + random.below((workers - least + 1).into()) as u32);
+                }
                 (scenario.continues, scenario.reproducible, scenario.late_hellos) = (false, false, 0);
             }
             30..60 => {

@@ -189,7 +189,11 @@ pub fn run(scenario: &Scenario) -> Result<Summary, String> {
         plan: Arc::new(JobPlan::new(scenario)),
         network: Network::new(scenario, Random::new(random.number())),
         agenda: Agenda::default(),
-        ledger: Ledger::new(scenario.workers, scenario.rewind_every),
+        ledger: Ledger::new(
+            scenario.workers,
+            scenario.start_workers.unwrap_or(scenario.workers),
+            scenario.rewind_every,
+        ),
         random,
         begun: Instant::now(),
         workers: BTreeMap::new(),

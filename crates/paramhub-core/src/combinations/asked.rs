@@ -106,6 +106,7 @@ impl JobOptions {
             (Feature::NoRewind, !self.rewinds()),
             (Feature::FailsWithWorkers, !self.outlives_workers()),
             (Feature::MinWorkers, self.min_workers != JobOptions::default().min_workers),
+            (Feature::Elastic, self.start_workers.is_some()),
             (Feature::RewindEvery, self.rewind_every != JobOptions::default().rewind_every),
             (Feature::Linger, self.linger_s != JobOptions::default().linger_s),
             (Feature::SavesProgramStates, self.program_state_bytes > 0),

@@ -71,6 +71,7 @@ features! {
     NoRewind, "no-rewind", "`on_worker_loss` other than rewind";
     FailsWithWorkers, "fails-with-workers", "`on_worker_loss = fail`";
     MinWorkers, "min-workers", "`min_workers`";
+    Elastic, "elastic", "`max_workers` above the number of workers that it begins with";
     RewindEvery, "rewind-every", "`rewind_every`";
     Linger, "linger", "`linger`";
     SavesProgramStates, "saves-program-states", "`program_state_bytes`";
@@ -126,6 +127,7 @@ features! {
     OwnHub, "own-hub", "a missing `--hub URL`";
     RunningHub, "running-hub", "a hub that runs already";
     JobName, "job-name", "`--name`";
+    JoinsRunningJob, "joins-running-job", "`--join`";
     UnnamedJob, "unnamed-job", "a missing `--name`";
     Workers, "workers", "`--workers`";
     MaxRestarts, "max-restarts", "`--max-restarts`";

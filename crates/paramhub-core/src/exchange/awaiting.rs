@@ -55,6 +55,7 @@ mod tests {
         Rules {
             workers: 3,
             members: 3,
+            first_members: 3,
             first_site: 3,
             rank_0: Some(0),
             consistency,

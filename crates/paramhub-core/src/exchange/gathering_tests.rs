@@ -10,6 +10,7 @@ fn hub(change: impl FnOnce(&mut Rules)) -> (Exchange, Gathering) {
     let mut rules = Rules {
         workers: WORKERS,
         members: WORKERS,
+        first_members: WORKERS,
         first_site: WORKERS,
         rank_0: Some(0),
         consistency: Consistency::Synchronous,

@@ -13,6 +13,7 @@ fn rules(workers: u32, least: u32) -> Rules {
     Rules {
         workers,
         members: workers,
+        first_members: workers,
         first_site: workers,
         rank_0: Some(0),
         consistency: Consistency::Synchronous,
@@ -421,4 +422,51 @@ proptest! {
             prop_assert_eq!(route.left_out(), &left_out[..]);
         }
     }
+}
+
+/// An exchange that begins with the first of its members, whose rank 0 has sent the parameters.
+fn begun_with(first: u32, workers: u32) -> Exchange {
+    let mut exchange = Exchange::new(Rules { first_members: first, ..rules(workers, 2) }, 1);
+    exchange.initialise(0, Some(0), 0).unwrap();
+    answer_all(&mut exchange, 0);
+    exchange
+}
+
+#[test]
+fn steps_do_not_wait_for_members_that_have_not_come_and_do_not_count_them_as_left_out() {
+    let mut exchange = begun_with(2, 4);
+    push(&mut exchange, 0, 1, 0);
+    let update = |step, contributions| Update { step, number: u64::from(step) + 1, contributions };
+    assert_eq!(push(&mut exchange, 0, 0, 0), SumAction::Update(update(0, 2)));
+    assert_eq!(answer_all(&mut exchange, 0), [0, 1]);
+    assert_eq!(exchange.left_out(), [0; 4]);
+    // Member 3 joins, and is awaited from then on.
+    assert_eq!(exchange.rejoin(3), 1);
+    exchange.join_at(3, 1);
+    (0..2).for_each(|member| assert_eq!(push(&mut exchange, 0, member, 1), SumAction::Wait));
+    assert_eq!(push(&mut exchange, 0, 3, 1), SumAction::Update(update(1, 3)));
+    answer_all(&mut exchange, 0);
+    // Two of the first members are lost, so that there are fewer than two.
+    (0..2).for_each(|member| exchange.lose(member).unwrap());
+    assert_eq!(
+        push(&mut exchange, 0, 3, 2),
+        SumAction::Wait,
+        "a member that has not come makes no second one"
+    );
+    assert_eq!(exchange.rejoin(2), 2);
+    exchange.join_at(2, 2);
+    assert_eq!(push(&mut exchange, 0, 2, 2), SumAction::Update(update(2, 2)));
+    assert_eq!(exchange.left_out(), [1, 1, 0, 0]);
+}
+
+#[test]
+fn a_member_that_joins_before_the_parameters_are_here_begins_with_them() {
+    let mut exchange = Exchange::new(Rules { first_members: 1, ..rules(2, 1) }, 1);
+    assert_eq!(exchange.rejoin(1), 0);
+    exchange.join_at(1, 0);
+    exchange.pull(0, 1, 0).unwrap();
+    exchange.initialise(0, Some(0), 7).unwrap();
+    assert_eq!(answer_all(&mut exchange, 0), [0, 1]);
+    assert_eq!(push(&mut exchange, 0, 0, 7), SumAction::Wait);
+    assert!(matches!(push(&mut exchange, 0, 1, 7), SumAction::Update(Update { contributions: 2, .. })));
 }

@@ -9,10 +9,13 @@
 //! contributed at no chunk, so that no update counts the member twice, and one that no chunk has passed, so that
 //! the process can pull the parameters from which the step starts.
 //!
+//! A member whose place nobody has had yet, in a job that began with fewer members, is treated as one that is lost, but
+//! its missing contributions are not counted.
+//!
 //! If all members are lost, their successors make the steps under way [again](Exchange::begin_steps_again), all from
 //! the same parameters. Only a step that some chunks have made and others have not is lost at those others.
 
-use super::rules::{Exchange, MemberRequest};
+use super::rules::{Exchange, MemberRequest, Presence};
 use super::violation::LostBeforeStart;
 use crate::stragglers::Quorum;
 
@@ -25,7 +28,8 @@ impl Exchange {
         if !self.chunks.iter().all(|chunk| chunk.initialised) {
             return Err(LostBeforeStart);
         }
-        if std::mem::replace(&mut self.lost[member as usize], true) {
+        let presence = std::mem::replace(&mut self.presence[member as usize], Presence::Lost);
+        if matches!(presence, Presence::NotYet | Presence::Lost) {
             return Ok(());
         }
         // It may have left here and died before it had left elsewhere.
@@ -40,7 +44,7 @@ impl Exchange {
     /// Begins the steps under way again if all members are lost: nothing that they contributed to them counts. Returns
     /// whether they are; the caller then drops the sums.
     pub fn begin_steps_again(&mut self) -> bool {
-        if !self.lost.iter().all(|&is_lost| is_lost) {
+        if (0..self.rules.members).any(|member| !self.is_lost(member)) {
             return false;
         }
         for slot in 0..self.chunks.len() as u32 {
@@ -62,11 +66,14 @@ impl Exchange {
     /// The caller first calls [`Exchange::begin_steps_again`] or adds what the former process has contributed to the
     /// sums, and then calls [`Exchange::end_if_complete`] for every slot, since there may be enough members again.
     pub fn rejoin(&mut self, member: u32) -> u32 {
-        debug_assert!(self.lost[member as usize], "only the place of a lost member is given away");
+        debug_assert!(self.is_lost(member), "only the place of a lost member is given away");
         let slots = 0..self.chunks.len() as u32;
         let reached = |slot| (self.step(slot)).max(self.member(slot, member).next_step);
         let step = slots.map(reached).max().unwrap_or(0);
-        self.lost[member as usize] = false;
+        self.presence[member as usize] = match self.presence[member as usize] {
+            Presence::NotYet => Presence::Newcomer,
+            _ => Presence::Present,
+        };
         self.departed[member as usize] = false;
         self.departures -= 1;
         for slot in 0..self.chunks.len() as u32 {
@@ -117,17 +124,17 @@ impl Exchange {
         step >= self.joined_at[member as usize] && self.member(slot, member).next_step > step
     }
 
-    /// Returns whether a member is lost and no other process has taken its place.
+    /// Returns whether a member is lost and no other process has taken its place, or no process has had it yet.
     pub fn is_lost(&self, member: u32) -> bool {
-        self.lost[member as usize]
+        matches!(self.presence[member as usize], Presence::NotYet | Presence::Lost)
     }
 
     /// Returns whether steps may end: enough members are not lost.
     pub(super) fn has_enough_members(&self) -> bool {
         match self.rules.quorum {
             Some(Quorum::NotLost { least }) => {
-                let lost = self.lost.iter().filter(|&&is_lost| is_lost).count() as u32;
-                self.rules.members - lost >= least.min(self.rules.members)
+                let present = (0..self.rules.members).filter(|&member| !self.is_lost(member)).count() as u32;
+                present >= least.min(self.rules.members)
             }
             _ => true,
         }

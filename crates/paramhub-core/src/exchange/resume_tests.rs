@@ -48,6 +48,7 @@ impl TestJob {
         let rules = Rules {
             workers,
             members: workers,
+            first_members: workers,
             first_site: workers,
             rank_0: Some(0),
             consistency: Consistency::Synchronous,

@@ -12,6 +12,7 @@ fn rules(workers: u32, every: u32) -> Rules {
     Rules {
         workers,
         members: workers,
+        first_members: workers,
         first_site: workers,
         rank_0: Some(0),
         consistency: Consistency::Synchronous,

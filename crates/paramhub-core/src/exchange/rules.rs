@@ -35,6 +35,9 @@ pub struct Rules {
     /// In a job whose steps may end without some members: the condition that ends a chunk's step. Such a job is
     /// synchronous, has one phase and one site, and is not reproducible.
     pub quorum: Option<Quorum>,
+    /// The number of members that are there from the beginning, counted from member 0. Others may take the places of the
+    /// rest while the job runs, in a job with the quorum [`Quorum::NotLost`].
+    pub first_members: u32,
     /// In a job that goes [back](super::Exchange::rewind) when a member is lost: the number of updates from one copy of
     /// a chunk to the next. Such a job is synchronous, has one site, and has no quorum.
     pub rewind_every: Option<u32>,
@@ -50,8 +53,8 @@ pub struct Exchange {
     /// For each member, whether it has left of its own accord or is lost.
     pub(super) departed: Vec<bool>,
     pub(super) departures: u32,
-    /// For each member, whether it is lost and may be replaced.
-    pub(super) lost: Vec<bool>,
+    /// For each member, whether a process has its place.
+    pub(super) presence: Vec<Presence>,
     /// For each member, the first step to which it contributes: another process contributed to earlier ones.
     pub(super) joined_at: Vec<u32>,
     /// The slots and members for which the sum of the step under way has a contribution of a process that was
@@ -76,6 +79,19 @@ pub struct ChunkReach {
     pub members: u32,
     /// `true` if the sum goes on to a site above.
     pub has_above: bool,
+}
+
+/// Whether a process has the place of a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Presence {
+    /// One has it, or has left of its own accord.
+    Present,
+    /// The same, and none had it before.
+    Newcomer,
+    /// None has had it yet.
+    NotYet,
+    /// The one that had it is lost.
+    Lost,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -255,9 +271,9 @@ impl Exchange {
         let mut exchange = Exchange {
             rules,
             members: vec![MemberState::default(); chunks.len() * rules.members as usize],
-            departed: vec![false; rules.members as usize],
-            departures: 0,
-            lost: vec![false; rules.members as usize],
+            departed: (0..rules.members).map(|member| member >= rules.first_members).collect(),
+            departures: rules.members - rules.first_members.min(rules.members),
+            presence: (0..rules.members).map(|member| first_presence(rules, member)).collect(),
             joined_at: vec![0; rules.members as usize],
             former_contributions: HashSet::new(),
             held: 0,
@@ -396,7 +412,7 @@ impl Exchange {
     /// The first step to which not every member has contributed. Lost members do not count.
     pub fn steps_of_all(&self, slot: u32) -> u32 {
         let members = self.chunks[slot as usize].reach.members;
-        let not_lost = (0..members).filter(|&member| !self.lost[member as usize]);
+        let not_lost = (0..members).filter(|&member| !self.is_lost(member));
         not_lost.map(|member| self.member(slot, member).next_step).min().unwrap_or(0)
     }
 
@@ -755,4 +771,9 @@ impl Exchange {
     pub(super) fn member_mut(&mut self, slot: u32, member: u32) -> &mut MemberState {
         &mut self.members[slot as usize * self.rules.members as usize + member as usize]
     }
+}
+
+/// Whether a process has a member's place at the beginning.
+fn first_presence(rules: Rules, member: u32) -> Presence {
+    if member < rules.first_members { Presence::Present } else { Presence::NotYet }
 }

@@ -12,7 +12,9 @@
 //! member in its turn: the chain would never end. A late member cannot take the place of a prompt one in this
 //! argument, so prompt members are counted apart.
 
-use super::rules::{Answer, Arrival, Exchange, Fold, MemberRequest, MemberState, SumAction, Update};
+use super::rules::{
+    Answer, Arrival, Exchange, Fold, MemberRequest, MemberState, Presence, SumAction, Update,
+};
 use super::violation::ProtocolViolation;
 use crate::stragglers::Quorum;
 
@@ -70,7 +72,15 @@ impl Exchange {
             let is_missing = !self.has_contributed(slot, member, chunk.version as u32)
                 && !self.former_contributions.remove(&(slot, member));
             self.member_mut(slot, member).is_prompt = !is_missing;
-            let was_expected = !self.departed[member as usize] || self.lost[member as usize];
+            let was_expected = match self.presence[member as usize] {
+                Presence::Present => !self.departed[member as usize],
+                Presence::Newcomer => {
+                    let has_joined = chunk.version >= u64::from(self.joined_at[member as usize]);
+                    has_joined && !self.departed[member as usize]
+                }
+                Presence::NotYet => false,
+                Presence::Lost => true,
+            };
             self.left_out[member as usize] += u64::from(is_missing && was_expected);
         }
         let update = self.chunks[slot as usize].update(chunk.version as u32, chunk.arrived);

@@ -317,6 +317,7 @@ fn rules() -> impl Strategy<Value = Rules> {
     (1u32..6, consistency, any::<bool>(), any::<bool>()).prop_map(
         |(workers, (consistency, reproducible), has_parameters, two_phase)| Rules {
             members: workers,
+            first_members: workers,
             first_site: workers,
             rank_0: Some(0),
             workers,
@@ -347,6 +348,7 @@ fn any_rng() -> impl Strategy<Value = TestRng> {
 fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     let rules = Rules {
         members: 2,
+        first_members: 2,
         first_site: 2,
         rank_0: Some(0),
         workers: 2,
@@ -378,6 +380,7 @@ fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_bef
     let consistency = Consistency::Asynchronous;
     let rules = Rules {
         members: 2,
+        first_members: 2,
         first_site: 2,
         rank_0: Some(0),
         workers: 2,
@@ -420,6 +423,7 @@ fn an_answer_may_still_be_sent_when_its_rank_has_left() {
     let consistency = Consistency::Asynchronous;
     let rules = Rules {
         members: 1,
+        first_members: 1,
         first_site: 1,
         rank_0: Some(0),
         workers: 1,
@@ -443,6 +447,7 @@ fn a_rank_that_waits_for_parameters_is_stranded_by_rank_zero_alone() {
     {
         let rules = Rules {
             members: 3,
+            first_members: 3,
             first_site: 3,
             rank_0: Some(0),
             workers: 3,
@@ -469,6 +474,7 @@ fn steps_end_where_versions_could_not_be_counted_any_more() {
     let consistency = Consistency::BoundedStaleness(0);
     let rules = Rules {
         members: 2,
+        first_members: 2,
         first_site: 2,
         rank_0: Some(0),
         workers: 2,
@@ -495,6 +501,7 @@ fn two_phases(chunks: u32) -> Exchange {
     let consistency = Consistency::Synchronous;
     let rules = Rules {
         members: 2,
+        first_members: 2,
         first_site: 2,
         rank_0: Some(0),
         workers: 2,

@@ -75,13 +75,14 @@ pub(super) struct Concluding {
 
 impl Job {
     pub(super) fn new(terms: JobTerms) -> Job {
+        let not_yet = terms.first_workers..terms.composed.composition.workers();
         Job {
+            ranks: ChangedRanks::without(not_yet, terms.epoch),
             phase: Phase::Opening { routes: terms.routes.len() },
             terms,
             has_opened: false,
             is_linked: false,
             left: BTreeSet::new(),
-            ranks: ChangedRanks::default(),
             announced: Announced::default(),
             waits: Waits::default(),
             has_snapshots: false,

@@ -16,6 +16,7 @@
 //! Such a job has one site, so that a worker's port on each route is its rank.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
 use super::job::Phase;
@@ -38,6 +39,8 @@ struct ChangedRank {
     /// The epoch since which the rank is lost or has its process.
     epoch: u64,
     phase: RankPhase,
+    /// Whether a process has contributed in the rank's name.
+    has_begun: bool,
 }
 
 /// How far a rank has come, in this order.
@@ -60,6 +63,12 @@ enum RankPhase {
 }
 
 impl ChangedRanks {
+    /// The ranks of a job that begins, in this epoch, without `ranks`: these are lost until a process takes them.
+    pub(super) fn without(ranks: Range<u32>, epoch: u64) -> ChangedRanks {
+        let changed = |rank| (rank, ChangedRank { epoch, phase: RankPhase::Lost, has_begun: false });
+        ChangedRanks(ranks.map(changed).collect())
+    }
+
     /// Whether a rank is lost and the process that takes it, if any, has not joined.
     pub(super) fn is_lost(&self, rank: u32) -> bool {
         self.0.get(&rank).is_some_and(|changed| changed.is_lost())
@@ -82,7 +91,8 @@ impl ChangedRanks {
     }
 
     fn begin(&mut self, rank: u32, epoch: u64, phase: RankPhase) {
-        self.0.insert(rank, ChangedRank { epoch, phase });
+        let has_begun = self.0.get(&rank).is_none_or(|changed| changed.has_begun);
+        self.0.insert(rank, ChangedRank { epoch, phase, has_begun });
     }
 }
 
@@ -300,22 +310,26 @@ impl JobControl {
     pub(super) fn rank_joined(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         let until = now.saturating_add(job.terms.rendezvous.min(OPENING_TIMEOUT));
-        let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
-        let RankPhase::Joining { cores, step } = phase else { return };
+        let Some(changed) = job.ranks.0.get_mut(&rank).filter(|changed| changed.epoch == epoch) else {
+            return;
+        };
+        let RankPhase::Joining { cores, step } = &mut changed.phase else { return };
         *cores -= 1;
         if *cores > 0 {
             return;
         }
-        *phase = RankPhase::Connecting { until, step: *step };
+        let step = *step;
+        changed.phase = RankPhase::Connecting { until, step };
+        let is_first = !std::mem::replace(&mut changed.has_begun, true);
         job.left.retain(|&(_, port)| port != rank);
         let name = job.terms.name.clone();
+        let message = match is_first {
+            true => format!("rank {rank} of job `{name}` has joined, at step {step}"),
+            false => format!("rank {rank} of job `{name}` is back: another process has it"),
+        };
         self.outputs.push(Output::AdmitRank { namespace, rank, epoch });
         self.report(HubEvent::RankJoined { namespace, rank, epoch });
-        self.notify_all(
-            namespace,
-            Some(rank),
-            &format!("rank {rank} of job `{name}` is back: another process has it"),
-        );
+        self.notify_all(namespace, Some(rank), &message);
     }
 
     /// Takes for lost the processes that have joined and do not open their streams in time.

@@ -62,6 +62,8 @@ pub struct JobTerms {
     pub continues: bool,
     /// The least number of workers with which steps go on, if the job goes on when workers are lost.
     pub min_workers: Option<u32>,
+    /// The number of workers that are there from the beginning, counted from rank 0.
+    pub first_workers: u32,
     /// Whether all workers go back to an earlier step when one is lost.
     pub rewinds: bool,
     /// The epoch with which the job begins.

@@ -50,6 +50,7 @@ fn terms(number: u8) -> JobTerms {
         site: 0,
         routes: ROUTES.map(route).to_vec(),
         min_workers: None,
+        first_workers: 2,
         rewinds: false,
         epoch: 1,
         rendezvous: RENDEZVOUS,

@@ -52,6 +52,10 @@ pub struct JobOptions {
     /// number of ranks.
     #[serde(skip_serializing_if = "is_one")]
     pub min_workers: u32,
+    /// The number of ranks with which the job begins, 1 to the number of all its ranks, beginning with rank 0. The others
+    /// may join while it runs. `None` begins with all of them. Only with `on_worker_loss` `continue`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub start_workers: Option<u32>,
     /// With `on_worker_loss` `rewind`: the number of steps from one to which the job can go back to the next, 1 to
     /// 1,000. The hubs keep a copy of parameters and optimizer state.
     #[serde(skip_serializing_if = "is_one")]
@@ -98,6 +102,11 @@ impl JobOptions {
     /// Returns whether all ranks go back to an earlier step when a worker is lost.
     pub fn rewinds(&self) -> bool {
         self.on_worker_loss == OnWorkerLoss::Rewind
+    }
+
+    /// The number of a job's ranks that are there when it begins.
+    pub fn first_workers(&self, workers: u32) -> u32 {
+        self.start_workers.map_or(workers, |first| first.min(workers))
     }
 
     /// The least number of a job's workers that make steps, if the job goes on when workers are lost.
@@ -247,6 +256,7 @@ impl Default for JobOptions {
             on_interface_down: OnInterfaceDown::default(),
             on_worker_loss: OnWorkerLoss::default(),
             min_workers: 1,
+            start_workers: None,
             rewind_every: 1,
             linger_s: LINGER_S,
             program_state_bytes: 0,

@@ -20,6 +20,9 @@ pub struct StreamTerms {
     pub secrets: StreamSecrets,
     /// The job's sites; the hub's place among them is in `site`, `ports` and the placements.
     pub composed: Arc<Composed>,
+    /// The number of workers that are there from the beginning, counted from rank 0. The other ranks are lost until a
+    /// process takes them.
+    pub first_workers: u32,
     /// The hub's site.
     pub site: SiteId,
     /// The ports of each of the hub's routes.
@@ -88,11 +91,12 @@ pub struct StreamPlace {
 impl JobStreams {
     /// A job without streams.
     pub fn new(terms: StreamTerms) -> JobStreams {
+        let lost = (terms.first_workers..terms.composed.composition.workers()).collect();
         JobStreams {
             terms,
             incarnations: HashMap::new(),
             changed: BTreeMap::new(),
-            lost: BTreeSet::new(),
+            lost,
             taken: HashMap::new(),
         }
     }

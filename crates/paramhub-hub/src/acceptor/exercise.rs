@@ -129,6 +129,7 @@ fn job(encrypts: bool) -> (Directory, Hello) {
             version_1_ranks: Vec::new(),
         },
         composed: plan.composed.clone(),
+        first_workers: 1,
         site: 0,
         ports: [(0, plan.ports.clone())].into(),
         routes: [((0, 0), 0)].into(),

@@ -159,6 +159,7 @@ impl FuzzJob {
                 version_1_ranks: Vec::new(),
             },
             composed: plan.composed.clone(),
+            first_workers: plan.workers(),
             site: 0,
             ports: [(0, plan.ports.clone())].into(),
             routes: [((0, 0), 0)].into(),

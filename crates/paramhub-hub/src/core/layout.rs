@@ -188,6 +188,8 @@ impl Layout {
             rules: Rules {
                 workers: plan.workers(),
                 members: plan.ports.members(),
+                // Only a flat job begins without some workers; its members are these.
+                first_members: plan.ports.members() - (plan.workers() - plan.first_workers),
                 first_site: plan.ports.workers(),
                 rank_0: plan.ports.rank_0(),
                 consistency: settings.consistency,

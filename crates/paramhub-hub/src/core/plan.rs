@@ -27,6 +27,8 @@ pub(crate) struct ShardPlan {
     pub(crate) stragglers: Stragglers,
     /// The condition that ends a chunk's step without some workers, if it may.
     pub(crate) quorum: Option<Quorum>,
+    /// The number of workers that are there from the beginning, counted from rank 0.
+    pub(crate) first_workers: u32,
     /// The number of updates from one copy of a chunk to the next, if all workers go back to an earlier step when one is
     /// lost.
     pub(crate) rewind_every: Option<u32>,

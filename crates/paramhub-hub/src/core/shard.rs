@@ -128,7 +128,8 @@ impl Shard {
                 .map(|_| Outbox::new(slots, layout.payload_bytes_max, plan.groups.len()))
                 .collect(),
             dirty: ReadySet::new(plan.ports.len()),
-            left: vec![false; plan.ports.len() as usize],
+            // Nothing leaves by the port of a worker that has not come yet.
+            left: (0..plan.ports.len()).map(|port| port >= layout.rules.first_members).collect(),
             counters: JobCounters::default(),
             now,
             steps_to_end: None,

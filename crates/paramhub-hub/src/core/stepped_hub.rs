@@ -51,6 +51,7 @@ pub(crate) fn plan_with(
         continues: false,
         stragglers,
         quorum: stragglers.quorum(workers),
+        first_workers: workers,
         rewind_every: None,
         program_state_bytes: 0,
         progress_timeout: None,

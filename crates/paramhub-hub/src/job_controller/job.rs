@@ -29,6 +29,8 @@ pub(crate) struct HubJob {
     pub(super) secrets: StreamSecrets,
     /// The sites of the job, and where each of them placed its chunks.
     pub(super) composed: Arc<Composed>,
+    /// The number of workers that are there from the beginning.
+    pub(super) first_workers: u32,
     /// The hub's site in the composition.
     pub(super) site: SiteId,
     /// The ports of this hub's routes.
@@ -81,6 +83,7 @@ impl HubJob {
                 version_1_ranks: job_plan.version_1_ranks.clone(),
             },
             composed: placed.composed,
+            first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
             site: job_plan.site,
             ports: placed.ports,
             continues: job_plan.options.continues(),
@@ -218,6 +221,7 @@ impl PlacedChunks {
                 continues: job_plan.options.continues(),
                 stragglers: job_plan.options.stragglers,
                 quorum: job_plan.options.quorum(job_plan.composition.workers()),
+                first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
                 rewind_every: job_plan.options.rewinds().then_some(job_plan.options.rewind_every),
                 program_state_bytes: job_plan.options.program_state_bytes.min(PROGRAM_STATE_BYTES_MAX),
                 progress_timeout: timeouts.progress_timeout,
@@ -265,6 +269,7 @@ impl PlacedChunks {
             progress_timeout: timeouts.progress_timeout,
             continues: job_plan.options.continues(),
             min_workers: job_plan.options.least_workers(job_plan.composition.workers()),
+            first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
             rewinds: job_plan.options.rewinds(),
             epoch: job_plan.epoch.number,
             stragglers: job_plan.options.stragglers,

@@ -90,6 +90,7 @@ impl JobController {
             name: job.name.clone(),
             secrets: job.secrets.clone(),
             composed: job.composed.clone(),
+            first_workers: job.first_workers,
             site: job.site,
             ports: job.ports.clone(),
             routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),

@@ -71,6 +71,7 @@ impl HubJob {
                 version_1_ranks: ordered.version_1_ranks.clone(),
             },
             composed: composed.clone(),
+            first_workers: plan.first_workers,
             site: ordered.site,
             ports: own
                 .iter()
@@ -94,6 +95,7 @@ impl HubJob {
             progress_timeout: None,
             continues: ordered.options.continues(),
             min_workers: ordered.options.least_workers(plan.workers),
+            first_workers: plan.first_workers,
             rewinds: ordered.options.rewinds(),
             epoch: ordered.epoch.number,
             stragglers: ordered.options.stragglers,

@@ -96,6 +96,7 @@ impl Route {
         let rules = Rules {
             workers: plan.workers,
             members: plan.workers,
+            first_members: plan.first_workers,
             first_site: plan.workers,
             rank_0: Some(0),
             consistency: Consistency::Synchronous,

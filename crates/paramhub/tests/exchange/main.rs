@@ -20,6 +20,7 @@ mod bystander;
 mod clipping;
 mod cluster;
 mod consistency;
+mod elastic;
 mod encrypted;
 mod factors;
 mod fairness;

@@ -90,6 +90,7 @@ impl Chunks {
         let rules = Rules {
             workers: spec.workers,
             members: spec.workers,
+            first_members: spec.workers,
             first_site: spec.workers,
             rank_0: Some(0),
             consistency: settings.consistency,

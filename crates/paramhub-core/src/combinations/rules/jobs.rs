@@ -6,7 +6,7 @@ use crate::combinations::Caller::{
 use crate::combinations::Feature::{
     Asynchronous, AutoScheme, BoundedStaleness, CheckpointEvery, CheckpointEverySeconds,
     CheckpointEverySteps, CheckpointFolder, CheckpointsKept, ContinuesOverInterfaces,
-    ContinuesWithoutWorkers, EncryptedStreams, FactorCodec, Factors, FactorsInPyTorch, FactorsToHub,
+    ContinuesWithoutWorkers, Elastic, EncryptedStreams, FactorCodec, Factors, FactorsInPyTorch, FactorsToHub,
     FailsWithWorkers, FlatReduction, HalfPrecisionKey, HierarchicalReduction, HubCores, LateLeftOut,
     LayerWithoutFactors, Linger, MaxRestarts, MinWorkers, NoCheckpointFolder, NoFullyConnectedLayer, NoHubs,
     NoMatrix, NoOptimizer, NoPeerAddress, NoRewind, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout,
@@ -361,6 +361,22 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         verdict: NoEffect,
         why: "the job fails when a worker is lost",
         remedy: "use `on_worker_loss = continue` or `rewind`, or leave it out",
+        callers: &[CreateService, CommandLine],
+    },
+    Rule {
+        these: &[Elastic],
+        those: &[FailsWithWorkers],
+        verdict: Refused,
+        why: "a job that fails when a worker is lost has the same workers to its end",
+        remedy: "use `on_worker_loss = continue`, or leave it out",
+        callers: &[CreateService, CommandLine],
+    },
+    Rule {
+        these: &[Elastic],
+        those: &[Rewinds],
+        verdict: Refused,
+        why: "all ranks must have a process before the job goes back",
+        remedy: "use `on_worker_loss = continue`, or leave it out",
         callers: &[CreateService, CommandLine],
     },
     Rule {

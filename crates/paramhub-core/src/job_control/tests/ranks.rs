@@ -256,3 +256,34 @@ fn a_worker_that_has_left_every_route_is_reported_where_others_may_take_its_rank
     let mut hub = Hub::running(|_| ());
     assert!(ROUTES.iter().all(|&route| reported(&left(&mut hub, route)) == 0));
 }
+
+#[test]
+fn a_job_that_begins_without_a_rank_lets_a_process_join_in_it() {
+    let mut hub = Hub::running(|terms| (terms.min_workers, terms.first_workers) = (Some(1), 1));
+    assert!(lose(&mut hub, 1).is_empty(), "nobody has had the rank");
+    assert_eq!(changes(&expect(&mut hub, 2)), [RankChange::Expect]);
+    (0..2).for_each(|core| drop(expected(&mut hub, 2, 5 + core)));
+    assert_eq!(changes(&join(&mut hub, 2, 6)), [RankChange::Join { step: 6 }]);
+    joined(&mut hub, 2);
+    let outputs = joined(&mut hub, 2);
+    assert!(has!(outputs, Output::AdmitRank { rank: 1, epoch: 2, .. }));
+    let told = "rank 1 of job `job-1` has joined, at step 6";
+    assert!(has!(outputs, Output::Notify { notice, .. } if notice.message == told), "{outputs:?}");
+    // From then on it is a rank like any other.
+    lose(&mut hub, 3);
+    expect(&mut hub, 4);
+    (0..2).for_each(|_| drop(expected(&mut hub, 4, 8)));
+    join(&mut hub, 4, 8);
+    joined(&mut hub, 4);
+    let told = "rank 1 of job `job-1` is back: another process has it";
+    assert!(has!(joined(&mut hub, 4), Output::Notify { notice, .. } if notice.message == told));
+}
+
+#[test]
+fn a_job_has_finished_when_those_have_left_who_have_joined() {
+    let mut hub = Hub::running(|terms| (terms.min_workers, terms.first_workers) = (Some(1), 1));
+    for route in ROUTES {
+        hub.core(1, CoreEvent::Left { route, port: 0 });
+    }
+    assert!(matches!(hub.phase(1), Phase::Ending { .. }));
+}

@@ -1,7 +1,9 @@
 //! Ranks that are lost while their job runs, and the processes that take them.
 
 use super::losses::MembershipChange;
-use super::tests::{call, init_answer, later, leave, now, process, running_with, settings};
+use super::tests::{
+    call, init_answer, initialising_with, job_with, later, leave, now, process, running_with, settings,
+};
 use super::*;
 use crate::auth::Purpose;
 use crate::service::{JobEnd, LossCounters, OnWorkerLoss};
@@ -255,6 +257,79 @@ fn a_manager_that_restarts_knows_who_is_lost_and_who_was_about_to_come() {
     assert!(matches!(&again[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]), "{again:?}");
     let (mut job, _) = Job::restore(outliving(3).record(now()), now());
     assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+}
+
+/// A running job of four ranks that has begun with two.
+fn elastic() -> Job {
+    let options = JobOptions {
+        on_worker_loss: OnWorkerLoss::Continue,
+        start_workers: Some(2),
+        linger_s: 10.0,
+        ..JobOptions::default()
+    };
+    running_with(4, 1, options)
+}
+
+#[test]
+fn a_job_begins_with_its_first_ranks_and_takes_others_while_it_runs() {
+    let mut job = elastic();
+    let status = job.status(now());
+    assert_eq!((status.connected, status.lost, status.workers), (vec![0, 1], vec![], 4));
+    job.connect(&call(3, 7), later(1.0)).unwrap();
+    assert!(matches!(job.submit(3, process(7), &settings(), later(1.0)), Ok(InitNext::Join { .. })));
+    let expected = MembershipChange::Expect { rank: 3, epoch: 2 };
+    assert_eq!(changes(job.join(3)).last(), Some(&expected));
+    let named = changes(job.rank_expected(0, (3, 2), 5));
+    assert_eq!(named, [MembershipChange::Join { rank: 3, epoch: 2, step: 5 }]);
+    let Transition::MembershipChanged { message, .. } = job.rank_joined(0, (3, 2), later(1.0)) else {
+        panic!("the rank is a member now")
+    };
+    assert_eq!(message, "rank 3 has joined: 3 of 4 workers");
+    assert_eq!(job.status(now()).connected, [0, 1, 3]);
+    assert_eq!(counted(&job, later(5.0)), (0, 1, 0.0), "it never had fewer workers than at the beginning");
+    // With as many as at the beginning no time is counted.
+    changes(job.worker_lost((3, 2), "rank 3 was lost", later(6.0)));
+    assert_eq!(job.status(now()).lost, [3]);
+    assert_eq!(counted(&job, later(9.0)), (1, 1, 0.0));
+    changes(job.worker_lost((1, 1), "rank 1 was lost", later(10.0)));
+    assert_eq!(counted(&job, later(12.0)), (2, 1, 2.0));
+}
+
+#[test]
+fn a_rank_that_may_join_later_waits_until_the_job_runs() {
+    let options = JobOptions {
+        on_worker_loss: OnWorkerLoss::Continue,
+        start_workers: Some(2),
+        ..JobOptions::default()
+    };
+    let mut job = job_with(3, options);
+    let refused = job.connect(&call(2, 7), now()).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Busy);
+    assert_eq!(refused.message, "job `x` begins with 2 of its 3 workers, and rank 2 can join when it runs");
+    assert!(job.status(now()).lost.is_empty() && !job.is_complete());
+}
+
+#[test]
+fn a_manager_that_restarts_knows_which_ranks_nobody_has_had() {
+    let (job, _) = Job::restore(elastic().record(now()), later(5.0));
+    let status = job.status(later(5.0));
+    assert_eq!((status.connected, status.lost, job.version_1_ranks()), (vec![0, 1], vec![], vec![]));
+    assert_eq!(counted(&job, later(9.0)), (0, 0, 0.0));
+    let mut job = elastic();
+    assert!(matches!(job.fail(ErrorCode::JobEnded, "stopped".into(), now()), Transition::Ended { .. }));
+    assert_eq!(job.status(now()).connected, [0, 1]);
+    // One that was opening waits for the settings of the first ranks alone.
+    let options = JobOptions {
+        on_worker_loss: OnWorkerLoss::Continue,
+        start_workers: Some(2),
+        ..JobOptions::default()
+    };
+    let (mut job, _) = Job::restore(initialising_with(3, 1, options).record(now()), later(1.0));
+    for rank in 0..2 {
+        job.submit(rank, process(rank as u8), &settings(), later(1.0)).unwrap();
+    }
+    assert!(job.agree(0).is_none());
+    assert!(job.agree(1).is_some(), "nobody else is awaited");
 }
 
 /// Workers lost, ranks taken by other processes, and seconds with a lost rank.

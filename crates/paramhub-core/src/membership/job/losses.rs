@@ -96,12 +96,14 @@ impl Job {
     pub(super) fn repeat_losses(&self) -> Transition {
         let changes: Vec<MembershipChange> = match self.options.rewinds() {
             true => self.changes_of_rewind(),
-            false => self.lost_ranks().into_iter().flat_map(|rank| self.changes_of_lost(rank)).collect(),
+            false => {
+                self.lost_after_start().into_iter().flat_map(|rank| self.changes_of_lost(rank)).collect()
+            }
         };
         if changes.is_empty() {
             return Transition::None;
         }
-        let message = list_ranks_with_verb(&self.lost_ranks(), "is lost", "are lost");
+        let message = list_ranks_with_verb(&self.lost_after_start(), "is lost", "are lost");
         Transition::MembershipChanged { changes, epoch: self.assignments.newest_epoch(), message }
     }
 
@@ -287,12 +289,18 @@ impl Job {
             return None;
         }
         self.joins.remove(&rank);
-        self.assignments.holder_mut(rank)?.standing = Standing::Member;
+        let holder = self.assignments.holder_mut(rank)?;
+        holder.standing = Standing::Member;
+        let is_first = holder.is_first;
         self.loss_tally.joined();
         self.note_joined_after_rewind();
         let present = self.note_presence(now);
-        self.message = format!("rank {rank} is back: another process has it");
-        Some(format!("rank {rank} is back: {present} of {} workers", self.workers))
+        self.message = match is_first {
+            true => format!("rank {rank} has joined"),
+            false => format!("rank {rank} is back: another process has it"),
+        };
+        let what = if is_first { "has joined" } else { "is back" };
+        Some(format!("rank {rank} {what}: {present} of {} workers", self.workers))
     }
 
     /// Takes for lost the processes that were to take a rank and have gone, and fails a job that has waited long enough
@@ -308,7 +316,7 @@ impl Job {
         let linger_s = self.options.linger_s;
         match self.waits_since {
             Some(since) if now.seconds_since(since) >= linger_s => {
-                let lost = list_ranks_with_verb(&self.lost_ranks(), "was lost", "were lost");
+                let lost = list_ranks_with_verb(&self.lost_after_start(), "was lost", "were lost");
                 let last = &self.message;
                 let needed = match self.options.rewinds() {
                     true => "while the job goes on with all of its workers".to_owned(),
@@ -380,10 +388,21 @@ impl Job {
         self.options.outlives_workers().then(|| self.loss_tally.counters(now))
     }
 
-    /// Notes since when ranks are lost or there are too few workers, if so, and returns how many workers there are.
+    /// The number of workers with which the job begins.
+    pub(super) fn first_workers(&self) -> u32 {
+        self.options.first_workers(self.workers)
+    }
+
+    /// The ranks that had a process and are lost, ascending.
+    pub(super) fn lost_after_start(&self) -> Vec<u32> {
+        let is_nobody = |rank| self.assignments.holder(rank).is_some_and(RankHolder::is_nobody);
+        self.lost_ranks().into_iter().filter(|&rank| !is_nobody(rank)).collect()
+    }
+
+    /// Notes since when there are fewer workers than at the beginning, or too few, if so, and returns how many there are.
     pub(super) fn note_presence(&mut self, now: Now) -> u32 {
         let present = self.assignments.standing(Standing::Member).len() as u32;
-        self.loss_tally.note(present < self.workers, now);
+        self.loss_tally.note(present < self.first_workers(), now);
         self.waits_since = match present < self.least_workers() {
             true => self.waits_since.or(Some(now)),
             false => None,

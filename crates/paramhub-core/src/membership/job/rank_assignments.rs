@@ -92,19 +92,28 @@ pub(super) struct RankHolder {
     lost_at: Option<Now>,
     /// The epoch since which it holds the rank, or since which it is lost.
     pub(super) since: u64,
-    /// The epoch since which it has the rank or, if it is lost, had it: its secret is of that epoch.
+    /// The epoch since which it has the rank or, if it is lost, had it: its secret is of that epoch. 0 if no process has
+    /// had the rank yet.
     held_since: u64,
+    /// Whether no other process had the rank before.
+    pub(super) is_first: bool,
     pub(super) standing: Standing,
     /// The step at which it joined the running job, if it did.
     pub(super) joined_at: Option<u32>,
 }
 
 impl RankAssignments {
-    pub(super) fn new(workers: u32) -> Self {
-        let assignments = (0..workers).map(|_| RankAssignment::Unassigned).collect();
+    /// The ranks of a job of this many workers that begins with the first of them. The others are lost until a process
+    /// takes them.
+    pub(super) fn new(workers: u32, first_workers: u32) -> Self {
+        let assignment = |rank| match rank < first_workers {
+            true => RankAssignment::Unassigned,
+            false => RankAssignment::Assigned(RankHolder::nobody()),
+        };
+        let assignments = (0..workers).map(assignment).collect();
         RankAssignments {
             assignments,
-            assigned: 0,
+            assigned: workers - first_workers,
             submitted: 0,
             next_ticket: 1,
             newest_epoch: first_epoch(),
@@ -139,11 +148,12 @@ impl RankAssignments {
             host: record.host,
             process: record.process,
             ticket: 0,
-            submitted: false,
+            submitted: record.standing == Standing::Lost,
             finished: record.finished,
             lost_at: (record.standing == Standing::Joining).then_some(now),
             since: record.since,
             held_since: record.held_since.unwrap_or(record.since),
+            is_first: false,
             standing: record.standing,
             joined_at: record.joined_at,
         };
@@ -199,6 +209,7 @@ impl RankAssignments {
     }
 
     fn new_holder(&mut self, call: &ConnectService, since: u64, standing: Standing) -> RankHolder {
+        let is_first = self.holder(call.rank).is_none_or(RankHolder::is_nobody);
         RankHolder {
             incarnation: call.incarnation,
             claim: call.claim,
@@ -210,6 +221,7 @@ impl RankAssignments {
             lost_at: None,
             since,
             held_since: since,
+            is_first,
             standing,
             joined_at: None,
         }
@@ -324,7 +336,7 @@ impl RankAssignments {
     }
 
     pub(super) fn have_all_submitted(&self) -> bool {
-        self.submitted as usize == self.assignments.len()
+        self.not_submitted().is_empty()
     }
 
     pub(super) fn absent(&self) -> Vec<u32> {
@@ -350,19 +362,19 @@ impl RankAssignments {
     /// Drops host names and the like of a job that is over.
     pub(super) fn forget_processes(&mut self) {
         for assignment in &mut self.assignments {
-            *assignment = if matches!(assignment, RankAssignment::Assigned(_) | RankAssignment::WasAssigned) {
-                RankAssignment::WasAssigned
-            } else {
-                RankAssignment::Unassigned
+            *assignment = match assignment {
+                RankAssignment::Assigned(holder) if holder.is_nobody() => RankAssignment::Unassigned,
+                RankAssignment::Assigned(_) | RankAssignment::WasAssigned => RankAssignment::WasAssigned,
+                RankAssignment::Unassigned | RankAssignment::GaveUp => RankAssignment::Unassigned,
             };
         }
     }
 
     /// The assigned ranks without a claim, ascending.
     pub(super) fn of_version_1(&self) -> Vec<u32> {
-        self.ranks(
-            |assignment| matches!(assignment, RankAssignment::Assigned(holder) if holder.claim.is_none()),
-        )
+        self.ranks(|assignment| {
+            matches!(assignment, RankAssignment::Assigned(holder) if holder.claim.is_none() && !holder.is_nobody())
+        })
     }
 
     fn owns(&self, rank: u32, ticket: u64) -> bool {
@@ -389,6 +401,30 @@ impl RankAssignments {
 }
 
 impl RankHolder {
+    /// What stands for the process of a rank that none has had yet.
+    fn nobody() -> RankHolder {
+        RankHolder {
+            incarnation: Incarnation([0; 16]),
+            claim: None,
+            host: String::new(),
+            process: 0,
+            ticket: 0,
+            submitted: true,
+            finished: false,
+            lost_at: None,
+            since: first_epoch(),
+            held_since: 0,
+            is_first: false,
+            standing: Standing::Lost,
+            joined_at: None,
+        }
+    }
+
+    /// Whether no process has had the rank yet.
+    pub(super) fn is_nobody(&self) -> bool {
+        self.held_since == 0
+    }
+
     /// Whether this is the process of that incarnation.
     pub(super) fn is(&self, incarnation: Incarnation) -> bool {
         self.incarnation == incarnation
@@ -417,7 +453,7 @@ impl RankHolder {
 
     /// The epoch since which it had the rank that it has lost, if it has.
     pub(super) fn lost_what_it_held_since(&self) -> Option<u64> {
-        (self.standing == Standing::Lost).then_some(self.held_since)
+        (self.standing == Standing::Lost && !self.is_nobody()).then_some(self.held_since)
     }
 
     /// Whether the process has claimed its rank, and so has a secret of its own.

@@ -186,8 +186,7 @@ impl Job {
             // While no manager ran, a rank that was lost stayed so.
             let away_s =
                 if members.recorded_at == 0 { 0 } else { now.unix_s.saturating_sub(members.recorded_at) };
-            self.loss_tally.note(!self.lost_ranks().is_empty(), now.earlier(away_s as f64));
-            self.note_presence(now);
+            self.note_presence(now.earlier(away_s as f64));
             if let Some(placed) = members.placed {
                 self.placements = placed.placements;
                 self.summary.digest = placed.digest;

@@ -49,6 +49,16 @@ impl Job {
             Some(holder) if !holder.has_called(call) && self.may_replace(holder, now) => {
                 self.replace_rank(call, now)
             }
+            Some(holder) if holder.is_nobody() => Err(refusal(
+                ErrorCode::Busy,
+                format!(
+                    "job `{}` begins with {} of its {} workers, and rank {} can join when it runs",
+                    self.name,
+                    self.first_workers(),
+                    self.workers,
+                    call.rank
+                ),
+            )),
             Some(holder) if !holder.has_called(call) => Err(refusal(
                 // Its process may have died, and no hub have noticed yet.
                 if self.may_lose_ranks() { ErrorCode::Busy } else { ErrorCode::RankTaken },

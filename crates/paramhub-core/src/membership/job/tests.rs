@@ -22,7 +22,7 @@ fn job(workers: u32) -> Job {
     job_with(workers, JobOptions::default())
 }
 
-fn job_with(workers: u32, options: JobOptions) -> Job {
+pub(super) fn job_with(workers: u32, options: JobOptions) -> Job {
     let request = CreateService { name: "x".into(), workers, options };
     Job::new(0, request, Namespace([1; 16]), Nonce([2; 32]), Some(epoch()), now())
 }
@@ -94,9 +94,9 @@ fn initialising(workers: u32, hub_count: u32) -> Job {
     initialising_with(workers, hub_count, JobOptions::default())
 }
 
-fn initialising_with(workers: u32, hub_count: u32, options: JobOptions) -> Job {
+pub(super) fn initialising_with(workers: u32, hub_count: u32, options: JobOptions) -> Job {
     let mut job = job_with(workers, options);
-    for rank in 0..workers {
+    for rank in 0..options.first_workers(workers) {
         job.connect(&call(rank, rank as u8), now()).unwrap();
     }
     assert_eq!(job.begin_initialising(hubs(hub_count), &CoreBandwidth::Unneeded), Transition::Advanced);
@@ -110,9 +110,10 @@ fn placing(workers: u32, hub_count: u32) -> Job {
 
 fn placing_with(workers: u32, hub_count: u32, options: JobOptions) -> Job {
     let mut job = initialising_with(workers, hub_count, options);
-    for rank in 0..workers {
+    let first_workers = options.first_workers(workers);
+    for rank in 0..first_workers {
         job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
-        assert_eq!(job.agree(rank).is_some(), rank + 1 == workers);
+        assert_eq!(job.agree(rank).is_some(), rank + 1 == first_workers);
     }
     assert!(job.place(SettingsSummary::default(), vec![placed()], information_book(&job)));
     job
