@@ -35,6 +35,7 @@ def create_job(
     on_interface_down: str = "fail",
     on_worker_loss: str = "fail",
     min_workers: int | None = None,
+    max_workers: int | None = None,
     rewind_every: int | None = None,
     linger: float | None = None,
     program_state_bytes: int | None = None,
@@ -68,6 +69,9 @@ def create_job(
     and the step in ``resumed_step``. Steps need ``min_workers``, 1 by default; with fewer the job waits for ``linger``, 300 by
     default, and then fails. ``continue`` needs synchronous consistency, an optimizer at the hub, no ``reproducible`` and no
     ``clip_norm``.
+
+    With ``continue`` and ``max_workers`` the job has that many ranks, and begins with the first ``workers`` of them; processes
+    with the same ticket may join in the other ranks while it runs.
 
     With ``rewind`` all ranks go back to an earlier step instead, and go on from there when each rank has a process again, so
     that no update lacks a contribution. The requests of the other ranks fail with `Rewound`; they join anew. The hubs keep
@@ -117,6 +121,9 @@ def create_job(
         "progress_timeout_s": progress_timeout,
         "encrypt": (os.environ.get("PARAMHUB_ENCRYPT") == "1" if encrypt is None else encrypt) or None,
     }
+    if max_workers is not None and max_workers != workers:
+        wishes["start_workers"] = workers
+        workers = max_workers
     options |= {option: wish for option, wish in wishes.items() if wish is not None}
     url_for_workers, namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience, find=find

@@ -201,3 +201,32 @@ def test_another_process_takes_the_rank_of_a_killed_one(
     # No step was made without rank 1: it died between two of them.
     assert results[0] == (None, [expected, expected])
     assert results[2] == (3, [expected, expected])
+
+
+def joins_later(rank: Rank, ticket: paramhub.JobTicket) -> tuple[int | None, float]:
+    weight = numpy.zeros(1000, "f4")
+    if rank.rank == 1:
+        rank.await_mark("stepped")
+    with paramhub.connect(*ticket, rank.rank) as job:
+        job.init({"w": weight}, optimizer=paramhub.SGD(lr=1.0))
+        if rank.rank == 1:
+            rank.mark("joined")
+        step = 0
+        while job.next_step("w") < 40:
+            job.push_pull("w", numpy.full_like(weight, 1 + rank.rank), out=weight).wait(ENOUGH)
+            rank.mark("stepped")
+            step += 1
+            if rank.rank == 0 and step == 20:
+                rank.await_mark("joined")
+        return job.resumed_step, float(weight[0])
+
+
+def test_a_rank_joins_a_job_that_has_begun_without_it(hub: paramhub.Hub, team: Team) -> None:
+    ticket = new_job(hub, 1, on_worker_loss="continue", max_workers=2)
+    (resumed, alone), (joined_at, together) = team(joins_later, ticket, ranks=2)
+    assert resumed is None
+    assert joined_at is not None and 0 < joined_at <= 20
+    # Its first step is made together, with the mean of 1 and 2.
+    assert alone == together == -(joined_at + 1.5 * (40 - joined_at))
+    with pytest.raises(paramhub.ConnectError, match="the same workers to its end"):
+        new_job(hub, 1, max_workers=2)

@@ -141,6 +141,11 @@ pub(crate) struct RunSection {
     #[serde(with = "text")]
     pub(crate) on_worker_loss: OnWorkerLoss,
     pub(crate) min_workers: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) max_workers: Option<u32>,
+    /// The name of the running job for which workers are started.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) join: Option<String>,
     pub(crate) rewind_every: u32,
     pub(crate) linger_s: f64,
     /// `None`: 4 MiB if the ranks go back to earlier steps, else 0.
@@ -284,6 +289,8 @@ impl Default for RunSection {
             on_interface_down,
             on_worker_loss,
             min_workers,
+            max_workers: None,
+            join: None,
             rewind_every,
             linger_s,
             program_state_bytes: None,

@@ -159,6 +159,9 @@ struct CreateFlags {
     /// The least number of workers with which it then goes on [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     min_workers: Option<u32>,
+    /// The most workers that it may have; it begins with --workers, and the others join while it runs [default: --workers]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    max_workers: Option<u32>,
     /// With --on-worker-loss rewind, the number of steps from one to which it can go back to the next [default: 1]
     #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rewind_every: Option<u32>,
@@ -186,6 +189,7 @@ struct CreateFlags {
 
 impl CreateFlags {
     fn request(self) -> CreateService {
+        let (workers, start_workers) = elastic(self.workers, self.max_workers);
         let default = JobOptions::default();
         let options = JobOptions {
             rendezvous_timeout_s: self.rendezvous_timeout.unwrap_or(default.rendezvous_timeout_s),
@@ -198,6 +202,7 @@ impl CreateFlags {
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             on_worker_loss: self.on_worker_loss.unwrap_or(default.on_worker_loss),
             min_workers: self.min_workers.unwrap_or(default.min_workers),
+            start_workers,
             rewind_every: self.rewind_every.unwrap_or(default.rewind_every),
             linger_s: self.linger.unwrap_or(default.linger_s),
             program_state_bytes: self.program_state_bytes.unwrap_or(default.program_state_bytes),
@@ -207,7 +212,16 @@ impl CreateFlags {
             checkpoint_every: self.checkpoint_every,
             resume: self.resume,
         };
-        CreateService { name: self.name, workers: self.workers, options }
+        CreateService { name: self.name, workers, options }
+    }
+}
+
+/// The number of ranks of a job that begins with `workers` and may have `max_workers`, and the number with which it begins, if
+/// these differ.
+pub(super) fn elastic(workers: u32, max_workers: Option<u32>) -> (u32, Option<u32>) {
+    match max_workers {
+        Some(max_workers) if max_workers != workers => (max_workers, Some(workers)),
+        _ => (workers, None),
     }
 }
 
@@ -333,13 +347,18 @@ fn show(job: &JobStatus) -> String {
     let lost: Vec<String> = job.lost.iter().map(ToString::to_string).collect();
     let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
     let ended = job.ended_at.map_or("-".to_owned(), |at| format!("{} ago", age(at)));
-    let losses = job.losses.as_ref().map_or(String::new(), |losses| describe_losses(losses, job.workers));
+    let first_workers = job.start_workers.unwrap_or(job.workers);
+    let losses = job.losses.as_ref().map_or(String::new(), |losses| describe_losses(losses, first_workers));
+    let workers = match job.start_workers {
+        Some(first) => format!("{} at most; it began with {first}", job.workers),
+        None => job.workers.to_string(),
+    };
     let rows = [
         ("job", job.name.clone()),
         ("namespace", job.namespace.to_string()),
         ("state", state(job.state).into()),
         ("message", or_dash(&job.message)),
-        ("workers", job.workers.to_string()),
+        ("workers", workers),
         ("ranks connected", or_dash(&connected.join(" "))),
         ("ranks lost", or_dash(&lost.join(" "))),
         ("losses", losses),

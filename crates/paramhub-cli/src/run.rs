@@ -85,6 +85,14 @@ pub(super) struct RunFlags {
     /// The least number of workers with which the job then goes on [default: 1]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MIN_WORKERS")]
     min_workers: Option<u32>,
+    /// The most workers that the job may have. It begins with those that start here; others join it with --join [default: as
+    /// many as start]
+    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MAX_WORKERS")]
+    max_workers: Option<u32>,
+    /// Start workers for a running job of this name instead of a new one, in ranks that have no process: of a job with
+    /// --max-workers, or of one that has lost workers
+    #[arg(long, value_name = "JOB", env = "PARAMHUB_RUN_JOIN")]
+    join: Option<String>,
     /// With --on-worker-loss rewind, the number of steps from one to which the job can go back to the next [default: 1]
     #[arg(long, value_name = "STEPS", env = "PARAMHUB_RUN_REWIND_EVERY")]
     rewind_every: Option<u32>,
@@ -149,7 +157,7 @@ impl RunFlags {
         overlay!(self => config.run;
             workers, cores, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, rewind_every,
             max_restarts, stragglers, hosts, master_port;
-            name, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
+            name, max_workers, join, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
@@ -178,17 +186,19 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     let first_rank = environment.first_rank(section);
     let supervise = || {
         // Elsewhere all workers end with their job, and the launcher with them.
-        let may_outlast = section.hosts > 1 || section.on_worker_loss != OnWorkerLoss::Fail;
+        let may_outlast =
+            section.hosts > 1 || section.join.is_some() || section.on_worker_loss != OnWorkerLoss::Fail;
         let job_watch =
             may_outlast.then(|| JobWatch::start(environment.client.clone(), &environment.job)).transpose()?;
-        let supervised_job = environment.outlives_the_launcher().then(|| SupervisedJob {
+        let is_supervised = environment.outlives_the_launcher() && !environment.is_shared();
+        let supervised_job = is_supervised.then(|| SupervisedJob {
             url: environment.client.url().to_owned(),
             token: config.admin_token(),
             job: environment.job.namespace,
         });
         let on_failure = match section.on_worker_loss {
-            OnWorkerLoss::Fail => OnWorkerFailure::EndAll,
-            OnWorkerLoss::Continue => {
+            OnWorkerLoss::Fail if section.join.is_none() => OnWorkerFailure::EndAll,
+            OnWorkerLoss::Fail | OnWorkerLoss::Continue => {
                 OnWorkerFailure::Restart { most: section.max_restarts, needs_all: false }
             }
             // Its workers make no step without one of them.
@@ -236,7 +246,7 @@ fn commands(
         }
         let rank_environment = RankEnvironment {
             rank: environment.first_rank(section) + local_rank,
-            workers: section.workers * section.hosts,
+            workers: environment.workers(section),
             local_rank,
             local_workers: section.workers,
             url: &url,
@@ -369,7 +379,9 @@ impl LaunchObserver for OutputPrinter<'_> {
     }
 
     fn interrupted(&mut self, signal: i32) -> Option<Receiver<()>> {
-        announce_end(&self.environment.client, &self.environment.job, signal)
+        // A job of which others start workers goes on without these.
+        let ends_job = !self.environment.is_shared();
+        ends_job.then(|| announce_end(&self.environment.client, &self.environment.job, signal)).flatten()
     }
 
     fn tick(&mut self) -> Result<(), String> {

@@ -19,6 +19,7 @@ use paramhub_syncer::address_towards;
 use super::end_job;
 use crate::checkpoints::{effective_every, kept};
 use crate::config::{Config, Deployment, RunSection};
+use crate::jobs::elastic;
 use crate::{Usage, checkpoints, client, deployment};
 
 /// Bytes of a rank's program state, in a job whose ranks go back to earlier steps, if no other number is given.
@@ -45,6 +46,17 @@ pub(super) struct RunEnvironment {
     // The hub sends its last report to its manager, so it is dropped first.
     hub: Option<RunningHub>,
     manager: Option<RunningManager>,
+    /// Where the job's other workers may be started by others.
+    shared: Option<SharedJob>,
+}
+
+/// A job of which other launchers may start workers, too.
+#[derive(Clone, Copy, Debug)]
+struct SharedJob {
+    /// The rank of the first worker that is started here.
+    first_rank: u32,
+    /// The number of ranks of the job.
+    workers: u32,
 }
 
 /// The error of a run whose signal came before the first host's launcher had created the job.
@@ -66,6 +78,12 @@ impl std::error::Error for Interrupted {}
 pub(crate) fn check(config: &Config) -> Result<(), Usage> {
     let refused = |problem: String| Err(Usage(problem));
     let section = &config.run;
+    if let Some(max_workers) = section.max_workers.filter(|&most| most < section.workers * section.hosts) {
+        return refused(format!(
+            "--max-workers {max_workers} is less than the {} workers with which the job begins",
+            section.workers * section.hosts
+        ));
+    }
     let all_workers = section.workers.checked_mul(section.hosts);
     if all_workers.is_none_or(|workers| workers > paramhub_core::limits::WORKERS_MAX) {
         return refused(format!(
@@ -98,12 +116,22 @@ fn asked(config: &Config) -> Features {
         (Feature::HubCores, section.cores != RunSection::default().cores),
         (Feature::UnnamedJob, section.name.is_none()),
         (Feature::MaxRestarts, section.max_restarts > 0),
+        (Feature::JoinsRunningJob, section.join.is_some()),
+        (Feature::JobName, section.name.is_some()),
         (Feature::SeveralHosts, section.hosts > 1),
         (Feature::OneHost, section.hosts == 1),
         (Feature::HostRank, section.host_rank.is_some_and(|rank| rank > 0)),
         (Feature::NoHostRank, section.host_rank.is_none()),
     ]);
-    let options = JobOptions { hubs: section.hubs, ..options(section) };
+    let (_, start_workers) = elastic(section.workers * section.hosts, section.max_workers);
+    let mut options = JobOptions { hubs: section.hubs, start_workers, ..options(section) };
+    if section.join.is_some() {
+        // A job that takes others goes on when it loses workers.
+        options.on_worker_loss = match options.on_worker_loss {
+            OnWorkerLoss::Fail => OnWorkerLoss::Continue,
+            chosen => chosen,
+        };
+    }
     of_run
         .and(options.features())
         .and(deployment::asked(section.deployment, section.hubs, is_managed))
@@ -154,6 +182,7 @@ impl RunEnvironment {
                 embedded: None,
                 hub: None,
                 manager,
+                shared: None,
             });
         }
         if config.url.is_none() {
@@ -172,6 +201,23 @@ impl RunEnvironment {
                 embedded,
                 hub: None,
                 manager: None,
+                shared: None,
+            });
+        }
+        if let Some(name) = &section.join {
+            let client = client(config)?;
+            let (job, shared) = join(section, name, &client)?;
+            let shared = Some(shared);
+            return Ok(RunEnvironment {
+                client,
+                job,
+                host,
+                hosts,
+                rack: None,
+                embedded: None,
+                hub: None,
+                manager: None,
+                shared,
             });
         }
         let is_colocated = deployment::is_colocated(section.deployment);
@@ -192,8 +238,19 @@ impl RunEnvironment {
             0 => create(section, &name, &client)?,
             _ => find(section, &name, &client, signals)?,
         };
-        let mut environment =
-            RunEnvironment { client, job, host, hosts, rack, embedded: None, hub: None, manager };
+        let mut environment = RunEnvironment {
+            client,
+            job,
+            host,
+            hosts,
+            rack,
+            embedded: None,
+            hub: None,
+            manager,
+            shared: None,
+        };
+        environment.shared =
+            section.max_workers.map(|workers| SharedJob { first_rank: host * section.workers, workers });
         if has_hub {
             match start_hub(config, &environment) {
                 Ok(hub) => environment.hub = Some(hub),
@@ -208,7 +265,17 @@ impl RunEnvironment {
 
     /// Rank of this host's first worker.
     pub(super) fn first_rank(&self, section: &RunSection) -> u32 {
-        self.host * section.workers
+        self.shared.map_or(self.host * section.workers, |shared| shared.first_rank)
+    }
+
+    /// Whether others may start workers of the job, so that it does not end with those of this launcher.
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared.is_some()
+    }
+
+    /// The number of ranks of the job.
+    pub(super) fn workers(&self, section: &RunSection) -> u32 {
+        self.shared.map_or(section.workers * section.hosts, |shared| shared.workers)
     }
 
     /// Returns the reason why the hub on this host has failed, if it has.
@@ -237,7 +304,8 @@ impl RunEnvironment {
         let is_well = ended.is_some_and(|ended| {
             ended.failed.is_empty() && ended.signal.is_none() && ended.stopped.is_none()
         });
-        if self.hosts == 1 || !is_well {
+        // A job of which others start workers goes on without these.
+        if !self.is_shared() && (self.hosts == 1 || !is_well) {
             end_job(&self.client, &self.job, ended);
         }
         // Workers of other hosts may go on after those of this one have left. Not so in a job that no worker
@@ -283,8 +351,8 @@ fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::R
             (deployment::hubs_needed(deployment, section.hubs, section.reduction, client)?, section.reduction)
         }
     };
-    let options = JobOptions { reduction, hubs, ..options(section) };
-    let workers = section.workers * section.hosts;
+    let (workers, start_workers) = elastic(section.workers * section.hosts, section.max_workers);
+    let options = JobOptions { reduction, hubs, start_workers, ..options(section) };
     Ok(client.create_service(&CreateService { name: name.to_owned(), workers, options })?)
 }
 
@@ -328,6 +396,32 @@ fn find(
         return Err(Usage(problem).into());
     }
     Ok(found)
+}
+
+/// Finds a running job, and the first ranks of it, one after the other, that have no process.
+fn join(
+    section: &RunSection,
+    name: &str,
+    client: &ManagerClient,
+) -> anyhow::Result<(ServiceCreated, SharedJob)> {
+    let found = client.membership(name)?;
+    let status = client.job(&found.namespace.to_string())?;
+    let is_free = |rank: &u32| !status.connected.contains(rank);
+    let free: Vec<u32> = (0..status.workers).filter(is_free).collect();
+    let wanted = section.workers as usize;
+    let adjacent = |ranks: &&[u32]| ranks[wanted - 1] - ranks[0] == section.workers - 1;
+    match free.windows(wanted).find(adjacent) {
+        Some(ranks) => Ok((found, SharedJob { first_rank: ranks[0], workers: status.workers })),
+        None => anyhow::bail!(
+            "job `{name}` has {} of its at most {} workers, and no {wanted} ranks in a row are free{}",
+            status.connected.len(),
+            status.workers,
+            match free.as_slice() {
+                [] => String::new(),
+                free => format!(": only {free:?}, which can be started one by one"),
+            }
+        ),
+    }
 }
 
 /// Starts the connection manager if the URL is an address of this host on which no process listens yet.

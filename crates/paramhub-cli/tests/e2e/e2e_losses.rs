@@ -1,6 +1,7 @@
 //! `paramhub run` whose workers are killed while the job goes on.
 
 use paramhub::ManagerClient;
+use paramhub::service::JobState;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::{Process, hub, paramhub, wait_until};
@@ -115,4 +116,38 @@ fn a_job_that_waits_for_workers_in_vain_ends_with_the_reason() {
 fn restarts_need_a_job_that_goes_on() {
     let refused = paramhub(["run", "-n", "2", "--max-restarts", "1", "--", "true"]).finish().expect_code(2);
     refused.expect_error(&["`--max-restarts`", "the job fails when a worker is lost"]);
+}
+
+#[test]
+fn workers_join_a_job_that_has_begun_with_some_and_it_goes_on_without_their_launcher() {
+    let (hub, url) = hub([]);
+    let client = ManagerClient::new(&url, None).unwrap();
+    let connected = || client.job("elastic").unwrap().connected;
+    let train = [env!("CARGO_BIN_EXE_paramhub"), "train", "--epochs", "120"];
+    let run = ["run", "-n", "2", "--hub", &url, "--name", "elastic"];
+    let elastic = ["--on-worker-loss", "continue", "--max-workers", "4", "--"];
+    let first = paramhub(run.iter().chain(&elastic).chain(&train)).start();
+    await_first_step(&first);
+    assert_eq!(connected(), [0, 1]);
+    let join = |workers| {
+        paramhub(["run", "-n", workers, "--hub", &url, "--join", "elastic", "--"].iter().chain(&train))
+    };
+    let none = join("3").finish().expect_code(1);
+    assert!(none.stderr.contains("no 3 ranks in a row are free: only [2, 3]"), "{}", none.stderr);
+    let second = join("1").start();
+    wait_until("rank 2 has joined", || connected() == [0, 1, 2]);
+    let third = join("1").start();
+    wait_until("rank 3 has joined", || connected() == [0, 1, 2, 3]);
+    let full = join("1").finish().expect_code(1);
+    assert!(full.stderr.contains("job `elastic` has 4 of its at most 4 workers"), "{}", full.stderr);
+    // A launcher that ends takes its workers with it, and the others go on.
+    second.signal(Signal::TERM);
+    second.finish();
+    wait_until("rank 2 is lost", || connected() == [0, 1, 3]);
+    first.finish().expect_code(0);
+    third.finish().expect_code(0);
+    let job = client.job("elastic").unwrap();
+    assert_eq!((job.state, job.losses.unwrap().workers_joined), (JobState::Finished, 2), "{}", job.message);
+    hub.signal(Signal::TERM);
+    hub.finish().expect_code(0);
 }
