@@ -123,14 +123,14 @@ fn workers_join_a_job_that_has_begun_with_some_and_it_goes_on_without_their_laun
     let (hub, url) = hub([]);
     let client = ManagerClient::new(&url, None).unwrap();
     let connected = || client.job("elastic").unwrap().connected;
-    let train = [env!("CARGO_BIN_EXE_paramhub"), "train", "--epochs", "120"];
+    let train = [env!("CARGO_BIN_EXE_paramhub"), "train", "--epochs", "80"];
     let run = ["run", "-n", "2", "--hub", &url, "--name", "elastic"];
     let elastic = ["--on-worker-loss", "continue", "--max-workers", "4", "--"];
-    let first = paramhub(run.iter().chain(&elastic).chain(&train)).start();
+    let first = paramhub(run.into_iter().chain(elastic).chain(train)).start();
     await_first_step(&first);
     assert_eq!(connected(), [0, 1]);
     let join = |workers| {
-        paramhub(["run", "-n", workers, "--hub", &url, "--join", "elastic", "--"].iter().chain(&train))
+        paramhub(["run", "-n", workers, "--hub", &url, "--join", "elastic", "--"].into_iter().chain(train))
     };
     let none = join("3").finish().expect_code(1);
     assert!(none.stderr.contains("no 3 ranks in a row are free: only [2, 3]"), "{}", none.stderr);

@@ -183,6 +183,11 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         let refused = refusal(JobOptions { min_workers, ..outlives }).unwrap().to_string();
         assert!(refused.ends_with("set min_workers to 1 to 4"), "{refused}");
     }
+    assert_eq!(refusal(JobOptions { min_workers: 2, start_workers: Some(2), ..outlives }), None);
+    for start_workers in [1, 5].map(Some) {
+        let refused = refusal(JobOptions { min_workers: 2, start_workers, ..outlives }).unwrap().to_string();
+        assert!(refused.ends_with("set start_workers to 2 to 4, from min_workers to all"), "{refused}");
+    }
     let rewinds = JobOptions { on_worker_loss: OnWorkerLoss::Rewind, ..usual };
     assert_eq!(refusal(JobOptions { rewind_every: 1000, linger_s: 5.0, ..rewinds }), None);
     for rewind_every in [0, 1001] {
@@ -201,6 +206,8 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         JobOptions { stragglers: Stragglers::Backup(1), ..continues },
         JobOptions { hubs: Some(0), weight: 2, ..usual },
         JobOptions { min_workers: 2, ..usual },
+        JobOptions { start_workers: Some(2), ..usual },
+        JobOptions { start_workers: Some(2), ..rewinds },
         JobOptions { stragglers: Stragglers::Backup(1), ..outlives },
         JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..continues },
         JobOptions { min_workers: 2, ..rewinds },
