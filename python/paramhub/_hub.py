@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from paramhub import _native
+from paramhub.errors import MisuseError
 
 
 class JobTicket(NamedTuple):
@@ -121,6 +122,10 @@ def create_job(
         "progress_timeout_s": progress_timeout,
         "encrypt": (os.environ.get("PARAMHUB_ENCRYPT") == "1" if encrypt is None else encrypt) or None,
     }
+    if max_workers is not None and max_workers < workers:
+        raise MisuseError(
+            f"max_workers is {max_workers}, less than the {workers} workers with which the job begins"
+        )
     if max_workers is not None and max_workers != workers:
         wishes["start_workers"] = workers
         workers = max_workers

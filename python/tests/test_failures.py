@@ -228,5 +228,7 @@ def test_a_rank_joins_a_job_that_has_begun_without_it(hub: paramhub.Hub, team: T
     assert joined_at is not None and 0 < joined_at <= 20
     # Its first step is made together, with the mean of 1 and 2.
     assert alone == together == -(joined_at + 1.5 * (40 - joined_at))
+    with pytest.raises(paramhub.MisuseError, match="max_workers is 1"):
+        new_job(hub, 2, on_worker_loss="continue", max_workers=1)
     with pytest.raises(paramhub.ConnectError, match="the same workers to its end"):
         new_job(hub, 1, max_workers=2)

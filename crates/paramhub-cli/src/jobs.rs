@@ -15,8 +15,8 @@ use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
 
 use super::{ManagerUrl, client, schemes};
-use crate::ExitCode;
 use crate::config::Config;
+use crate::{ExitCode, Usage};
 
 /// The width at which sentences in a table are broken.
 const SENTENCE_COLUMNS: u16 = 100;
@@ -225,6 +225,16 @@ pub(super) fn elastic(workers: u32, max_workers: Option<u32>) -> (u32, Option<u3
     }
 }
 
+/// Refuses a largest number of workers that is less than the number with which the job begins.
+pub(super) fn check_max_workers(workers: u32, max_workers: Option<u32>) -> Result<(), Usage> {
+    match max_workers.filter(|&most| most < workers) {
+        Some(most) => Err(Usage(format!(
+            "--max-workers {most} is less than the {workers} workers with which the job begins"
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// The action, the job, and the form of the output.
 pub(super) struct JobsTask {
     what: JobsCommand,
@@ -249,6 +259,7 @@ pub(super) fn jobs(config: &Config, todo: JobsTask) -> anyhow::Result<ExitCode> 
             print(todo.json, &jobs, || list(&jobs))?;
         }
         JobsCommand::Create(flags) => {
+            check_max_workers(flags.workers, flags.max_workers)?;
             let created = client.create_service(&flags.request())?;
             print(todo.json, &created, || membership(&client.url_for_workers(&created), &created))?;
         }

@@ -19,7 +19,7 @@ use paramhub_syncer::address_towards;
 use super::end_job;
 use crate::checkpoints::{effective_every, kept};
 use crate::config::{Config, Deployment, RunSection};
-use crate::jobs::elastic;
+use crate::jobs::{check_max_workers, elastic};
 use crate::{Usage, checkpoints, client, deployment};
 
 /// Bytes of a rank's program state, in a job whose ranks go back to earlier steps, if no other number is given.
@@ -78,12 +78,6 @@ impl std::error::Error for Interrupted {}
 pub(crate) fn check(config: &Config) -> Result<(), Usage> {
     let refused = |problem: String| Err(Usage(problem));
     let section = &config.run;
-    if let Some(max_workers) = section.max_workers.filter(|&most| most < section.workers * section.hosts) {
-        return refused(format!(
-            "--max-workers {max_workers} is less than the {} workers with which the job begins",
-            section.workers * section.hosts
-        ));
-    }
     let all_workers = section.workers.checked_mul(section.hosts);
     if all_workers.is_none_or(|workers| workers > paramhub_core::limits::WORKERS_MAX) {
         return refused(format!(
@@ -93,6 +87,7 @@ pub(crate) fn check(config: &Config) -> Result<(), Usage> {
             paramhub_core::limits::WORKERS_MAX
         ));
     }
+    check_max_workers(section.workers * section.hosts, section.max_workers)?;
     let names_racks = section.hosts > 1 || deployment::is_colocated(section.deployment);
     if let Some(name) = section.name.as_ref().filter(|name| names_racks && name.len() > NAME_BYTES_MAX) {
         return refused(format!(

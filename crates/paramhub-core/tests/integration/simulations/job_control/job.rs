@@ -93,6 +93,7 @@ impl SimulatedJob {
             dead_after: Duration::from_secs(15),
             progress_timeout: None,
             continues,
+            first_workers: WORKERS,
             min_workers: None,
             rewinds: false,
             epoch: 1,
