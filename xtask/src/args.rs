@@ -19,6 +19,8 @@ pub(crate) enum Request {
     },
     /// A testbed's own process: one end of a flow of the probe.
     TestbedEnd(Vec<String>),
+    /// A testbed's own process: passes packets on with a delay.
+    TestbedRelay(Vec<String>),
 }
 
 /// The options of `cargo xtask test`.
@@ -39,6 +41,7 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, 
         Some("testbed") => testbed::options::parse(arguments).map(Request::Testbed),
         Some("testbed-guard") => Ok(Request::TestbedGuard { name: arguments.next().unwrap_or_default() }),
         Some("testbed-end") => Ok(Request::TestbedEnd(arguments.collect())),
+        Some("testbed-relay") => Ok(Request::TestbedRelay(arguments.collect())),
         Some("help" | "--help" | "-h") => Ok(Request::Help),
         Some(other) => Err(format!("no task is named `{other}`")),
         None => Err("a task is missing".to_owned()),

@@ -33,6 +33,7 @@ fn main() -> ExitCode {
         Ok(Request::Testbed(task)) => testbed::perform(task),
         Ok(Request::TestbedGuard { name }) => testbed::stand_guard(&name),
         Ok(Request::TestbedEnd(arguments)) => testbed::play_end(&arguments),
+        Ok(Request::TestbedRelay(arguments)) => testbed::play_relay(&arguments),
         Err(problem) => {
             let of_testbed = std::env::args().nth(1).is_some_and(|task| task == "testbed");
             let usage = if of_testbed { testbed::options::USAGE.to_owned() } else { args::usage() };

@@ -28,6 +28,22 @@ fn namespaces(name: &str) -> Vec<String> {
     names.filter(|namespace| namespace.starts_with(&format!("{name}-"))).collect()
 }
 
+/// Probes a testbed, and returns the milliseconds of the shortest round trip over links of this kind. No link may carry more
+/// than its rate anywhere, and each must carry something. On a busy machine the probe may refuse.
+fn check_probe(name: &str, kind: &str, mbit: f64) -> f64 {
+    let probed = output(&format!("probe --name {name}"));
+    let probe_output = text(&probed.stdout) + &text(&probed.stderr);
+    let line =
+        probe_output.lines().find(|line| line.contains(kind)).unwrap_or_else(|| panic!("{probe_output}"));
+    let words: Vec<&str> = line.split(' ').collect();
+    let position = |word: &str| words.iter().position(|found| *found == word).expect(word);
+    let number = |at: usize| words[at].parse::<f64>().unwrap_or_else(|_| panic!("{line}"));
+    let (lowest, highest) = (number(position("to") - 1), number(position("to") + 1));
+    assert!(lowest > 0.1 * mbit && highest < 1.06 * mbit * 1448.0 / 1514.0, "{line}");
+    assert!(probed.status.success() || probe_output.contains("do not carry their rate"), "{probe_output}");
+    number(position("ms") - 1)
+}
+
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     while !is_so() {
@@ -93,20 +109,7 @@ fn a_testbed_is_built_entered_probed_and_taken_down_with_what_runs_inside() {
     let unknown_host = output(&format!("exec r2w0 --name {name} -- true"));
     assert!(!unknown_host.status.success() && text(&unknown_host.stderr).contains("no host r2w0"));
 
-    // On a busy machine the probe may refuse. No link may carry more than its rate anywhere, and each must
-    // carry something.
-    let probed = output(&format!("probe --name {name}"));
-    let probe_output = text(&probed.stdout) + &text(&probed.stderr);
-    let line = probe_output
-        .lines()
-        .find(|line| line.contains("links of hosts of 200mbit"))
-        .unwrap_or_else(|| panic!("{probe_output}"));
-    let words: Vec<&str> = line.split(' ').collect();
-    let range = words.iter().position(|word| *word == "to").expect("a range of speeds");
-    let speed = |at: usize| words[at].parse::<f64>().unwrap_or_else(|_| panic!("{line}"));
-    let (lowest, highest) = (speed(range - 1), speed(range + 1));
-    assert!(lowest > 20.0 && highest < 1.06 * 200.0 * 1448.0 / 1514.0, "{line}");
-    assert!(probed.status.success() || probe_output.contains("do not carry their rate"), "{probe_output}");
+    check_probe(name, "links of hosts of 200mbit", 200.0);
 
     let again = output(&format!("up --name {name} --racks 1 --workers 1 --rate 20mbit"));
     assert!(
@@ -168,4 +171,75 @@ fn a_held_testbed_ends_with_the_pipe_of_its_holder() {
     drop(held.0.stdin.take());
     assert!(held.0.wait().unwrap().success());
     assert!(namespaces(&name).is_empty());
+}
+
+/// The relay's process of a testbed with a delay.
+fn relay(name: &str) -> String {
+    let listed =
+        Command::new("ip").args(["netns", "pids", &format!("{name}-relay")]).output().expect("ip starts");
+    let processes = text(&listed.stdout);
+    let [process] = processes.split_whitespace().collect::<Vec<_>>()[..] else {
+        panic!("the processes of the relay: {processes:?}")
+    };
+    process.to_owned()
+}
+
+/// Whether a process is gone, or has only its exit code left.
+fn is_gone(process: &str) -> bool {
+    std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default().is_empty()
+}
+
+#[test]
+fn links_with_a_delay_hold_every_packet_so_long_and_still_limit_the_rate() {
+    let arguments = "--racks 1 --workers 2 --rate 50mbit --hub-interfaces 2 --delay 10ms";
+    let Some(bed) = Testbed::up("slow", arguments) else { return };
+    // There and back is four times over a link.
+    let round_trip = check_probe(&bed.0, "links of hosts of 50mbit", 50.0);
+    assert!(round_trip >= 40.0, "{round_trip} ms");
+
+    // Nothing passes without the relay, and commands say why.
+    let relay = relay(&bed.0);
+    assert!(Command::new("kill").args(["-KILL", &relay]).status().expect("kill starts").success());
+    wait_until("the relay is gone", || is_gone(&relay));
+    let probed = output(&format!("probe --name {}", bed.0));
+    assert!(!probed.status.success() && text(&probed.stderr).contains("is gone"), "{}", text(&probed.stderr));
+}
+
+#[test]
+fn every_link_between_racks_has_the_delay_too() {
+    let arguments = "--racks 2 --workers 1 --rate 50mbit --core-rate 20mbit --hub-interfaces 1 --delay 5ms";
+    let Some(bed) = Testbed::up("far", arguments) else { return };
+    let end = |host: &str, arguments: &[&str]| {
+        let mut command = testbed(&format!("exec {host} --name {} --", bed.0));
+        command.args([env!("CARGO_BIN_EXE_xtask"), "testbed-end"]).args(arguments).stdout(Stdio::piped());
+        let mut process = Started(command.spawn().expect("it starts"));
+        let mut line = String::new();
+        BufReader::new(process.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        (process, line.trim().to_owned())
+    };
+    let (_listener, port) = end("r1w0", &["listen", "10.64.1.1"]);
+    let (_dialler, microseconds) = end("r0w0", &["dial", "10.64.0.1", &format!("10.64.1.1:{port}")]);
+    // There and back is eight times over a link.
+    assert!(microseconds.parse::<f64>().unwrap() >= 40e3, "{microseconds} us");
+}
+
+#[test]
+fn the_relay_of_delayed_packets_ends_with_a_testbed_whose_holder_is_killed() {
+    let Some(bed) = Testbed::up("cut", "--racks 1 --workers 1 --rate 20mbit --delay 1ms") else { return };
+    let name = bed.0.clone();
+    let first = relay(&name);
+    drop(bed);
+    assert!(is_gone(&first), "`down` leaves the relay");
+    let _bed = Testbed(name.clone());
+    let mut held =
+        testbed(&format!("up --hold --name {name} --racks 1 --workers 1 --rate 20mbit --delay 1ms"));
+    let mut held = Started(held.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts"));
+    let mut line = String::new();
+    BufReader::new(held.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains("each link delays by 1ms"), "{line}");
+    let relay = relay(&name);
+    held.0.kill().unwrap();
+    held.0.wait().unwrap();
+    wait_until("nothing is left", || namespaces(&name).is_empty());
+    assert!(is_gone(&relay), "the relay is left");
 }

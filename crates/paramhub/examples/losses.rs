@@ -1,5 +1,5 @@
-//! Measures how long the steps of a job pause when its workers are killed, and how soon another process has taken the
-//! rank.
+//! Measures how long the steps of a job pause when its workers are killed or frozen, and how soon another process has taken
+//! the rank.
 //!
 //! ```text
 //! cargo run --release --package paramhub --example losses -- --kills 10
@@ -8,6 +8,10 @@
 //! another in its place. Prints for each kill the longest time between two finished steps of rank 0 from the kill on until
 //! the rank is back, and the time from the kill to the first step to which the new process contributes; then the
 //! medians and the worst.
+//!
+//! With `--freeze` it stops them with SIGSTOP instead, and gives a worker up after [`DEAD_AFTER`]. Prints for each the
+//! longest time between two finished steps of rank 0, less the time after which a worker is given up, until the hub has
+//! given up the frozen one; then kills that one and starts another.
 
 use std::process::{Child, Command, ExitCode};
 use std::time::{Duration, Instant};
@@ -25,12 +29,14 @@ type Error = Box<dyn std::error::Error>;
 
 /// The steps between two kills.
 const STEPS: u32 = 30;
-/// How long a rank may take to be back.
+/// The time after which a frozen worker is given up: the shortest that a job may have.
+const DEAD_AFTER: Duration = Duration::from_secs(1);
+/// How long a rank may take to be lost, and to be back.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Parser)]
 struct Arguments {
-    /// Workers to kill, one after the other.
+    /// Workers to kill or freeze, one after the other.
     #[arg(long, default_value_t = 10)]
     kills: u32,
     /// Workers of the job.
@@ -39,6 +45,9 @@ struct Arguments {
     /// Parameters of the model, in millions.
     #[arg(long, default_value_t = 25.5)]
     millions: f64,
+    /// Freeze workers instead of killing them.
+    #[arg(long)]
+    freeze: bool,
     /// What becomes of the job when a worker is lost: `continue` or `rewind`.
     #[arg(long, default_value = "continue")]
     on_worker_loss: OnWorkerLoss,
@@ -71,10 +80,18 @@ fn work(arguments: &Arguments) -> Result<(), Error> {
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Error> {
+    if arguments.freeze && arguments.on_worker_loss != OnWorkerLoss::Continue {
+        return Err(
+            "--freeze needs --on-worker-loss continue: with rewind rank 0 waits for the frozen rank".into()
+        );
+    }
     let manager = Manager::start(ManagerConfig { listen: "127.0.0.1:0".parse()?, ..Default::default() })?;
     let client = ManagerClient::new(&manager.url(), None)?;
     let hub = RunningHub::start(client.clone(), HubConfig::default())?;
-    let options = JobOptions { on_worker_loss: arguments.on_worker_loss, ..JobOptions::default() };
+    let mut options = JobOptions { on_worker_loss: arguments.on_worker_loss, ..JobOptions::default() };
+    if arguments.freeze {
+        options.dead_after_s = DEAD_AFTER.as_secs_f64();
+    }
     let request = CreateService { name: "losses".into(), workers: arguments.workers, options };
     let created = client.create_service(&request)?;
     let start = |rank: u32| start(rank, &created, client.url(), arguments);
@@ -89,32 +106,36 @@ fn measure(arguments: &Arguments) -> Result<(), Error> {
     let usual = rank.steps(STEPS)?;
     println!("median step {:?}", median(usual));
     let (mut gaps, mut returns) = (Vec::new(), Vec::new());
+    let losses = || Ok::<_, Error>(client.job("losses")?.losses.unwrap_or_default());
     for kill in 0..arguments.kills {
         let victim = (kill % (arguments.workers - 1)) as usize;
+        let pause = match arguments.freeze {
+            true => {
+                freeze(&others[victim])?;
+                let until_lost = rank.steps_until(|| Ok(losses()?.workers_lost > kill.into()))?;
+                Some(until_lost.saturating_sub(DEAD_AFTER))
+            }
+            false => None,
+        };
         let killed = Instant::now();
         others[victim].kill()?;
         others[victim].wait()?;
         others[victim] = start(victim as u32 + 1)?;
-        let mut gap = Duration::ZERO;
-        let has_joined = || {
-            Ok::<_, Error>(client.job("losses")?.losses.is_some_and(|all| all.workers_joined > kill.into()))
-        };
-        while !has_joined()? {
-            if killed.elapsed() > PATIENCE {
-                return Err(format!("rank {} is not back after {PATIENCE:?}", victim + 1).into());
-            }
-            gap = gap.max(rank.step()?);
-        }
+        let until_joined = rank.steps_until(|| Ok(losses()?.workers_joined > kill.into()))?;
         // The first step with the new process waits for its parameters.
-        gap = rank.steps(2)?.into_iter().fold(gap, Duration::max);
+        let gap = rank.steps(2)?.into_iter().fold(until_joined, Duration::max);
         let back = killed.elapsed();
-        println!("kill {kill} of rank {}: longest step {gap:?}, back after {back:?}", victim + 1);
-        gaps.push(gap);
+        match pause {
+            Some(pause) => println!("freeze {kill} of rank {}: longest step {pause:?} more", victim + 1),
+            None => println!("kill {kill} of rank {}: longest step {gap:?}, back after {back:?}", victim + 1),
+        }
+        gaps.push(pause.unwrap_or(gap));
         returns.push(back);
         rank.steps(STEPS)?;
     }
     let worst = |times: &[Duration]| times.iter().max().copied().unwrap_or_default();
-    println!("longest step: median {:?}, worst {:?}", median(gaps.clone()), worst(&gaps));
+    let after = if arguments.freeze { " after the worker was given up" } else { "" };
+    println!("longest step{after}: median {:?}, worst {:?}", median(gaps.clone()), worst(&gaps));
     println!("back after: median {:?}, worst {:?}", median(returns.clone()), worst(&returns));
     others.iter_mut().try_for_each(Child::kill)?;
     drop(rank);
@@ -166,6 +187,18 @@ impl Rank<'_> {
         }
     }
 
+    /// Makes steps until something is so, and returns how long the longest took.
+    fn steps_until(&mut self, is_so: impl Fn() -> Result<bool, Error>) -> Result<Duration, Error> {
+        let (begun, mut longest) = (Instant::now(), Duration::ZERO);
+        while !is_so()? {
+            if begun.elapsed() > PATIENCE {
+                return Err(format!("a rank is not lost, or not back, after {PATIENCE:?}").into());
+            }
+            longest = longest.max(self.step()?);
+        }
+        Ok(longest)
+    }
+
     fn steps(&mut self, count: u32) -> Result<Vec<Duration>, Error> {
         (0..count).map(|_| self.step()).collect()
     }
@@ -199,6 +232,13 @@ fn start(rank: u32, job: &ServiceCreated, url: &str, arguments: &Arguments) -> R
         .env("PARAMHUB_SECRET", String::from(job.nonce))
         .env("RANK", rank.to_string());
     Ok(command.spawn()?)
+}
+
+fn freeze(process: &Child) -> Result<(), Error> {
+    match Command::new("kill").args(["-STOP", &process.id().to_string()]).status()?.success() {
+        true => Ok(()),
+        false => Err("a worker cannot be stopped".into()),
+    }
 }
 
 fn median(mut times: Vec<Duration>) -> Duration {

@@ -1,10 +1,12 @@
 //! `cargo xtask testbed`: racks of hosts on one machine, made of network namespaces and shaped links (docs/rack.md).
 
+mod delay;
 mod guard;
 pub(crate) mod options;
 mod probe;
 mod raise;
 mod rate;
+mod relay;
 mod scenario;
 mod shape;
 mod system;
@@ -18,6 +20,7 @@ use shape::{Shape, interface, prefix};
 
 pub(crate) use guard::stand as stand_guard;
 pub(crate) use probe::end::play as play_end;
+pub(crate) use relay::play as play_relay;
 
 use crate::packages::SystemProgram;
 
@@ -167,7 +170,7 @@ fn refuse_a_second(name: &str) -> Result<(), Problem> {
 }
 
 fn up(shape: &Shape, lock: &mut Lock) -> Result<(), Problem> {
-    raise::try_out(&shape.name)?;
+    raise::try_out(shape)?;
     raise::build(shape)?;
     lock.write(Some(shape))
 }
@@ -229,16 +232,24 @@ fn exec(shape: &Shape, host: &str, command: &[String]) -> Problem {
 
 fn expect(name: &str) -> Result<Shape, Problem> {
     let there = system::namespaces(&prefix(name))?;
-    guard::known(name).filter(|_| !there.is_empty()).ok_or_else(|| {
+    let shape = guard::known(name).filter(|_| !there.is_empty()).ok_or_else(|| {
         Problem::Failed(format!("testbed {name} is not up: see `cargo xtask testbed up --help`"))
-    })
+    })?;
+    match shape.delay.is_none() || relay::is_running(&shape)? {
+        true => Ok(shape),
+        false => Err(Problem::Failed(format!(
+            "the process that delays the packets of testbed {name} is gone, and no link carries anything: take it down \
+             with `cargo xtask testbed down --name {name}`"
+        ))),
+    }
 }
 
 /// The parts of the testbed, in words.
 fn contents(shape: &Shape) -> String {
-    let Shape { racks, workers, rate, hub_interfaces, core_rate, .. } = shape;
+    let Shape { racks, workers, rate, hub_interfaces, core_rate, delay, .. } = shape;
     let last = interface(hub_interfaces - 1);
     let core =
         if *racks > 1 { format!(", {core_rate} between each rack and the core") } else { String::new() };
-    format!("{racks} x {workers} workers and a hub host with eth0 to {last}, links of {rate}{core}")
+    let delay = delay.map(|delay| format!("; each link delays by {delay}")).unwrap_or_default();
+    format!("{racks} x {workers} workers and a hub host with eth0 to {last}, links of {rate}{core}{delay}")
 }

@@ -1,12 +1,13 @@
 //! The command line of `cargo xtask testbed`.
 
 use super::Task;
+use super::delay::Delay;
 use super::rate::Rate;
 use super::shape::{NAME_DEFAULT, Shape, check_name};
 
 pub(crate) const USAGE: &str = "\
 Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interfaces K] [--core-rate RATE]
-                              [--congestion NAME] [--hold]
+                              [--congestion NAME] [--delay TIME] [--hold]
        cargo xtask testbed down | status | hosts | probe [--json FILE]
        cargo xtask testbed exec HOST -- COMMAND...
        cargo xtask testbed run SCENARIO [--json FILE] [--svg FILE] [-- OPTIONS OF bench/rack/run]
@@ -16,6 +17,7 @@ Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interface
   --hub-interfaces K         of each rack's hub (default: as many as workers)
   --core-rate RATE           between each rack and the core, each way (default: a rack's workers together)
   --congestion NAME          of all hosts' TCP, as in reno (default: as outside)
+  --delay TIME               of every link, each way, as in 5ms (default: none)
   --hold                     stay until stdin ends, then take it down again
   --name NAME                with any of them: which testbed (default: phub)
 
@@ -84,6 +86,9 @@ pub(crate) fn shape(arguments: impl Iterator<Item = String>) -> Result<Shape, St
         shape.core_rate = Rate::parse(&rate)?;
     }
     shape.congestion = parsed.take("--congestion");
+    if let Some(delay) = parsed.take("--delay") {
+        shape.delay = Some(Delay::parse(&delay)?);
+    }
     shape.check()?;
     let positional = std::mem::take(&mut parsed.positional).into_iter();
     parsed.finish(positional, shape)
@@ -165,7 +170,7 @@ mod tests {
     #[test]
     fn a_shape_is_shown_as_the_flags_that_make_it() {
         let Ok(Task::Up(shape)) =
-            parse_line("up --racks 3 --workers 5 --rate 2500kbit --name x --congestion reno")
+            parse_line("up --racks 3 --workers 5 --rate 2500kbit --name x --congestion reno --delay 5ms")
         else {
             panic!("it is right")
         };
@@ -198,6 +203,7 @@ mod tests {
             ("up --racks 1 --workers 2 --rate", "--rate needs a value"),
             ("up --racks 1 --workers 2 --rate 1gbit --name a-b", "a-b"),
             ("up --racks 1 --workers 2 --rate 1gbit --congestion a;b", "a;b"),
+            ("up --racks 1 --workers 2 --rate 1gbit --delay 5", "`5`"),
             ("down --name ../x", "../x"),
             ("down all", "`all`"),
             ("status --json x", "writes no file"),

@@ -6,6 +6,7 @@ mod flows;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use flows::{Flow, FlowBatch, flow_batches};
 
@@ -30,6 +31,8 @@ pub(super) struct LinkMeasurement {
     ways: Vec<f64>,
     /// The payload that the rate should give.
     expected: f64,
+    /// The shortest round trip of a byte between two hosts.
+    round_trip: Duration,
     /// The busy share of all processors meanwhile.
     busy: f64,
 }
@@ -50,8 +53,8 @@ impl LinkMeasurement {
         let mbit = |speed: f64| speed * 8e-6;
         let (lowest, highest) = (self.ways.first().copied(), self.ways.last().copied());
         format!(
-            "{} of {}, {} at once: {:.1} to {:.1} Mbit/s of payload each way, median {:.1}, {:.1} expected; processors \
-             {:.0} % busy",
+            "{} of {}, {} at once: {:.1} to {:.1} Mbit/s of payload each way, median {:.1}, {:.1} expected; {:.2} ms \
+             there and back; processors {:.0} % busy",
             self.what,
             self.rate,
             self.links,
@@ -59,14 +62,15 @@ impl LinkMeasurement {
             mbit(highest.unwrap_or(0.0)),
             mbit(self.median()),
             mbit(self.expected),
+            1e3 * self.round_trip.as_secs_f64(),
             100.0 * self.busy,
         )
     }
 
-    /// The measurement as an object of JSON, in bytes a second.
+    /// The measurement as an object of JSON, in bytes a second and seconds.
     pub(super) fn json(&self) -> String {
         format!(
-            r#"{{"what": "{}", "rate": "{}", "links": {}, "payload": {:.0}, "lowest": {:.0}, "highest": {:.0}, "expected": {:.0}, "busy": {:.3}}}"#,
+            r#"{{"what": "{}", "rate": "{}", "links": {}, "payload": {:.0}, "lowest": {:.0}, "highest": {:.0}, "expected": {:.0}, "round_trip": {:.6}, "busy": {:.3}}}"#,
             self.what,
             self.rate,
             self.links,
@@ -74,6 +78,7 @@ impl LinkMeasurement {
             self.ways[0],
             self.ways[self.ways.len() - 1],
             self.expected,
+            self.round_trip.as_secs_f64(),
             self.busy,
         )
     }
@@ -104,24 +109,32 @@ fn probe_kind(shape: &Shape, kind: &[FlowBatch]) -> Result<LinkMeasurement, Prob
 /// Measures the batches of one kind one after the other.
 fn measure(shape: &Shape, kind: &[FlowBatch]) -> Result<LinkMeasurement, Problem> {
     let processors = Processors::read();
-    let mut ways = Vec::new();
+    let (mut ways, mut round_trip) = (Vec::new(), Duration::MAX);
     for flow_batch in kind {
+        let measured = exchange(shape, &flow_batch.flows)?;
         // Flows that share a link are added up.
-        let speeds = exchange(shape, &flow_batch.flows)?;
-        for shared in speeds.chunks(flow_batch.flows_a_link) {
-            ways.push(shared.iter().map(|(there, _)| there).sum());
-            ways.push(shared.iter().map(|(_, back)| back).sum());
+        for shared in measured.chunks(flow_batch.flows_a_link) {
+            ways.push(shared.iter().map(|flow| flow.there).sum());
+            ways.push(shared.iter().map(|flow| flow.back).sum());
         }
+        round_trip = measured.iter().map(|flow| flow.round_trip).fold(round_trip, Duration::min);
     }
     ways.sort_by(f64::total_cmp);
     let first = &kind[0];
     let links = first.flows.len() / first.flows_a_link;
     let (what, rate, expected) = (first.what, first.rate, first.carries.bytes_per_second() * PAYLOAD_SHARE);
-    Ok(LinkMeasurement { what, rate, links, ways, expected, busy: processors.busy_since() })
+    Ok(LinkMeasurement { what, rate, links, ways, expected, round_trip, busy: processors.busy_since() })
 }
 
-/// Runs all flows at once. Returns the bytes a second that each end received.
-fn exchange(shape: &Shape, flows: &[Flow]) -> Result<Vec<(f64, f64)>, Problem> {
+/// The bytes a second that each end of a flow received, and its shortest round trip.
+struct FlowMeasurement {
+    there: f64,
+    back: f64,
+    round_trip: Duration,
+}
+
+/// Runs all flows at once.
+fn exchange(shape: &Shape, flows: &[Flow]) -> Result<Vec<FlowMeasurement>, Problem> {
     let listeners: Vec<ProbeProcess> = flows
         .iter()
         .map(|flow| ProbeProcess::start(shape, &flow.to, &["listen", &flow.to.1.to_string()]))
@@ -135,7 +148,11 @@ fn exchange(shape: &Shape, flows: &[Flow]) -> Result<Vec<(f64, f64)>, Problem> {
         let dialler = ProbeProcess::start(shape, &flow.from, &["dial", &flow.from.1.to_string(), &to])?;
         dialled.push((dialler, listener));
     }
-    dialled.iter_mut().map(|(dialler, listener)| Ok((listener.speed()?, dialler.speed()?))).collect()
+    let measured = dialled.iter_mut().map(|(dialler, listener)| {
+        let round_trip = Duration::from_secs_f64(1e-6 * dialler.number()?);
+        Ok(FlowMeasurement { there: listener.number()?, back: dialler.number()?, round_trip })
+    });
+    measured.collect()
 }
 
 /// A process of the probe in a namespace. It is ended when this is dropped.
@@ -170,7 +187,7 @@ impl ProbeProcess {
         }
     }
 
-    fn speed(&mut self) -> Result<f64, Problem> {
+    fn number(&mut self) -> Result<f64, Problem> {
         let line = self.read_line()?;
         line.parse().map_err(|_| Problem::Failed(format!("a process of the probe printed `{line}`")))
     }
@@ -212,7 +229,16 @@ mod tests {
 
     fn measured(ways: &[f64]) -> LinkMeasurement {
         let rate = Rate(8_000_000);
-        LinkMeasurement { what: "links", rate, links: 1, ways: ways.into(), expected: 1e6, busy: 0.5 }
+        let round_trip = Duration::from_millis(1);
+        LinkMeasurement {
+            what: "links",
+            rate,
+            links: 1,
+            ways: ways.into(),
+            expected: 1e6,
+            round_trip,
+            busy: 0.5,
+        }
     }
 
     #[test]

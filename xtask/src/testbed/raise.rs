@@ -3,6 +3,7 @@
 use std::net::Ipv4Addr;
 
 use super::Problem;
+use super::relay;
 use super::shape::{Host, Link, PREFIX_BITS, Shape, interface, prefix};
 use super::system::{batch, call, namespaces, remove};
 
@@ -22,8 +23,8 @@ const TABLE_FIRST: usize = 100;
 
 /// Creates one namespace with all that a testbed needs, and removes it. That separates what is not permitted
 /// from what fails.
-pub(super) fn try_out(name: &str) -> Result<(), Problem> {
-    let namespace = format!("{}try", prefix(name));
+pub(super) fn try_out(shape: &Shape) -> Result<(), Problem> {
+    let namespace = shape.namespace("try");
     let forbidden = |what: &'static str| {
         move |reason: String| Problem::NotPermitted(format!("{what} cannot be created here: {reason}"))
     };
@@ -32,6 +33,9 @@ pub(super) fn try_out(name: &str) -> Result<(), Problem> {
         let ip =
             |what, line: &str| call("ip", &["-n", &namespace, "-batch", "-"], line).map_err(forbidden(what));
         ip("veth interfaces", "link add name left type veth peer name right")?;
+        if shape.delay.is_some() {
+            ip("macvtap interfaces", "link add link left name tap type macvtap mode passthru")?;
+        }
         ip("bridges", "link add name br0 type bridge")?;
         ip("routing rules", "rule add from 10.64.0.1 lookup 100")?;
         let tc = ["-n", &namespace, "qdisc", "add", "dev", "left", "root", "tbf", "rate", "1mbit"];
@@ -46,7 +50,8 @@ pub(super) fn try_out(name: &str) -> Result<(), Problem> {
 pub(super) fn build(shape: &Shape) -> Result<(), Problem> {
     let (hosts, links, switches) = (shape.hosts(), shape.links(), shape.switches());
     let of_hosts = hosts.iter().map(|host| shape.namespace(&host.name));
-    let all: Vec<String> = switches.iter().cloned().chain(of_hosts).collect();
+    let relay = shape.delay.is_some().then(|| shape.relay());
+    let all: Vec<String> = switches.iter().cloned().chain(of_hosts).chain(relay.clone()).collect();
     let lines: Vec<String> = all.iter().map(|name| format!("netns add {name}")).collect();
     call("ip", &["-batch", "-"], &lines.join("\n")).map_err(Problem::Failed)?;
     for namespace in &all {
@@ -60,10 +65,10 @@ pub(super) fn build(shape: &Shape) -> Result<(), Problem> {
         )?;
     }
     for switch in &switches {
-        let here: Vec<&Link> = links.iter().filter(|link| link.switch.0 == *switch).collect();
-        let plugged = here.iter().flat_map(|link| plug(link)).collect::<Vec<_>>();
-        batch("ip", switch, &plugged)?;
-        let shaped: Vec<String> = here.iter().map(|link| limit(&link.switch.1, link)).collect();
+        let here = || links.iter().enumerate().filter(|(_, link)| link.switch.0 == *switch);
+        let plugged = here().flat_map(|(number, link)| plug(link, number, relay.as_deref()));
+        batch("ip", switch, &plugged.collect::<Vec<_>>())?;
+        let shaped: Vec<String> = here().map(|(_, link)| limit(&link.switch.1, link)).collect();
         batch("tc", switch, &shaped)?;
     }
     for link in links.iter().filter(|link| link.is_trunk) {
@@ -77,7 +82,7 @@ pub(super) fn build(shape: &Shape) -> Result<(), Problem> {
         let own = links.iter().filter(|link| link.end.0 == namespace);
         batch("tc", &namespace, &own.map(|link| limit(&link.end.1, link)).collect::<Vec<_>>())?;
     }
-    Ok(())
+    shape.delay.map_or(Ok(()), |delay| relay::start(shape, delay))
 }
 
 /// Takes a testbed down, whole or in parts. Returns how many namespaces there were.
@@ -110,13 +115,22 @@ fn configure(namespace: &str, congestion: Option<&str>) -> Result<(), Problem> {
     })
 }
 
-fn plug(link: &Link) -> [String; 3] {
-    let (port, (peer_namespace, peer)) = (&link.switch.1, &link.end);
-    [
-        format!("link add name {port} type veth peer name {peer} netns {peer_namespace}"),
-        format!("link set dev {port} master br0"),
-        up(port),
-    ]
+/// Lays a link and plugs it into its switch. A link with a delay is two pairs of interfaces, between which the relay passes
+/// packets on.
+fn plug(link: &Link, number: usize, relay: Option<&str>) -> Vec<String> {
+    let (port, (namespace, end)) = (&link.switch.1, &link.end);
+    let mut lines = match relay {
+        None => vec![format!("link add name {port} type veth peer name {end} netns {namespace}")],
+        Some(relay) => {
+            let [to_switch, to_end] = relay::cut_ends(number);
+            vec![
+                format!("link add name {port} type veth peer name {to_switch} netns {relay}"),
+                format!("link add name {to_end} netns {relay} type veth peer name {end} netns {namespace}"),
+            ]
+        }
+    };
+    lines.extend([format!("link set dev {port} master br0"), up(port)]);
+    lines
 }
 
 fn up(interface: &str) -> String {

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::Ipv4Addr;
 
+use super::delay::Delay;
 use super::rate::Rate;
 
 pub(crate) const NAME_DEFAULT: &str = "phub";
@@ -13,6 +14,11 @@ const WORKERS_MAX: usize = 64;
 const INTERFACES_MAX: usize = 64;
 /// The first number of hub interfaces in each rack: above those of all workers.
 const FIRST_OF_HUB: usize = 101;
+/// The most bytes that may be under way on a link, which are in memory.
+const UNDER_WAY_MAX: u64 = 256 << 20;
+/// The room for packets under way on a link, however slow the link and short the delay: for what leaves at once, and for
+/// packets that are passed on late on a busy machine.
+const UNDER_WAY_ROOM: u64 = 4 << 20;
 
 /// A testbed as it was asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +36,8 @@ pub(crate) struct Shape {
     pub(crate) core_rate: Rate,
     /// The congestion control of TCP on all hosts; `None` is that of the system.
     pub(crate) congestion: Option<String>,
+    /// The delay of every link, each way.
+    pub(crate) delay: Option<Delay>,
 }
 
 /// A namespace with addresses.
@@ -67,6 +75,7 @@ impl Shape {
             hub_interfaces: workers,
             core_rate,
             congestion: None,
+            delay: None,
         }
     }
 
@@ -79,6 +88,16 @@ impl Shape {
         ] {
             if !(1..=most).contains(&number) {
                 return Err(format!("{flag} {number}: it must be from 1 to {most}"));
+            }
+        }
+        if let Some(delay) = self.delay {
+            let rate = Rate(self.rate.0.max(self.core_rate.0));
+            let bytes = (rate.bytes_per_second() * delay.as_duration().as_secs_f64()) as u64;
+            if bytes > UNDER_WAY_MAX {
+                let (needed, most) = (bytes >> 20, UNDER_WAY_MAX >> 20);
+                return Err(format!(
+                    "--delay {delay}: at {rate} a link would hold {needed} MB each way; it may hold {most}"
+                ));
             }
         }
         match &self.congestion {
@@ -140,6 +159,18 @@ impl Shape {
         links
     }
 
+    /// The namespace of the process that delays packets.
+    pub(crate) fn relay(&self) -> String {
+        self.namespace("relay")
+    }
+
+    /// The most bytes of memory for packets that are under way on a link, one way. The smallest packets need three times
+    /// their own size.
+    pub(crate) fn bytes_under_way_max(&self, delay: Delay) -> u64 {
+        let rate = Rate(self.rate.0.max(self.core_rate.0));
+        UNDER_WAY_ROOM + (4.0 * rate.bytes_per_second() * delay.as_duration().as_secs_f64()) as u64
+    }
+
     pub(crate) fn namespace(&self, host: &str) -> String {
         format!("{}{host}", prefix(&self.name))
     }
@@ -148,10 +179,11 @@ impl Shape {
 /// The flags that ask for this shape.
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shape { name, racks, workers, rate, hub_interfaces, core_rate, congestion } = self;
+        let Shape { name, racks, workers, rate, hub_interfaces, core_rate, congestion, delay } = self;
         write!(f, "--name {name} --racks {racks} --workers {workers} --rate {rate} ")?;
         write!(f, "--hub-interfaces {hub_interfaces} --core-rate {core_rate}")?;
-        congestion.iter().try_for_each(|name| write!(f, " --congestion {name}"))
+        congestion.iter().try_for_each(|name| write!(f, " --congestion {name}"))?;
+        delay.iter().try_for_each(|delay| write!(f, " --delay {delay}"))
     }
 }
 
@@ -228,6 +260,10 @@ mod tests {
             (shape(17, 1), "--racks 17"),
             (shape(1, 65), "--workers 65"),
             (Shape { hub_interfaces: 0, ..shape(1, 1) }, "--hub-interfaces 0"),
+            (
+                Shape { core_rate: Rate(5_000_000_000), delay: Delay::parse("500ms").ok(), ..shape(2, 1) },
+                "--delay 500ms: at 5gbit",
+            ),
         ] {
             let problem = wrong.check().expect_err(flag);
             assert!(problem.contains(flag), "{problem}");

@@ -37,8 +37,8 @@ mod table;
 mod tick;
 
 use std::collections::HashMap;
-use std::io;
 use std::time::{Duration, Instant};
+use std::{io, iter};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::liveness::{HEARTBEAT, OwnPauses};
@@ -60,8 +60,6 @@ use shard::Shard;
 pub(crate) use shard::memory_bytes;
 pub(crate) use snapshot::{ChunkMark, Snapshot, SnapshotOutcome, SnapshotTarget};
 
-/// The interval at which a core checks the clock for heartbeats, silent workers and counters.
-const TICK: Duration = Duration::from_millis(250);
 /// Poller events taken at once.
 const EVENTS: usize = 256;
 /// The elements of a released step, or of a gradient made from factors, that a core works on before it serves
@@ -102,6 +100,8 @@ pub(crate) struct Core {
     idle: Duration,
     /// The pauses of this thread, found at every tick.
     own_pauses: OwnPauses,
+    /// The interval of ticks, which depends on the jobs.
+    tick_interval: Duration,
     /// Panics in a row while the core had no job.
     panics_alone: u32,
     /// The time that the thread has served, without the times in which the system did not run it.
@@ -164,6 +164,7 @@ impl Core {
             busy: Duration::ZERO,
             idle: Duration::ZERO,
             own_pauses: OwnPauses::new(Instant::now(), HEARTBEAT),
+            tick_interval: tick::tick_interval(iter::empty()),
             panics_alone: 0,
             awake: Duration::ZERO,
         })
@@ -221,7 +222,7 @@ impl Core {
         }
         let mut turn_ended = self.serve(begun, slice);
         turn_ended = self.end_late(turn_ended);
-        if turn_ended - self.own_pauses.last_turn() >= TICK {
+        if turn_ended - self.own_pauses.last_turn() >= self.tick_interval {
             self.tick(turn_ended);
             turn_ended = Instant::now();
         }
@@ -232,7 +233,7 @@ impl Core {
     /// Returns the time at which the next tick or deadline is due.
     fn wakes_at(&self) -> Instant {
         let deadlines = self.timed.iter().filter_map(|&shard| self.shards.index(shard).shard.next_deadline());
-        deadlines.fold(self.own_pauses.last_turn() + TICK, Instant::min)
+        deadlines.fold(self.own_pauses.last_turn() + self.tick_interval, Instant::min)
     }
 
     /// Ends steps whose time is over, some of each shard's, and returns when that was done.

@@ -14,6 +14,7 @@ use super::plan::ShardPlan;
 use super::restored::Restored;
 use super::scheduler::WorkUnit;
 use super::shard::Shard;
+use super::tick::tick_interval;
 use super::{Core, CoreEvent, HostedShard, MemoryState};
 
 /// Bytes of memory that are taken, filled or given back before the streams are served: about as much as one
@@ -43,6 +44,7 @@ impl Core {
                     changes_members: false,
                 });
                 self.shard_of.insert((namespace, route), index);
+                self.set_tick_interval();
                 self.scheduler.add(job, WorkUnit::Memory(index));
                 // From now on the published state shows that the hub holds something.
                 self.publish();
@@ -136,8 +138,13 @@ impl Core {
         self.timed.retain(|&other| other != index);
         self.shards.remove_index(index);
         self.shard_of.remove(&(namespace, route));
+        self.set_tick_interval();
         // Therefore a job shorter than a tick is counted before it is over.
         self.publish();
         self.mailbox.send_event(CoreEvent::Closed { namespace, counters, left_out });
+    }
+
+    fn set_tick_interval(&mut self) {
+        self.tick_interval = tick_interval(self.shards.values().map(|hosted| hosted.shard.plan().dead_after));
     }
 }

@@ -1,6 +1,6 @@
 //! The work that a core does a few times a second, with or without other work.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules};
 use paramhub_core::service::JobCounters;
@@ -8,6 +8,16 @@ use paramhub_core::wire::Operation;
 
 use super::fault::Fault;
 use super::{Core, CoreEvent};
+
+/// The interval of ticks of a core that has no job, or jobs that give silent workers up late.
+const TICK: Duration = Duration::from_millis(250);
+
+/// The interval at which a core checks the clock for heartbeats, silent workers and counters, if its jobs have these
+/// `dead_after`. A job that soon gives a silent worker up would otherwise wait for the tick longer than for anything else.
+pub(super) fn tick_interval(dead_after: impl Iterator<Item = Duration>) -> Duration {
+    let rules = dead_after.map(|dead_after| LivenessRules::of_stream(HEARTBEAT, dead_after));
+    rules.map(|rules| rules.check_every()).fold(TICK, Duration::min)
+}
 
 impl Core {
     /// Sends heartbeats, judges silent neighbours, drops streams that took too long to close, and reports late and
@@ -94,5 +104,19 @@ impl Core {
                 self.mailbox.send_event(CoreEvent::Late { namespace, late });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_job_that_gives_workers_up_first_decides_how_often_a_core_checks_them() {
+        let interval =
+            |jobs: &[f64]| tick_interval(jobs.iter().copied().map(Duration::from_secs_f64)).as_secs_f64();
+        assert_eq!(interval(&[]), 0.25);
+        assert_eq!(interval(&[30.0, 86_400.0]), 0.25);
+        assert_eq!(interval(&[30.0, 1.0, 2.0]), 1.0 / 16.0);
     }
 }

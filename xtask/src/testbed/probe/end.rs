@@ -24,13 +24,21 @@ const CONNECTIONS: usize = 4;
 /// The time that an end waits for the other, so that it ends even if none comes.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Runs an end. `listen ADDRESS` prints its port first; `dial FROM TO` connects. Both print in the end how
-/// many bytes a second they received.
+/// The times that a byte goes there and back before the streams are filled.
+const ROUND_TRIPS: usize = 5;
+
+/// Runs an end. `listen ADDRESS` prints its port first. `dial FROM TO` connects, and first prints the shortest round trip in
+/// microseconds. Both print in the end how many bytes a second they received.
 pub(crate) fn play(arguments: &[String]) -> ExitCode {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let result = match words[..] {
-        ["listen", address] => accept(address).and_then(run),
-        ["dial", from, to] => dial(from, to).and_then(run),
+        ["listen", address] => {
+            accept(address).and_then(|streams| answer(&streams[0]).and_then(|()| run(streams)))
+        }
+        ["dial", from, to] => dial(from, to).and_then(|streams| {
+            println!("{}", round_trip(&streams[0])?.as_micros());
+            run(streams)
+        }),
         _ => Err(std::io::Error::new(ErrorKind::InvalidInput, "it is started by the probe alone")),
     };
     match result {
@@ -80,6 +88,34 @@ fn dial(from: &str, to: &str) -> std::io::Result<Vec<TcpStream>> {
         }
     };
     (0..CONNECTIONS).map(connect).collect()
+}
+
+/// The shortest round trip of a byte.
+fn round_trip(mut stream: &TcpStream) -> std::io::Result<Duration> {
+    limit_waits(stream)?;
+    let mut shortest = Duration::MAX;
+    for _ in 0..ROUND_TRIPS {
+        let sent = Instant::now();
+        stream.write_all(&[1])?;
+        stream.read_exact(&mut [0])?;
+        shortest = shortest.min(sent.elapsed());
+    }
+    Ok(shortest)
+}
+
+fn answer(mut stream: &TcpStream) -> std::io::Result<()> {
+    limit_waits(stream)?;
+    for _ in 0..ROUND_TRIPS {
+        stream.read_exact(&mut [0])?;
+        stream.write_all(&[1])?;
+    }
+    Ok(())
+}
+
+fn limit_waits(stream: &TcpStream) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(WAIT_TIMEOUT))?;
+    stream.set_write_timeout(Some(WAIT_TIMEOUT))
 }
 
 /// The bytes a second that all streams together received.
