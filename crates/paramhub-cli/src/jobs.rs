@@ -352,6 +352,7 @@ fn show(job: &JobStatus) -> String {
         ("memory", bytes(job.counters.memory_bytes)),
         ("received", bytes(job.counters.bytes_received)),
         ("sent", bytes(job.counters.bytes_sent)),
+        ("steps made", job.counters.steps.to_string()),
         ("contributions summed", job.counters.contributions.to_string()),
         ("chunks optimised", job.counters.updates.to_string()),
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),

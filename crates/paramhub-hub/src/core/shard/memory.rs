@@ -57,6 +57,7 @@ impl Shard {
     /// Sets what the chunks begin with, if a checkpoint has it.
     pub(super) fn begin_restoring(&mut self, restored: Restored) {
         self.newest_step = restored.step;
+        self.counters.steps = restored.step.into();
         self.restoring = (!self.slots.is_empty()).then_some(RestoreProgress { restored, at: 0 });
     }
 

@@ -113,6 +113,7 @@ impl Shard {
             // A snapshot of a later step would have chunks from before and from after.
             self.miss_snapshot();
             self.newest_step = step;
+            self.counters.steps = step.into();
             self.rewind = Rewind::UnderWay { step, next: 0 };
         }
         self.left[worker as usize] = false;
