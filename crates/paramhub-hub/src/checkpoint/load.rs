@@ -1,5 +1,6 @@
 //! Reads the parts of an old checkpoint that a new job gets.
 
+use std::fs;
 use std::path::Path;
 
 use paramhub_core::checkpoint::Resume;
@@ -80,6 +81,7 @@ fn load_one(found: &FoundCheckpoint, plans: &[ShardPlan]) -> Result<Loaded, Stri
             }
         });
     })?;
+    restore_program_states(found, plans, &mut shards)?;
     Ok((about.step, shards))
 }
 
@@ -125,6 +127,43 @@ pub(super) fn read(
         }
     }
     Ok(())
+}
+
+/// Hands the program states to the shard that keeps them. In a job with another number of ranks each rank has another part
+/// of the data, and begins with the state that its program has.
+fn restore_program_states(
+    found: &FoundCheckpoint,
+    plans: &[ShardPlan],
+    shards: &mut [Restored],
+) -> Result<(), String> {
+    let keeper = plans.iter().position(|plan| plan.program_state_bytes_here() > 0);
+    let Some(keeper) = keeper.filter(|&number| found.parts[0].workers == plans[number].ports.workers())
+    else {
+        return Ok(());
+    };
+    shards[keeper].program_states = read_program_states(found)?;
+    Ok(())
+}
+
+/// Reads the program states of all parts, with their ranks, or returns an error where the contents have changed.
+pub(super) fn read_program_states(found: &FoundCheckpoint) -> Result<Vec<(u32, Vec<u8>)>, String> {
+    let mut states = Vec::new();
+    for part in found.parts.iter().filter(|part| !part.program_states.is_empty()) {
+        let path = found.path.join(part.program_states_name());
+        let damaged = |why: &str| format!("{} {why}", path.display());
+        let file = fs::read(&path).map_err(|error| damaged(&format!("cannot be read: {error}")))?;
+        let mut rest = &file[..];
+        for entry in &part.program_states {
+            let state = usize::try_from(entry.bytes).ok().and_then(|bytes| rest.split_at_checked(bytes));
+            let (state, behind) = state.ok_or_else(|| damaged("is torn: it is shorter than it was"))?;
+            if blake3::hash(state).to_hex().as_str() != entry.blake3 {
+                return Err(damaged("is damaged: its contents have changed"));
+            }
+            states.push((entry.rank, state.to_vec()));
+            rest = behind;
+        }
+    }
+    Ok(states)
 }
 
 /// Checks that a checkpoint fits this job.

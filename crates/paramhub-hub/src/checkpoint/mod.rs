@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use paramhub_transport::greeting::draw;
 
 pub use folder::{CheckpointFlaw, FoundCheckpoint};
-pub use manifest::{FileEntry, Manifest, TensorContents, TensorEntry};
+pub use manifest::{FileEntry, Manifest, ProgramStateEntry, TensorContents, TensorEntry};
 
 pub(crate) use folder::JobFolder;
 pub(crate) use load::load;
@@ -77,6 +77,7 @@ impl FoundCheckpoint {
     /// # Errors
     /// The first flaw found.
     pub fn verify(&self) -> Result<(), String> {
+        load::read_program_states(self)?;
         load::read(self, |_, _, _, _, _| {})
     }
 }

@@ -420,12 +420,15 @@ impl CheckpointLoop {
             keys: settings.keys.clone(),
             files: Vec::new(),
             tensors: Vec::new(),
+            program_states: Vec::new(),
         };
         let generation = self.generation.map_or_else(|| folder.next_generation(*namespace), Ok);
         let written = generation.and_then(|generation| {
             self.generation = Some(generation);
             write(folder, &self.here, Manifest { generation, ..about })
         });
+        // Not on a core, to which the snapshots return.
+        self.here.iter_mut().for_each(|snapshot| snapshot.program_states.clear());
         let seconds = begun.elapsed().as_secs_f64();
         match written {
             Ok(part) => {

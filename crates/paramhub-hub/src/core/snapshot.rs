@@ -65,6 +65,8 @@ pub(crate) struct Snapshot {
     pub(crate) newest: u32,
     /// The hyperparameters of each group at the wanted version.
     pub(crate) hyperparameters: Vec<Hyperparameters>,
+    /// The program states with which ranks go on from the wanted version, if they are kept at this route.
+    pub(crate) program_states: Vec<(u32, Arc<Vec<u8>>)>,
     pieces: Arc<[Piece]>,
     marks: Vec<ChunkMark>,
     taken: Vec<bool>,
@@ -85,6 +87,8 @@ pub(super) struct ArmedSnapshot {
     pub(super) snapshot: Box<Snapshot>,
     /// The first slot that has not been looked at.
     pub(super) at: u32,
+    /// Whether it waits for nothing more.
+    pub(super) is_called_off: bool,
 }
 
 impl Snapshot {
@@ -113,6 +117,7 @@ impl Snapshot {
             outcome: SnapshotOutcome::Open,
             newest: 0,
             hyperparameters: Vec::with_capacity(plan.groups.len()),
+            program_states: Vec::new(),
             marks: vec![ChunkMark::default(); pieces.len()],
             taken: vec![false; pieces.len()],
             missing: pieces.len(),
@@ -148,6 +153,7 @@ impl Snapshot {
     pub(super) fn begin(&mut self) {
         self.outcome = SnapshotOutcome::Open;
         self.newest = 0;
+        self.program_states.clear();
         self.missing = self.pieces.len();
         self.taken.fill(false);
     }
