@@ -179,8 +179,9 @@ struct CreateFlags {
     /// seconds, as in 30s [default: never]
     #[arg(long, value_name = "N|Ns")]
     checkpoint_every: Option<Every>,
-    /// Go on from a checkpoint of a job of this name, the newest or that of a step [default: begin anew]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP")]
+    /// Go on from a checkpoint of a job of this name: the newest, that of a step, or with auto the newest of its last run
+    /// unless that has finished [default: begin anew]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP|auto")]
     resume: Option<Resume>,
 }
 

@@ -17,7 +17,7 @@ use paramhub_harness::launch::{LaunchEnd, Signals};
 use paramhub_syncer::address_towards;
 
 use super::end_job;
-use crate::checkpoints::{effective_every, kept};
+use crate::checkpoints::{effective_every, effective_resume, kept, say_next_start};
 use crate::config::{Config, Deployment, RunSection};
 use crate::{Usage, checkpoints, client, deployment};
 
@@ -130,7 +130,7 @@ fn options(section: &RunSection) -> JobOptions {
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,
         checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),
-        resume: section.resume,
+        resume: effective_resume(section.checkpoints.as_deref(), section.name.as_deref(), section.resume),
         ..JobOptions::default()
     }
 }
@@ -284,6 +284,7 @@ fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::R
         }
     };
     let options = JobOptions { reduction, hubs, ..options(section) };
+    say_next_start(section.checkpoints.as_deref(), name, options.resume);
     let workers = section.workers * section.hosts;
     Ok(client.create_service(&CreateService { name: name.to_owned(), workers, options })?)
 }

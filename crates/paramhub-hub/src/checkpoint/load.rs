@@ -9,25 +9,49 @@ use paramhub_core::limits::STATE_UPDATES_MAX;
 
 use super::folder::{CheckpointFlaw, FoundCheckpoint, JobFolder};
 use super::manifest::{Manifest, TensorContents, TensorEntry};
+use super::run_record::NextStart;
 use super::tensors::{self, Shape};
 use super::write::{quantised, shape_of, state_shapes};
 use crate::core::{Restored, ShardPlan};
 
-/// The state with which each of a hub's shards begins, in the order of the plans, and the step.
-pub(crate) type Loaded = (u32, Vec<Restored>);
+/// With what the shards of a hub begin.
+#[derive(Debug)]
+pub(crate) enum Loaded {
+    Checkpoint {
+        step: u32,
+        /// The name of its folder.
+        name: String,
+        /// The state of each shard, in the order of the plans.
+        shards: Vec<Restored>,
+    },
+    /// Rank 0's parameters, for this reason.
+    Anew(String),
+}
 
 /// Reads the requested checkpoint.
 ///
 /// # Errors
 /// Why it cannot be used, and which earlier one can.
 pub(crate) fn load(folder: &JobFolder, which: Resume, plans: &[ShardPlan]) -> Result<Loaded, String> {
+    if which == Resume::Auto {
+        return match folder.next_start()? {
+            NextStart::Anew(why) => Ok(Loaded::Anew(why)),
+            NextStart::Checkpoint(found) => load_one(&found, plans).map_err(|why| {
+                let (step, path) = (found.step, found.path.display());
+                format!(
+                    "its last run has not finished, and its checkpoint of step {step} in {path} cannot be used: {why}. Choose \
+                     an earlier one with --resume=STEP, or begin anew with --resume=never"
+                )
+            }),
+        };
+    }
     let path = folder.path().display();
     let found = folder.list().map_err(|error| format!("{path} cannot be read: {error}"))?;
     let mut candidates = found.iter().filter(|found| found.flaw != Some(CheckpointFlaw::Incomplete));
     let asked = candidates.find(|found| which == Resume::Latest || which == Resume::Step(found.step));
     let Some(asked) = asked else {
         let what = match which {
-            Resume::Latest => "no complete checkpoint".to_string(),
+            Resume::Latest | Resume::Auto => "no complete checkpoint".to_string(),
             Resume::Step(step) => format!("no complete checkpoint of step {step}"),
         };
         return Err(format!("there is {what} in {path}: begin without --resume, or put one there"));
@@ -82,7 +106,7 @@ fn load_one(found: &FoundCheckpoint, plans: &[ShardPlan]) -> Result<Loaded, Stri
         });
     })?;
     restore_program_states(found, plans, &mut shards)?;
-    Ok((about.step, shards))
+    Ok(Loaded::Checkpoint { step: about.step, name: found.name().to_owned(), shards })
 }
 
 /// Reads all files of all parts, and returns an error where the contents have changed. `take` gets the

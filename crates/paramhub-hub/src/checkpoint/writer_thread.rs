@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::checkpoint::{CheckpointStatus, Every};
 use paramhub_core::consistency::Consistency;
-use paramhub_core::job_control::LAST_CHECKPOINT;
+use paramhub_core::job_control::{LAST_CHECKPOINT, LastCheckpoint};
 use paramhub_core::service::HubJobCheckpoints;
 use paramhub_core::settings::Settings;
 use tracing::{info, warn};
@@ -39,7 +39,7 @@ pub(crate) enum CheckpointCommand {
     /// A core has ended a snapshot.
     Snapshot(Box<Snapshot>),
     /// Take a last checkpoint; the writer drops `taken` as soon as the job may end.
-    Finish { taken: NotifyOnDrop },
+    Finish { taken: NotifyOnDrop, before: LastCheckpoint },
     /// The job is over.
     End,
 }
@@ -75,6 +75,8 @@ pub(crate) struct CheckpointTask {
     pub(crate) folder: JobFolder,
     /// The version with which the job began, if it is a checkpoint's.
     pub(crate) resumed_step: Option<u32>,
+    /// The name of that checkpoint's folder.
+    pub(crate) resumed_from: Option<String>,
     /// The cores that take the snapshots, by the snapshots' routes.
     pub(crate) cores: HashMap<u16, CoreHandle>,
     pub(crate) snapshots: Vec<Snapshot>,
@@ -157,6 +159,8 @@ struct CheckpointLoop {
     /// checkpoint is written.
     generation: Option<u64>,
     finish: Option<NotifyOnDrop>,
+    /// What the last checkpoint is the last one before.
+    last_before: LastCheckpoint,
     is_over: bool,
     /// A key that is not updated with the others, found in the last try.
     lagging: Option<u32>,
@@ -187,6 +191,7 @@ impl CheckpointLoop {
             last: task.resumed_step,
             generation: None,
             finish: None,
+            last_before: LastCheckpoint::Finish,
             is_over: false,
             lagging: None,
             inbox,
@@ -196,6 +201,7 @@ impl CheckpointLoop {
     }
 
     fn run(mut self) {
+        self.note_begin();
         match self.task.every {
             Every::Steps(steps) => self.every_steps(steps),
             Every::Seconds(seconds) => self.every_seconds(Duration::from_secs(seconds.get().into())),
@@ -294,6 +300,12 @@ impl CheckpointLoop {
             let knows_better = tries == 1 || asked.elapsed() >= LAST_TRY;
             ahead = if knows_better { 0 } else { (ahead * 2).clamp(1, AHEAD_MAX) };
         }
+        if self.last_before == LastCheckpoint::Finish && !self.is_over {
+            self.note_finish(match result {
+                SnapshotResult::All => version.unwrap_or_else(|| self.steps_taken()),
+                SnapshotResult::Missed | SnapshotResult::Nothing => self.newest,
+            });
+        }
         drop(self.finish.take());
         let name = &self.task.name;
         match result {
@@ -307,6 +319,30 @@ impl CheckpointLoop {
                 self.last.map_or("none".to_string(), |step| format!("of step {step}"))
             ),
             SnapshotResult::Nothing => {}
+        }
+    }
+
+    /// Records that the run has begun, before it has a checkpoint: a later run of the name may go on with this one.
+    fn note_begin(&self) {
+        let CheckpointTask { name, namespace, folder, resumed_from, hub, .. } = &self.task;
+        if let Err(error) = folder.note_begin(*namespace, resumed_from.as_deref(), *hub) {
+            warn!(
+                "job `{name}`: {} cannot say that this run has begun: {error}. After a crash it does not go on by itself \
+                 (`resume = auto`)",
+                folder.path().display()
+            );
+        }
+    }
+
+    /// Records that the run has finished, before its name is free for another that would go on with it.
+    fn note_finish(&self, step: u32) {
+        let CheckpointTask { name, namespace, folder, hub, .. } = &self.task;
+        if let Err(error) = folder.note_finish(*namespace, step, *hub) {
+            warn!(
+                "job `{name}`: {} cannot say that this run has finished: {error}. A later run of the name with `resume = \
+                 auto` would go on with it",
+                folder.path().display()
+            );
         }
     }
 
@@ -370,7 +406,9 @@ impl CheckpointLoop {
         };
         match command {
             Ok(CheckpointCommand::Snapshot(snapshot)) => return Some(*snapshot),
-            Ok(CheckpointCommand::Finish { taken }) => self.finish = Some(taken),
+            Ok(CheckpointCommand::Finish { taken, before }) => {
+                (self.finish, self.last_before) = (Some(taken), before);
+            }
             Ok(CheckpointCommand::End) | Err(RecvTimeoutError::Disconnected) => self.is_over = true,
             Err(RecvTimeoutError::Timeout) => {}
         }

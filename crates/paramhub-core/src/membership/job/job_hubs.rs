@@ -137,6 +137,17 @@ impl Job {
         if !self.job_hubs.iter().all(|job_hub| job_hub.allocated) {
             return Transition::None;
         }
+        // With `auto` each hub has looked for itself whether there is one.
+        let without = |job_hub: &&JobHub| job_hub.resumed_step.is_none() && job_hub.has_streams();
+        let (resumed_step, without) = (self.resumed_step(), self.job_hubs.iter().find(without));
+        if let (Some(step), Some(without)) = (resumed_step, without) {
+            let message = format!(
+                "one hub goes on from its checkpoint of step {step}, and {} has found none: let all hubs share one folder of \
+                 checkpoints",
+                without.describe()
+            );
+            return self.fail(ErrorCode::DoesNotFit, message, now);
+        }
         self.state = JobState::Running;
         self.phase = JobPhase::Running;
         Transition::Advanced
