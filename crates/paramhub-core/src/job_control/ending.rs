@@ -38,14 +38,17 @@ impl JobControl {
         }
     }
 
-    /// Notes that the workers of a job are about to be ended, and why. Takes a last checkpoint while the job
-    /// goes on.
+    /// Notes that the workers of a job are about to be ended, or that nobody comes for those that were lost, and
+    /// why. Takes a last checkpoint while the job goes on.
     fn announce_end(&mut self, namespace: Namespace, reason: String) {
         if let Some(job) = self.jobs.get_mut(&namespace) {
             job.announced_end.get_or_insert(reason);
             if job.writes_checkpoints && !job.is_finishing() && !job.is_ending() {
                 job.has_last_checkpoint = true;
-                let before = LastCheckpoint::EndOfWorkers;
+                let before = match job.ranks.lost().next() {
+                    None => LastCheckpoint::EndOfWorkers,
+                    Some(_) => LastCheckpoint::FailureForWorkers,
+                };
                 return self.outputs.push(Output::TakeLastCheckpoint { namespace, before });
             }
         }

@@ -16,12 +16,14 @@ pub enum LastCheckpoint {
     Shutdown,
     /// The job's launcher ends the workers.
     EndOfWorkers,
+    /// Nobody comes for workers that were lost. It is answered when it is on the disk.
+    FailureForWorkers,
 }
 
 impl LastCheckpoint {
     /// Whether the job goes on for a while.
     pub fn goes_on(self) -> bool {
-        self == LastCheckpoint::EndOfWorkers
+        matches!(self, LastCheckpoint::EndOfWorkers | LastCheckpoint::FailureForWorkers)
     }
 }
 

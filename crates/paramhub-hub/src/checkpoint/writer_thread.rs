@@ -161,6 +161,9 @@ struct CheckpointLoop {
     finish: Option<NotifyOnDrop>,
     /// What the last checkpoint is the last one before.
     last_before: LastCheckpoint,
+    /// In a job whose workers are lost, the newest version to which its chunks can go back, as far as a try has shown
+    /// it.
+    goes_back_to: Option<u32>,
     is_over: bool,
     /// A key that is not updated with the others, found in the last try.
     lagging: Option<u32>,
@@ -192,6 +195,7 @@ impl CheckpointLoop {
             generation: None,
             finish: None,
             last_before: LastCheckpoint::Finish,
+            goes_back_to: None,
             is_over: false,
             lagging: None,
             inbox,
@@ -290,7 +294,11 @@ impl CheckpointLoop {
         let (begun, mut tries, mut ahead, mut result) = (Instant::now(), 0, 0, SnapshotResult::Missed);
         let mut version = None;
         while result == SnapshotResult::Missed && !self.is_over && Instant::now() < deadline {
-            version = self.version_ahead(ahead);
+            version = match self.last_before {
+                // The first try only asks to which version the chunks of lost workers can go back.
+                LastCheckpoint::FailureForWorkers if tries == 0 && self.is_synchronous => Some(u32::MAX),
+                _ => self.goes_back_to.or(self.version_ahead(ahead)),
+            };
             let asked = Instant::now();
             let target = version.map_or(SnapshotTarget::Now, SnapshotTarget::Version);
             result = self.take(target, Some((asked + LAST_TRY).min(deadline)));
@@ -306,7 +314,10 @@ impl CheckpointLoop {
                 SnapshotResult::Missed | SnapshotResult::Nothing => self.newest,
             });
         }
-        drop(self.finish.take());
+        let finish = self.finish.take();
+        if self.last_before != LastCheckpoint::FailureForWorkers {
+            drop(finish);
+        }
         let name = &self.task.name;
         match result {
             SnapshotResult::All => {
@@ -355,7 +366,9 @@ impl CheckpointLoop {
     /// Makes the cores copy. They have all the time that they need, or until `deadline`.
     fn take(&mut self, target: SnapshotTarget, deadline: Option<Instant>) -> SnapshotResult {
         debug_assert_eq!(self.here.len(), self.routes, "all have come back");
-        for snapshot in self.here.drain(..) {
+        let goes_back = self.finish.is_some() && self.last_before == LastCheckpoint::FailureForWorkers;
+        for mut snapshot in self.here.drain(..) {
+            snapshot.goes_back = goes_back;
             let core = &self.task.cores[&snapshot.route];
             let snapshot = Box::new(snapshot);
             core.send(CoreCommand::Arm { namespace: self.task.namespace, target, snapshot });
@@ -375,6 +388,9 @@ impl CheckpointLoop {
             let until = deadline.into_iter().chain(lags_from).min();
             if let Some(snapshot) = self.receive(until.filter(|_| !called_off)) {
                 self.newest = self.newest.max(snapshot.newest);
+                if let Some(step) = snapshot.goes_back_to {
+                    self.goes_back_to = Some(self.goes_back_to.map_or(step, |least| least.min(step)));
+                }
                 match snapshot.outcome {
                     // The others will follow soon: a step is the same for all.
                     SnapshotOutcome::Complete => drop(lags_from.get_or_insert_with(|| Instant::now() + LAG)),

@@ -340,3 +340,35 @@ fn a_shard_begins_with_the_program_states_of_its_checkpoint() {
     while fresh.open_some(1 << 20) {}
     assert_eq!(fresh.program_states.get(0, 3), Some(&b"state of 3"[..]));
 }
+
+#[test]
+fn the_last_snapshot_of_a_job_without_workers_takes_its_chunks_back_to_a_common_version() {
+    let (shard, _) = begun(|_| {});
+    let mut shard = Shard::new(ShardPlan { rewind_every: Some(1), ..shard.plan().clone() }).unwrap();
+    let mut snapshot = shard.hand_out_snapshot().unwrap();
+    for chunk in 0..CHUNKS {
+        let payload = wire(&vec![1.0; len(&shard, chunk)]);
+        take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &payload), &payload).unwrap();
+        forget_answers(&mut shard, chunk);
+        (0..3).for_each(|_| step(&mut shard, chunk));
+    }
+    // The worker is lost in the midst of a step.
+    [0, 2].iter().for_each(|&chunk| step(&mut shard, chunk));
+    shard.stop_for_rewind().unwrap();
+    let end = |shard: &mut Shard| {
+        while shard.is_copying() {
+            shard.copy_some(1);
+        }
+        shard.ended_snapshot().unwrap()
+    };
+    // Another process may still come, so an ordinary snapshot takes nothing back.
+    shard.arm(SnapshotTarget::Version(3), snapshot);
+    snapshot = end(&mut shard);
+    assert_eq!((snapshot.outcome, snapshot.goes_back_to), (SnapshotOutcome::Missed, None));
+    snapshot.goes_back = true;
+    shard.arm(SnapshotTarget::Version(u32::MAX), snapshot);
+    snapshot = end(&mut shard);
+    assert_eq!((snapshot.outcome, snapshot.goes_back_to), (SnapshotOutcome::Missed, Some(3)));
+    shard.arm(SnapshotTarget::Version(3), snapshot);
+    is_of_version(&end(&mut shard), 3);
+}

@@ -63,6 +63,11 @@ pub(crate) struct Snapshot {
     pub(crate) outcome: SnapshotOutcome,
     /// The newest version of a chunk that was seen.
     pub(crate) newest: u32,
+    /// Whether chunks whose members are lost go back to the wanted version, since the job ends after this.
+    pub(crate) goes_back: bool,
+    /// In a job whose members are to go back: the newest version to which the chunks here can go back, if they
+    /// cannot to the wanted one.
+    pub(crate) goes_back_to: Option<u32>,
     /// The hyperparameters of each group at the wanted version.
     pub(crate) hyperparameters: Vec<Hyperparameters>,
     /// The program states with which ranks go on from the wanted version, if they are kept at this route.
@@ -116,6 +121,8 @@ impl Snapshot {
             route: plan.route,
             outcome: SnapshotOutcome::Open,
             newest: 0,
+            goes_back: false,
+            goes_back_to: None,
             hyperparameters: Vec::with_capacity(plan.groups.len()),
             program_states: Vec::new(),
             marks: vec![ChunkMark::default(); pieces.len()],
@@ -153,6 +160,7 @@ impl Snapshot {
     pub(super) fn begin(&mut self) {
         self.outcome = SnapshotOutcome::Open;
         self.newest = 0;
+        self.goes_back_to = None;
         self.program_states.clear();
         self.missing = self.pieces.len();
         self.taken.fill(false);

@@ -1,7 +1,9 @@
 //! Everything dies at once, and the same command goes on.
 
-use super::cluster::{complete, scratch};
+use super::cluster::{all, complete, scratch};
 use crate::common::{Finished, Process, Program, hub, paramhub, program, wait_until, workers_of};
+use paramhub::ManagerClient;
+use paramhub::service::{CreateService, JobOptions, JobState, OnWorkerLoss};
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;
 
@@ -118,4 +120,54 @@ fn a_hub_and_a_manager_that_are_killed_with_everything_else_are_started_again_an
     });
     after.signal(Signal::TERM);
     after.finish().expect_code(0);
+}
+
+#[test]
+fn a_job_for_whose_workers_nobody_comes_leaves_a_checkpoint_of_its_last_step() {
+    let folder = scratch();
+    let (hub, url) = hub(["--checkpoints", folder.path().to_str().unwrap()]);
+    let client = ManagerClient::new(&url, None).unwrap();
+    let undisturbed = parameters(paramhub(TRAIN.iter().copied().chain(["--workers", "2"])).finish());
+    let start = |linger_s: f64| -> Vec<Process> {
+        let options = JobOptions {
+            on_worker_loss: OnWorkerLoss::Rewind,
+            linger_s,
+            checkpoint_every: Some("1000000".parse().unwrap()),
+            resume: Some("auto".parse().unwrap()),
+            ..JobOptions::default()
+        };
+        let request = CreateService { name: "left".into(), workers: 2, options };
+        let created = client.create_service(&request).unwrap();
+        let worker = |rank: &str| {
+            paramhub(TRAIN.iter().copied())
+                .env("PARAMHUB_URL", &url)
+                .env("PARAMHUB_JOB", &created.namespace.to_string())
+                .env("PARAMHUB_SECRET", &String::from(created.secret()))
+                .env("RANK", rank)
+                .env("WORLD_SIZE", "2")
+                .env("LOCAL_RANK", rank)
+                .env("LOCAL_WORLD_SIZE", "2")
+                .start()
+        };
+        ["0", "1"].map(worker).into()
+    };
+    let workers = start(1.0);
+    wait_until("some steps", || client.job("left").is_ok_and(|job| job.counters.steps > 20));
+    workers.iter().for_each(|worker| worker.signal(Signal::KILL));
+    wait_until("the job fails", || client.job("left").unwrap().state == JobState::Failed);
+    let message = client.job("left").unwrap().message;
+    let steps = complete(folder.path(), "left");
+    assert_eq!(steps.len(), 1, "{message}");
+    all(folder.path(), "left")[0].verify().unwrap();
+    assert!(steps[0] >= 20, "{steps:?}");
+    assert!(message.contains("no other process has come for 1 s"), "{message}");
+    assert!(message.contains(&format!("checkpoint, of step {}, has been written", steps[0])), "{message}");
+    drop(workers);
+    let ended: Vec<Finished> = start(300.0).into_iter().map(Process::finish).collect();
+    let [rank_0, rank_1] = <[Finished; 2]>::try_from(ended).unwrap();
+    rank_1.expect_code(0);
+    assert!(!rank_0.stderr.contains(STEPS), "{}", rank_0.stderr);
+    assert!(parameters(rank_0) == undisturbed, "other bits, from step {}", steps[0]);
+    hub.signal(Signal::TERM);
+    hub.finish().expect_code(0);
 }

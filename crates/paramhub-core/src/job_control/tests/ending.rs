@@ -125,6 +125,13 @@ fn a_job_whose_workers_are_about_to_be_ended_goes_on_after_a_last_checkpoint() {
     let mut hub = Hub::running(|_| {});
     let outputs = hub.stop(StopWhen::WorkersEnding);
     assert!(matches!(reports(&outputs)[..], [HubEvent::Kept { .. }]), "there are no checkpoints");
+
+    let mut hub = Hub::running(|terms| (terms.writes_checkpoints, terms.min_workers) = (true, Some(2)));
+    hub.fault(FaultCause::Kind(CauseKind::PeerLost));
+    hub.handle(Event::LoseRank { namespace: job(1), rank: 1, epoch: 2, reason: "rank 1 was lost".into() });
+    let outputs = hub.stop(StopWhen::WorkersEnding);
+    let before = LastCheckpoint::FailureForWorkers;
+    assert!(has!(outputs, Output::TakeLastCheckpoint { before: of, .. } if *of == before), "{outputs:?}");
 }
 
 #[test]

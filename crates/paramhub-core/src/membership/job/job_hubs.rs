@@ -79,7 +79,7 @@ impl JobHub {
     }
 
     /// Whether workers exchange there. A hub without chunks of the job is done as soon as it has allocated.
-    fn has_streams(&self) -> bool {
+    pub(super) fn has_streams(&self) -> bool {
         self.reserved.1 > 0
     }
 

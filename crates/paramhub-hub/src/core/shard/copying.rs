@@ -23,6 +23,13 @@ impl Shard {
     /// Begins a snapshot.
     pub(crate) fn arm(&mut self, target: SnapshotTarget, mut snapshot: Box<Snapshot>) {
         snapshot.begin();
+        if let SnapshotTarget::Version(version) = target
+            && snapshot.goes_back
+            && let Err(newest) = self.go_back_for_snapshot(version)
+        {
+            (snapshot.outcome, snapshot.newest) = (SnapshotOutcome::Missed, newest);
+            snapshot.goes_back_to = Some(newest);
+        }
         self.armed = Some(ArmedSnapshot { target, snapshot, at: 0, is_called_off: false });
     }
 
@@ -45,6 +52,10 @@ impl Shard {
     /// Looks at the next chunks, and copies about `elements` elements of those that are at the version.
     pub(crate) fn copy_some(&mut self, elements: usize) {
         let mut copied = 0;
+        if self.is_copying() && self.is_rewinding() {
+            self.rewind_some(elements);
+            return;
+        }
         while copied < elements && self.is_copying() {
             let armed = self.armed.as_mut().expect("it is copying");
             let index = armed.at;
