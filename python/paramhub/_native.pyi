@@ -306,6 +306,7 @@ class Hub:
         admin_token: str | None = None,
         memory: int | None = None,
         shared_memory: bool = True,
+        checkpoints: str | None = None,
     ) -> Hub: ...
     url: str
     addresses: list[str]

@@ -186,6 +186,9 @@ class RunJobs:
             else:
                 # All ranks are started again together, and meet in other groups, too, so none goes on without the others.
                 lasting["min_workers"] = len(members)
+            if hub.checkpoint_every is not None:
+                # After a power cut nothing is left of the run but its name and its checkpoints.
+                lasting |= {"checkpoint_every": hub.checkpoint_every, "resume": "auto"}
         run = hub.run if stays else secrets.token_hex(4)
         try:
             ticket = create_job(

@@ -228,6 +228,12 @@ def initialise(rank: Rank, arguments: dict[str, str]) -> None:
             {"PARAMHUB_ON_WORKER_LOSS": "continue", "PARAMHUB_RUN_ID": "a", "PARAMHUB_LINGER": "x"},
             "a number",
         ),
+        ({"checkpoint_every": "10"}, {}, "those of a run that is known again"),
+        (
+            {"on_worker_loss": "rewind", "checkpoints": "ck"},
+            {"PARAMHUB_RUN_ID": "mine", "PARAMHUB_URL": "http://127.0.0.1:1"},
+            "the hub at http://127.0.0.1:1 has its own",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused(
