@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::CreateService;
+use paramhub::service::{CreateService, ErrorCode, JobState};
 use paramhub::{CheckpointConfig, ManagerClient, RunningHub};
 use paramhub_core::combinations::{self, Feature, Features};
 use pyo3::prelude::*;
@@ -205,6 +205,28 @@ pub(crate) fn create_job(
     }
     let url = client.url_for_workers(&created);
     Ok((url, created.namespace.to_string(), String::from(created.secret())))
+}
+
+/// How the newest job of this name ended, if it has: whether it finished, the steps that it had made, and why it failed.
+/// `None` if there is no such job, or it lives.
+#[pyfunction]
+#[pyo3(signature = (url, name, *, admin_token = None, patience = 0.0))]
+pub(crate) fn ended_job(
+    py: Python<'_>,
+    url: &str,
+    name: String,
+    admin_token: Option<String>,
+    patience: f64,
+) -> PyResult<Option<(bool, u64, String)>> {
+    let client = client(py, url, admin_token, patience)?;
+    match interruptible(py, move || client.job(&name))? {
+        Ok(job) if job.state.has_ended() => {
+            Ok(Some((job.state == JobState::Finished, job.counters.steps, job.message)))
+        }
+        Ok(_) => Ok(None),
+        Err(error) if error.code() == Some(ErrorCode::NotFound) => Ok(None),
+        Err(error) => Err(errors::connect(py, &error.to_string())),
+    }
 }
 
 /// Ends a job, by name or namespace. Its workers receive the reason.

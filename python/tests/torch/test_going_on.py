@@ -129,6 +129,7 @@ def test_ranks_and_a_hub_that_are_killed_together_go_on_by_the_same_commands(
     # It has finished, so its name begins anew, and says so.
     anew = finish(ranks(url, "mine", -1))
     assert re.findall(r"from step (\w+), batch (\d)", anew) == [("None", "0")] * 2, anew
+    assert "WARNING: run mine finished at step 9" in anew
     hub.signal(signal.SIGTERM)
     hub.wait()
 
