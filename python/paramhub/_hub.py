@@ -92,7 +92,8 @@ def create_job(
     ``progress_timeout`` the job ends once ranks have waited for that long; the error names the rank.
     ``checkpoint_every`` is how often the hubs write a checkpoint: ``"1000"`` steps, or ``"30s"``. The hubs must be started with
     a folder for checkpoints. With ``resume`` the job starts from a checkpoint of an earlier job of the same name: ``"latest"``,
-    or the number of its step.
+    the number of its step, or ``"auto"``, the newest of the last run of this name if that has not finished; if there is none
+    of that kind, the job begins anew.
 
     With ``find`` the ticket is that of the living job of this name, if there is one and it takes workers: its ranks still
     connect, or it goes on when a worker is lost. So a program that is started again finds its job.
@@ -147,6 +148,8 @@ class Hub:
     With ``join`` the hub has no connection manager and joins the one at that URL, with that manager's ``admin_token``. It may
     then serve only the workers of one ``rack`` or of one ``host``, which connect under the same name. It sends their sums on to
     the other hubs.
+
+    ``checkpoints`` is a folder, where it keeps the three newest of each job whose creator asks for any.
     """
 
     def __init__(
@@ -161,6 +164,7 @@ class Hub:
         admin_token: str | None = None,
         memory: int | None = None,
         shared_memory: bool = True,
+        checkpoints: str | None = None,
     ) -> None:
         self._admin_token = admin_token
         self._native = _native.Hub(
@@ -173,6 +177,7 @@ class Hub:
             admin_token=admin_token,
             memory=memory,
             shared_memory=shared_memory,
+            checkpoints=checkpoints,
         )
 
     @property

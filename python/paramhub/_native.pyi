@@ -50,6 +50,11 @@ def create_job(
 ) -> tuple[str, str, str]:
     """The manager's URL for workers, and the job's namespace and secret."""
 
+def ended_job(
+    url: str, name: str, *, admin_token: str | None = None, patience: float = 0.0
+) -> tuple[bool, int, str] | None:
+    """How the newest job of this name ended, if it has: whether it finished, its steps, and why it failed."""
+
 def stop_job(url: str, job: str, reason: str, *, admin_token: str | None = None) -> None: ...
 def connect(
     url: str,
@@ -306,6 +311,7 @@ class Hub:
         admin_token: str | None = None,
         memory: int | None = None,
         shared_memory: bool = True,
+        checkpoints: str | None = None,
     ) -> Hub: ...
     url: str
     addresses: list[str]

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{Hyperparameters, KeyTable, Registry, Stragglers, Transport};
-use paramhub_core::checkpoint::{Every, Resume};
+use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::Reduction;
 use paramhub_core::consistency::Consistency;
@@ -91,7 +91,7 @@ pub struct TrainSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint_every: Option<Every>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub resume: Option<Resume>,
+    pub resume: Option<ResumeChoice>,
 }
 
 impl Default for TrainSection {

@@ -7,9 +7,9 @@ use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
 use paramhub::CheckpointConfig;
-use paramhub_core::checkpoint::Every;
+use paramhub_core::checkpoint::{Every, Resume, ResumeChoice};
 use paramhub_core::combinations::{Feature, Features};
-use paramhub_hub::{CheckpointFlaw, FoundCheckpoint, list_checkpoints};
+use paramhub_hub::{CheckpointFlaw, FoundCheckpoint, NextStart, list_checkpoints, next_start};
 
 use crate::ExitCode;
 use crate::config::CHECKPOINTS_KEPT;
@@ -107,4 +107,41 @@ pub(super) fn asked(runs: bool, folder: Option<&Path>) -> Features {
 pub(super) fn effective_every(folder: Option<&Path>, every: Option<Every>) -> Option<Every> {
     let usual = || folder.map(|_| "30s".parse().expect("a pause"));
     every.or_else(usual)
+}
+
+/// Returns the checkpoint from which the job goes on. With a name and a folder, the same command goes on with a run
+/// that was cut off, unless the caller chose otherwise.
+pub(super) fn effective_resume(
+    folder: Option<&Path>,
+    name: Option<&str>,
+    choice: Option<ResumeChoice>,
+) -> Option<Resume> {
+    match choice {
+        Some(ResumeChoice::Never) => None,
+        Some(ResumeChoice::From(resume)) => Some(resume),
+        None => (folder.is_some() && name.is_some()).then_some(Resume::Auto),
+    }
+}
+
+/// Prints with what the job begins if that is left to its hub, which is about to find the same.
+pub(super) fn say_next_start(folder: Option<&Path>, name: &str, resume: Option<Resume>) {
+    let (Some(folder), Some(Resume::Auto)) = (folder, resume) else { return };
+    // The hub refuses the job where this fails, and the workers print why.
+    match next_start(folder, name) {
+        Ok(NextStart::Checkpoint(found)) => eprintln!(
+            "paramhub: the last run of job `{name}` has not finished, so this one goes on from its checkpoint of step {}. To \
+             begin anew, say --resume=never",
+            found.step
+        ),
+        Ok(NextStart::Anew(why)) if !list_checkpoints_of(folder, name).is_empty() => eprintln!(
+            "paramhub: job `{name}` begins anew: {why}. To go on from the newest checkpoint of its name, say --resume"
+        ),
+        Ok(NextStart::Anew(_)) | Err(_) => {}
+    }
+}
+
+/// The complete checkpoints of jobs of this name.
+fn list_checkpoints_of(folder: &Path, name: &str) -> Vec<FoundCheckpoint> {
+    let all = list_checkpoints(folder).ok().and_then(|mut jobs| jobs.remove(name)).unwrap_or_default();
+    all.into_iter().filter(|found| found.flaw.is_none()).collect()
 }

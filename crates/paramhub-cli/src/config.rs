@@ -7,8 +7,8 @@ mod values;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
-use paramhub::{Selector, Stragglers};
-use paramhub_core::checkpoint::{Every, Resume};
+use paramhub::{CheckpointConfig, Selector, Stragglers};
+use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::cost::Rate;
 use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT, OnInterfaceDown, OnWorkerLoss};
@@ -26,7 +26,7 @@ pub(crate) use paramhub_harness::values::{Bytes, Deployment};
 pub(crate) use values::{HubManager, InterfaceRate, Pin, Secret};
 
 /// Complete checkpoints of a job that a hub keeps.
-pub(crate) const CHECKPOINTS_KEPT: usize = 3;
+pub(crate) const CHECKPOINTS_KEPT: usize = CheckpointConfig::KEPT;
 
 /// Everything that can be configured, one table of the file for each command.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -169,7 +169,7 @@ pub(crate) struct RunSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) checkpoint_every: Option<Every>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) resume: Option<Resume>,
+    pub(crate) resume: Option<ResumeChoice>,
 }
 
 impl Default for HubSection {

@@ -7,7 +7,7 @@ use crate::config::distance;
 const PREFIX: &str = "PARAMHUB_";
 
 /// Variables that workers, the Python package or its bindings read and that no flag stands for.
-const OF_WORKERS: [&str; 13] = [
+const OF_WORKERS: [&str; 15] = [
     paramhub_kernels::ISA_VARIABLE,
     "PARAMHUB_JOB",
     "PARAMHUB_SECRET",
@@ -21,6 +21,8 @@ const OF_WORKERS: [&str; 13] = [
     "PARAMHUB_LINGER",
     "PARAMHUB_REWIND_EVERY",
     "PARAMHUB_RUN_ID",
+    "PARAMHUB_CHECKPOINTS",
+    "PARAMHUB_CHECKPOINT_EVERY",
 ];
 
 /// One line for each variable of the environment that begins with `PARAMHUB_` and that neither the command line nor a worker reads.

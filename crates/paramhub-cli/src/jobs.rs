@@ -182,8 +182,9 @@ struct CreateFlags {
     /// seconds, as in 30s [default: never]
     #[arg(long, value_name = "N|Ns")]
     checkpoint_every: Option<Every>,
-    /// Go on from a checkpoint of a job of this name, the newest or that of a step [default: begin anew]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP")]
+    /// Go on from a checkpoint of a job of this name: the newest, that of a step, or with auto the newest of its last run
+    /// unless that has finished [default: begin anew]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP|auto")]
     resume: Option<Resume>,
 }
 
@@ -382,6 +383,7 @@ fn show(job: &JobStatus) -> String {
         ("memory", bytes(job.counters.memory_bytes)),
         ("received", bytes(job.counters.bytes_received)),
         ("sent", bytes(job.counters.bytes_sent)),
+        ("steps made", job.counters.steps.to_string()),
         ("contributions summed", job.counters.contributions.to_string()),
         ("chunks optimised", job.counters.updates.to_string()),
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),

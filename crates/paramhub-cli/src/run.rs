@@ -14,7 +14,7 @@ use anyhow::Context;
 use clap::Args;
 use paramhub::service::{JobState, JobStatus, OnInterfaceDown, OnWorkerLoss, ServiceCreated};
 use paramhub::{ManagerClient, Stragglers};
-use paramhub_core::checkpoint::{Every, Resume};
+use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_harness::launch::{
     Launch, LaunchEnd, LaunchObserver, Line, OnWorkerFailure, OutputStream, RankEnvironment, Signals,
@@ -142,10 +142,11 @@ pub(super) struct RunFlags {
     /// --checkpoints, else never]
     #[arg(long, value_name = "N|Ns", env = "PARAMHUB_RUN_CHECKPOINT_EVERY")]
     checkpoint_every: Option<Every>,
-    /// Go on from a checkpoint of the job of this name, the newest or that of a step [default: begin anew]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP",
+    /// Go on from a checkpoint of the job of this name: the newest, that of a step, with auto the newest of its last run
+    /// unless that has finished, or never [default: auto with --name and --checkpoints, else never]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP|auto|never",
         env = "PARAMHUB_RUN_RESUME")]
-    resume: Option<Resume>,
+    resume: Option<ResumeChoice>,
     /// What each worker runs
     #[arg(last = true, required_unless_present = "print_config", value_name = "CMD")]
     command: Vec<OsString>,

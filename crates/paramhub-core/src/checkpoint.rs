@@ -23,12 +23,15 @@ pub enum Every {
 }
 
 /// The checkpoint from which a job resumes: one that a job of the same name has left with its hubs. The text
-/// is `latest`, or a number of steps.
+/// is `latest`, `auto`, or a number of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Resume {
     /// The newest complete checkpoint.
     Latest,
+    /// The newest complete checkpoint of the last run of this name, if that run has not finished. Without one the
+    /// job begins anew.
+    Auto,
     /// The newest complete checkpoint of that step.
     Step(u32),
 }
@@ -42,8 +45,11 @@ pub enum CheckpointTextError {
     )]
     Every(String),
     /// The text names no checkpoint.
-    #[error("`{0}` names no checkpoint: expected latest or a number of steps, as in 1200")]
+    #[error("`{0}` names no checkpoint: expected latest, auto or a number of steps, as in 1200")]
     Resume(String),
+    /// The text is none that a command takes.
+    #[error("`{0}` names no checkpoint: expected latest, a number of steps, as in 1200, auto or never")]
+    ResumeChoice(String),
 }
 
 impl FromStr for Every {
@@ -67,6 +73,7 @@ impl FromStr for Resume {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
             "latest" => Ok(Resume::Latest),
+            "auto" => Ok(Resume::Auto),
             _ => text.parse().map(Resume::Step).map_err(|_| CheckpointTextError::Resume(shortened(text))),
         }
     }
@@ -85,6 +92,7 @@ impl fmt::Display for Resume {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Resume::Latest => f.write_str("latest"),
+            Resume::Auto => f.write_str("auto"),
             Resume::Step(step) => write!(f, "{step}"),
         }
     }
@@ -115,6 +123,44 @@ impl TryFrom<String> for Resume {
 impl From<Resume> for String {
     fn from(resume: Resume) -> Self {
         resume.to_string()
+    }
+}
+
+/// The value of `--resume` of a command that starts a job and its workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum ResumeChoice {
+    /// The job begins anew, whatever there is.
+    Never,
+    /// It goes on from such a checkpoint.
+    From(Resume),
+}
+
+impl FromStr for ResumeChoice {
+    type Err = CheckpointTextError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "never" {
+            return Ok(ResumeChoice::Never);
+        }
+        text.parse().map(ResumeChoice::From).map_err(|_| CheckpointTextError::ResumeChoice(shortened(text)))
+    }
+}
+
+impl TryFrom<String> for ResumeChoice {
+    type Error = CheckpointTextError;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<ResumeChoice> for String {
+    fn from(choice: ResumeChoice) -> Self {
+        match choice {
+            ResumeChoice::Never => "never".into(),
+            ResumeChoice::From(resume) => resume.to_string(),
+        }
     }
 }
 
@@ -184,10 +230,16 @@ mod tests {
             let refused = text.parse::<Every>().unwrap_err().to_string();
             assert!(refused.contains("as in 30s"), "{text}: {refused}");
         }
-        assert_eq!(["latest".parse(), "12".parse()], [Ok(Resume::Latest), Ok(Resume::Step(12))]);
-        for text in ["", "newest", "-1", "12s", "../12"] {
+        for (text, resume) in [("latest", Resume::Latest), ("12", Resume::Step(12)), ("auto", Resume::Auto)] {
+            assert_eq!(text.parse(), Ok(resume));
+            assert_eq!(text.parse(), Ok(ResumeChoice::From(resume)));
+            assert_eq!([resume.to_string(), ResumeChoice::From(resume).into()], [text, text]);
+        }
+        assert_eq!("never".parse(), Ok(ResumeChoice::Never));
+        for text in ["", "newest", "-1", "12s", "../12", "never"] {
             assert!(text.parse::<Resume>().unwrap_err().to_string().contains("latest"), "{text}");
         }
+        assert!("newest".parse::<ResumeChoice>().unwrap_err().to_string().contains("auto or never"));
         let json = serde_json::to_string(&(Every::Steps(NonZeroU32::MIN), Resume::Step(7))).unwrap();
         assert_eq!(json, r#"["1","7"]"#);
         assert!(serde_json::from_str::<Every>("\"0\"").is_err());

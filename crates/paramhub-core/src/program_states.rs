@@ -13,6 +13,8 @@ mod requests;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+
 use thiserror::Error;
 
 pub use self::pieces::{IncomingState, Piece, PieceError, StateInPieces, payload_bytes_max, piece_bytes_max};
@@ -48,7 +50,8 @@ struct RankStates {
 #[derive(Debug)]
 struct SavedState {
     step: u32,
-    bytes: Vec<u8>,
+    /// Shared with a checkpoint that is being written.
+    bytes: Arc<Vec<u8>>,
 }
 
 #[derive(Debug)]
@@ -101,10 +104,10 @@ impl ProgramStates {
         ProgramStates { bytes_max, piece_bytes_max, ranks }
     }
 
-    /// Bytes of memory that the states of so many ranks take at most: of each rank those that are kept, and one that
-    /// comes in.
-    pub fn memory_bytes(ranks: u32, bytes_max: u32) -> u64 {
-        let states = (KEPT_MAX as u64 + 1) * u64::from(bytes_max);
+    /// Bytes of memory that the states of so many ranks take at most: of each rank those that are kept, one that
+    /// comes in, and one in a checkpoint that is being written, if there are any.
+    pub fn memory_bytes(ranks: u32, bytes_max: u32, has_checkpoints: bool) -> u64 {
+        let states = (KEPT_MAX as u64 + 1 + u64::from(has_checkpoints)) * u64::from(bytes_max);
         u64::from(ranks) * (states + size_of::<RankStates>() as u64)
     }
 
@@ -131,7 +134,7 @@ impl ProgramStates {
         if is_complete {
             let incoming = states.incoming.take().expect("a piece has just been added to it");
             states.saved = Some(piece.step);
-            states.keep(SavedState { step: piece.step, bytes: incoming.into_bytes() });
+            states.keep(SavedState { step: piece.step, bytes: Arc::new(incoming.into_bytes()) });
         }
         Ok(is_complete)
     }
@@ -197,6 +200,24 @@ impl ProgramStates {
         self.ranks.get(rank as usize)?.get(step)
     }
 
+    /// The complete states of `step`, with their ranks. They are shared, not copied.
+    pub fn of_step(&self, step: u32) -> impl Iterator<Item = (u32, Arc<Vec<u8>>)> + '_ {
+        (0..).zip(&self.ranks).filter_map(move |(rank, states)| {
+            let kept = states.kept.iter().find(|kept| kept.step == step)?;
+            Some((rank, Arc::clone(&kept.bytes)))
+        })
+    }
+
+    /// Begins with the state of a rank that has none, which a checkpoint has kept. States of other ranks than the job's, or
+    /// with more bytes than it allows, are not taken.
+    pub fn restore(&mut self, rank: u32, step: u32, bytes: Vec<u8>) {
+        if let Some(states) = self.ranks.get_mut(rank as usize).filter(|states| states.kept.is_empty())
+            && bytes.len() <= self.bytes_max as usize
+        {
+            states.keep(SavedState { step, bytes: Arc::new(bytes) });
+        }
+    }
+
     /// The step of a rank's newest complete state.
     pub fn newest(&self, rank: u32) -> Option<u32> {
         self.ranks.get(rank as usize)?.newest()
@@ -219,10 +240,9 @@ impl ProgramStates {
     /// Frees one state, and returns how many bytes it had; `None` when there is none. For a job that is over, between the
     /// turns of others.
     pub fn free_one(&mut self) -> Option<usize> {
-        self.ranks.iter_mut().find_map(|states| {
-            let incoming = states.incoming.take().map(IncomingState::into_bytes);
-            let bytes = incoming.or_else(|| states.kept.pop().map(|kept| kept.bytes))?;
-            Some(bytes.capacity())
+        self.ranks.iter_mut().find_map(|states| match states.incoming.take() {
+            Some(incoming) => Some(incoming.into_bytes().capacity()),
+            None => states.kept.pop().map(|kept| kept.bytes.capacity()),
         })
     }
 }

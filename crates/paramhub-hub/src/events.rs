@@ -6,7 +6,8 @@ use std::time::Instant;
 use paramhub_core::auth::Namespace;
 use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobEnd, ProbeReport};
 
-use crate::core::{CoreEvent, Restored};
+use crate::checkpoint::Loaded;
+use crate::core::CoreEvent;
 
 /// An event for the job controller.
 #[derive(Debug)]
@@ -22,7 +23,7 @@ pub(crate) enum ControllerEvent {
     /// A probe has ended.
     Probed(ProbeReport),
     /// A job's checkpoint has been read for its shards, or cannot be.
-    Loaded { namespace: Namespace, result: Result<(u32, Vec<Restored>), String> },
+    Loaded { namespace: Namespace, result: Result<Loaded, String> },
     /// The last checkpoint of a job is in memory, or will not be taken.
     LastCheckpointTaken { namespace: Namespace },
     /// The last checkpoint of a job that goes on, and whose workers are about to be ended, is in memory or

@@ -88,7 +88,7 @@ impl JobController {
             ControllerEvent::Interfaces { numbers, down } => Some(Event::Interfaces { numbers, down }),
             ControllerEvent::Probed(report) => Some(Event::Probed(report)),
             ControllerEvent::Loaded { namespace, result } => {
-                let result = result.map(|(step, restored)| self.keep_restored(namespace, step, restored));
+                let result = result.map(|loaded| self.keep_restored(namespace, loaded));
                 Some(Event::Loaded { namespace, result })
             }
             ControllerEvent::LastCheckpointTaken { namespace } => {

@@ -35,8 +35,8 @@ mod parent_dialler;
 mod probe;
 
 pub use checkpoint::{
-    CheckpointConfig, CheckpointFlaw, FileEntry, FoundCheckpoint, Manifest, TensorContents, TensorEntry,
-    list_checkpoints,
+    CheckpointConfig, CheckpointFlaw, FileEntry, FoundCheckpoint, Manifest, NextStart, ProgramStateEntry,
+    TensorContents, TensorEntry, list_checkpoints, next_start,
 };
 pub use config::{HubConfig, HubError};
 pub use hub::{ListeningHub, RunningHub};

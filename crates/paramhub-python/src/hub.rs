@@ -1,10 +1,11 @@
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::CreateService;
-use paramhub::{ManagerClient, RunningHub};
+use paramhub::service::{CreateService, ErrorCode, JobState};
+use paramhub::{CheckpointConfig, ManagerClient, RunningHub};
 use paramhub_core::combinations::{self, Feature, Features};
 use pyo3::prelude::*;
 
@@ -77,7 +78,7 @@ impl Hub {
     #[new]
     #[pyo3(signature = (
         *, listen = None, manager = None, join = None, rack = None, host = None, cores = 1, admin_token = None, memory = None,
-        shared_memory = true
+        shared_memory = true, checkpoints = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn new(
@@ -91,6 +92,7 @@ impl Hub {
         admin_token: Option<String>,
         memory: Option<u64>,
         shared_memory: bool,
+        checkpoints: Option<PathBuf>,
     ) -> PyResult<Self> {
         refuse_in_child(py)?;
         let asked = Features::of([
@@ -117,6 +119,8 @@ impl Hub {
         };
         config.manager.admin_token = admin_token;
         config.hub.shared_memory = shared_memory;
+        config.hub.checkpoints =
+            checkpoints.map(|folder| CheckpointConfig { folder, keep: CheckpointConfig::KEPT });
         if memory.is_some() {
             config.hub.memory_bytes = memory;
         }
@@ -201,6 +205,28 @@ pub(crate) fn create_job(
     }
     let url = client.url_for_workers(&created);
     Ok((url, created.namespace.to_string(), String::from(created.secret())))
+}
+
+/// How the newest job of this name ended, if it has: whether it finished, the steps that it had made, and why it failed.
+/// `None` if there is no such job, or it lives.
+#[pyfunction]
+#[pyo3(signature = (url, name, *, admin_token = None, patience = 0.0))]
+pub(crate) fn ended_job(
+    py: Python<'_>,
+    url: &str,
+    name: String,
+    admin_token: Option<String>,
+    patience: f64,
+) -> PyResult<Option<(bool, u64, String)>> {
+    let client = client(py, url, admin_token, patience)?;
+    match interruptible(py, move || client.job(&name))? {
+        Ok(job) if job.state.has_ended() => {
+            Ok(Some((job.state == JobState::Finished, job.counters.steps, job.message)))
+        }
+        Ok(_) => Ok(None),
+        Err(error) if error.code() == Some(ErrorCode::NotFound) => Ok(None),
+        Err(error) => Err(errors::connect(py, &error.to_string())),
+    }
 }
 
 /// Ends a job, by name or namespace. Its workers receive the reason.

@@ -40,7 +40,7 @@ mod _native {
     #[pymodule_export]
     use crate::handle::Handle;
     #[pymodule_export]
-    use crate::hub::{Hub, create_job, host_identity, stop_job};
+    use crate::hub::{Hub, create_job, ended_job, host_identity, stop_job};
     #[pymodule_export]
     use crate::job::Job;
     #[pymodule_export]

@@ -38,6 +38,8 @@ def init(
     linger: float | None = None,
     rewind_every: int | None = None,
     program_state_bytes: int | None = None,
+    checkpoints: str | None = None,
+    checkpoint_every: str | None = None,
 ) -> None:
     """Joins the other ranks of this run. A second call does nothing.
 
@@ -77,6 +79,12 @@ def init(
     URL; outside of Slurm ``PARAMHUB_RUN_ID`` says which run the ranks belong to. The defaults are ``PARAMHUB_ON_WORKER_LOSS``,
     else ``fail``, ``PARAMHUB_LINGER`` and ``PARAMHUB_REWIND_EVERY``. Rank 0's count. `paramhub.torch.State` carries the rest of a
     program's state, of at most ``program_state_bytes`` a rank (4 MiB; the hub counts four times as many).
+
+    With ``checkpoint_every`` (``"1000"`` steps or ``"30s"``) the hub of such a run also writes checkpoints, with what a `State`
+    has saved. If all has ended at once, the hub too, the same command goes on from the newest one: the run is known again by
+    ``PARAMHUB_RUN_ID`` or its Slurm job. A run that finished begins anew. The hub at that URL is to have a folder for
+    checkpoints; the one that torchrun's ranks leave has ``checkpoints``, and then writes one every 30 seconds if nothing else
+    is said. The defaults are ``PARAMHUB_CHECKPOINT_EVERY`` and ``PARAMHUB_CHECKPOINTS``.
     """
     if _world is not None:
         return
@@ -99,6 +107,8 @@ def init(
         linger,
         rewind_every,
         program_state_bytes,
+        checkpoints,
+        checkpoint_every,
     )
     if store is None:
         store = rendezvous_store(assignment, timeout)

@@ -24,3 +24,5 @@ class Options:
     linger: float | None = None
     rewind_every: int | None = None
     program_state_bytes: int | None = None
+    checkpoints: str | None = None
+    checkpoint_every: str | None = None

@@ -53,6 +53,8 @@ class HubAccess:
     """With ``rewind``, the number of steps from one to which they can go back to the next, if not the manager's default."""
     program_state_bytes: int | None = None
     """The largest program state of a rank, if not the default."""
+    checkpoint_every: str | None = None
+    """How often their hubs write checkpoints, if at all."""
 
     @property
     def outlives_ranks(self) -> bool:
@@ -72,6 +74,7 @@ class _Lasting(NamedTuple):
     linger: float | None
     rewind_every: int | None
     program_state_bytes: int | None
+    checkpoint_every: str | None
 
 
 class RunHubs:
@@ -114,6 +117,13 @@ class RunHubs:
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         # `paramhub run` has chosen what becomes of its job, and starts single workers again.
         policy = "fail" if "PARAMHUB_JOB" in os.environ else on_worker_loss(self._options.on_worker_loss)
+        folder, every = checkpoints(self._options.checkpoints, self._options.checkpoint_every)
+        if policy == "fail" and (folder or every) and "PARAMHUB_JOB" not in os.environ:
+            raise MisuseError(
+                "checkpoints (`checkpoints`, `checkpoint_every`) are those of a run that is known again: give init() "
+                'on_worker_loss="rewind" or "continue", or start the ranks with `paramhub run`, which has checkpoints of '
+                "its own"
+            )
         if self._record is None or policy == "fail":
             if not url:
                 return self._start_run_hub()
@@ -125,9 +135,15 @@ class RunHubs:
             linger(self._options.linger),
             rewind_every(self._options.rewind_every),
             self._options.program_state_bytes,
+            every,
         )
         if not url:
-            return self._lasting_hub(self._record, run, lasting)
+            return self._lasting_hub(self._record, run, lasting, folder)
+        if folder:
+            raise MisuseError(
+                f"the folder of checkpoints is {folder!r}, but the hub at {url} has its own: start that one with "
+                "`--checkpoints DIR`, and give only checkpoint_every here"
+            )
         return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), *lasting)
 
     def _start_run_hub(self) -> HubAccess:
@@ -147,7 +163,7 @@ class RunHubs:
         self._log_start(where, self._run_hub)
         return HubAccess(self._run_hub.url, token, "rank 0", deployment, run)
 
-    def _lasting_hub(self, record: RunRecord, run: str, lasting: _Lasting) -> HubAccess:
+    def _lasting_hub(self, record: RunRecord, run: str, lasting: _Lasting, folder: str | None) -> HubAccess:
         """Finds the hub that an earlier start of this run's ranks has left, or starts one in a process of its own."""
         if not record.is_kept:
             raise MisuseError(
@@ -165,10 +181,11 @@ class RunHubs:
             url, token = json.loads(kept)
             if _answers(url):
                 return HubAccess(url, token or known, "process", "cc", run, None, *lasting)
-            log(f"the hub that this run has left at {url} has ended, so training begins anew")
+            then = "training goes on from its checkpoint, if it has one" if folder else "training begins anew"
+            log(f"the hub that this run has left at {url} has ended, so {then}")
         own = None if self.is_on_one_host or known is not None else secrets.token_hex(32)
         # The launcher's agent is the parent of the ranks.
-        hub = HubProcess(os.getppid(), **self._hub_options(own or known))
+        hub = HubProcess(os.getppid(), checkpoints=folder, **self._hub_options(own or known))
         self._log_start("a process beside rank 0 runs the hub", hub)
         record.write("hub", json.dumps([hub.url, own]))
         return HubAccess(hub.url, own or known, "process", "cc", run, None, *lasting)
@@ -299,6 +316,16 @@ def rewind_every(given: int | None) -> int | None:
     if not (text.isascii() and text.isdigit()):
         raise MisuseError(f"PARAMHUB_REWIND_EVERY is {text!r}: a number of steps")
     return int(text)
+
+
+def checkpoints(folder: str | None, every: str | None) -> tuple[str | None, str | None]:
+    """The folder of the run's own hub and how often it writes a checkpoint: as given, else ``PARAMHUB_CHECKPOINTS`` and
+    ``PARAMHUB_CHECKPOINT_EVERY``. With a folder it is every 30 seconds if nothing else is said."""
+    folder = folder or os.environ.get("PARAMHUB_CHECKPOINTS", "").strip() or None
+    every = every or os.environ.get("PARAMHUB_CHECKPOINT_EVERY", "").strip() or None
+    if folder and not every:
+        every = "30s"
+    return (os.path.abspath(folder) if folder else None), every
 
 
 def _answers(url: str) -> bool:

@@ -52,6 +52,8 @@ class RunJobs:
         self._openings: dict[_native.Job, _Opening] = {}
         """The open jobs, oldest first, and how they were opened."""
         self._launcher_ticket = _launcher_ticket()
+        self._former: tuple[bool, int, str] | None = None
+        """How the job ended that an earlier start of this run had in the place of the newest one, if it has."""
 
     @property
     def has_launcher_job(self) -> bool:
@@ -100,9 +102,29 @@ class RunJobs:
             else None,
         )
         job = self._join(opening)
+        self._say_what_has_ended(job)
         if stays and hub.on_worker_loss == "continue":
             self._check_steps(label, job, members)
         return job
+
+    def _say_what_has_ended(self, job: _native.Job) -> None:
+        """Warns if the run's earlier start has ended, so that this one does not go on with it. Rank 0 of the job knows."""
+        former, self._former = self._former, None
+        if former is None or job.resumed_step is not None:
+            return
+        has_finished, steps, why = former
+        run = self._hubs.access.run
+        if has_finished:
+            log(
+                f"WARNING: run {run} finished at step {steps}: all of its ranks had left, and its hub has freed the parameters. "
+                "This start begins anew, at step 0. What may fail after the training loop, such as an evaluation, belongs "
+                "before optimizer.close() and paramhub.torch.shutdown()"
+            )
+        else:
+            log(
+                f"WARNING: run {run} had failed at step {steps} ({why}), and its hub has freed the parameters. This start begins "
+                "anew, at step 0"
+            )
 
     def rejoin(self, job: _native.Job) -> _native.Job:
         """Joins a job again whose ranks go back to an earlier step, with the settings with which it was opened. Returns this
@@ -186,11 +208,17 @@ class RunJobs:
             else:
                 # All ranks are started again together, and meet in other groups, too, so none goes on without the others.
                 lasting["min_workers"] = len(members)
+            if hub.checkpoint_every is not None:
+                # After a power cut nothing is left of the run but its name and its checkpoints.
+                lasting |= {"checkpoint_every": hub.checkpoint_every, "resume": "auto"}
         run = hub.run if stays else secrets.token_hex(4)
+        name = f"{_script_name()}-{run}/{label}"
         try:
+            if stays:
+                self._former = _native.ended_job(hub.url, name, admin_token=hub.admin_token, patience=10.0)
             ticket = create_job(
                 hub.url,
-                f"{_script_name()}-{run}/{label}",
+                name,
                 len(members),
                 admin_token=hub.admin_token,
                 rendezvous_timeout=self._options.timeout,

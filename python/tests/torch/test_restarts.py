@@ -64,6 +64,10 @@ updates = {int(entry["step"]) for entry in optimizer.state_dict()["state"].value
 say(f"rank {rank}: {end}, {zlib.crc32(values):08x}, updates {updates}")
 if "fails" in options and start == 0 and rank == 1:
     optimizer.close()
+elif "all_leave" in options and start == 0:
+    paramhub.torch.shutdown()
+    if rank == 0:
+        raise RuntimeError("the evaluation has failed")
 elif "fails" in options and start == 0:
     # The other has left by then.
     time.sleep(1)
@@ -161,6 +165,15 @@ def test_a_rank_that_has_left_is_started_again_too(launch: Launch, program: Path
     assert len(set(ends(output))) == 2 and len(ends(output)) == 4, output
 
 
+def test_a_start_after_all_ranks_have_left_says_that_it_begins_anew(launch: Launch, program: Path) -> None:
+    code, output = launch(*torchrun(1), program, "end=4", "all_leave=1")
+    assert code == 0, output
+    assert begins(output) == ["None", "None"], output
+    warnings = re.findall(r"WARNING: run \w+ finished at step (\d+): all of its ranks had left", output)
+    assert warnings == ["4"], output
+    assert "This start begins anew, at step 0" in output
+
+
 def test_training_begins_anew_without_its_hub(start: Start, program: Path, tmp_path: Path) -> None:
     run = start(*torchrun(1), program, "end=6", "waits_at=3")
     run.await_output(r"rank 0 waits")
@@ -227,6 +240,12 @@ def initialise(rank: Rank, arguments: dict[str, str]) -> None:
             {},
             {"PARAMHUB_ON_WORKER_LOSS": "continue", "PARAMHUB_RUN_ID": "a", "PARAMHUB_LINGER": "x"},
             "a number",
+        ),
+        ({"checkpoint_every": "10"}, {}, "those of a run that is known again"),
+        (
+            {"on_worker_loss": "rewind", "checkpoints": "ck"},
+            {"PARAMHUB_RUN_ID": "mine", "PARAMHUB_URL": "http://127.0.0.1:1"},
+            "the hub at http://127.0.0.1:1 has its own",
         ),
     ],
 )

@@ -17,7 +17,7 @@ use paramhub_harness::launch::{LaunchEnd, Signals};
 use paramhub_syncer::address_towards;
 
 use super::end_job;
-use crate::checkpoints::{effective_every, kept};
+use crate::checkpoints::{effective_every, effective_resume, kept, say_next_start};
 use crate::config::{Config, Deployment, RunSection};
 use crate::jobs::{check_max_workers, elastic};
 use crate::{Usage, checkpoints, client, deployment};
@@ -153,7 +153,7 @@ fn options(section: &RunSection) -> JobOptions {
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,
         checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),
-        resume: section.resume,
+        resume: effective_resume(section.checkpoints.as_deref(), section.name.as_deref(), section.resume),
         ..JobOptions::default()
     }
 }
@@ -348,6 +348,7 @@ fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::R
     };
     let (workers, start_workers) = elastic(section.workers * section.hosts, section.max_workers);
     let options = JobOptions { reduction, hubs, start_workers, ..options(section) };
+    say_next_start(section.checkpoints.as_deref(), name, options.resume);
     Ok(client.create_service(&CreateService { name: name.to_owned(), workers, options })?)
 }
 

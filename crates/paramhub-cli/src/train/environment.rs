@@ -8,7 +8,7 @@ use paramhub::service::{
 use paramhub::{Manager, ManagerClient, RunningManager};
 use paramhub_harness::launch::LaunchEnd;
 
-use crate::checkpoints::{effective_every, kept};
+use crate::checkpoints::{effective_every, effective_resume, kept, say_next_start};
 use crate::config::{Config, ExchangeKind, TrainSection};
 use crate::run::{end_job, last_status, say_left_out};
 use crate::{client, deployment};
@@ -151,7 +151,7 @@ impl TrainEnvironment {
 pub(super) fn options(section: &TrainSection) -> JobOptions {
     JobOptions {
         checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),
-        resume: section.resume,
+        resume: effective_resume(section.checkpoints.as_deref(), section.name.as_deref(), section.resume),
         reduction: section.reduction,
         encrypt: section.encrypt,
         on_interface_down: section.on_interface_down,
@@ -180,6 +180,7 @@ fn create(section: &TrainSection, client: &ManagerClient) -> anyhow::Result<Serv
         None => deployment::hubs_needed(section.deployment, section.hubs, section.reduction, client)?,
     };
     let options = JobOptions { hubs, ..options };
+    say_next_start(section.checkpoints.as_deref(), &name, options.resume);
     let request = CreateService { name, workers: section.workers(), options };
     Ok(client.create_service(&request)?)
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use paramhub::service::OnInterfaceDown;
 use paramhub::{Codec, Consistency, Stragglers, Transport};
-use paramhub_core::checkpoint::{Every, Resume};
+use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::composition::Reduction;
 use paramhub_core::scheme::SchemeChoice;
 use paramhub_train::data::DataSource;
@@ -148,10 +148,11 @@ pub(crate) struct TrainFlags {
     /// --checkpoints, else never]
     #[arg(long, value_name = "N|Ns", env = "PARAMHUB_TRAIN_CHECKPOINT_EVERY")]
     checkpoint_every: Option<Every>,
-    /// Go on from a checkpoint of the job of this name, the newest or that of a step [default: begin anew]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP",
+    /// Go on from a checkpoint of the job of this name: the newest, that of a step, with auto the newest of its last run
+    /// unless that has finished, or never [default: auto with --name and --checkpoints, else never]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP|auto|never",
         env = "PARAMHUB_TRAIN_RESUME")]
-    resume: Option<Resume>,
+    resume: Option<ResumeChoice>,
 }
 
 impl TrainFlags {

@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use super::job::{Concluding, Job, Phase};
-use super::{EndReport, JobControl, OUTCOME_TIMEOUT, Output};
+use super::{EndReport, JobControl, LastCheckpoint, OUTCOME_TIMEOUT, Output};
 use crate::auth::Namespace;
 use crate::placement::RouteId;
 use crate::service::{CauseKind, HubEvent, HubJobCounters, JobEnd, StopWhen};
@@ -38,14 +38,18 @@ impl JobControl {
         }
     }
 
-    /// Notes that the workers of a job are about to be ended, and why. Takes a last checkpoint while the job
-    /// goes on.
+    /// Notes that the workers of a job are about to be ended, or that nobody comes for those that were lost, and
+    /// why. Takes a last checkpoint while the job goes on.
     fn announce_end(&mut self, namespace: Namespace, reason: String) {
         if let Some(job) = self.jobs.get_mut(&namespace) {
             job.announced_end.get_or_insert(reason);
             if job.writes_checkpoints && !job.is_finishing() && !job.is_ending() {
                 job.has_last_checkpoint = true;
-                return self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: true });
+                let before = match job.ranks.lost().next() {
+                    None => LastCheckpoint::EndOfWorkers,
+                    Some(_) => LastCheckpoint::FailureForWorkers,
+                };
+                return self.outputs.push(Output::TakeLastCheckpoint { namespace, before });
             }
         }
         self.report(HubEvent::Kept { namespace });
@@ -85,7 +89,7 @@ impl JobControl {
         }
         job.phase = Phase::Finishing { until: now + LAST_CHECKPOINT_TIMEOUT };
         if job.writes_checkpoints {
-            self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: false });
+            self.outputs.push(Output::TakeLastCheckpoint { namespace, before: LastCheckpoint::Finish });
         } else {
             self.finished(namespace, now);
         }

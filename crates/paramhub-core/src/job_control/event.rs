@@ -10,6 +10,16 @@ use crate::exchange::Awaited;
 use crate::placement::RouteId;
 use crate::service::{CauseKind, JobCounters, ProbeOrder, ProbeReport, StopWhen};
 
+/// With what a job begins that was to look for a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Beginning {
+    /// The checkpoint of this step.
+    Checkpoint(u32),
+    /// Rank 0's parameters, for this reason: there is no checkpoint from which the job may go on by itself
+    /// ([`Resume::Auto`](crate::checkpoint::Resume::Auto)).
+    Anew(String),
+}
+
 /// An event for the job control of a hub.
 #[derive(Clone, Debug)]
 pub enum Event {
@@ -124,8 +134,8 @@ pub enum Event {
     Loaded {
         /// The job.
         namespace: Namespace,
-        /// The checkpoint's step, or why it cannot be read.
-        result: Result<u32, String>,
+        /// With what the job begins, or why the checkpoint cannot be read.
+        result: Result<Beginning, String>,
     },
     /// A core reports something of a job.
     Core {

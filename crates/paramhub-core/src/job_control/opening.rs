@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::job::{Job, Phase};
-use super::{JobControl, JobTerms, Output, mebibytes};
+use super::{Beginning, JobControl, JobTerms, Output, mebibytes};
 use crate::auth::Namespace;
 use crate::service::HubEvent;
 
@@ -47,8 +47,9 @@ impl JobControl {
         self.outputs.push(Output::Forget(namespace));
     }
 
-    /// Opens a job whose checkpoint has been read, or refuses it if the checkpoint cannot be read.
-    pub(super) fn loaded(&mut self, namespace: Namespace, result: Result<u32, String>) {
+    /// Opens a job whose checkpoint has been read, or which begins without one, or refuses it if the checkpoint
+    /// cannot be read.
+    pub(super) fn loaded(&mut self, namespace: Namespace, result: Result<Beginning, String>) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         if let Phase::Ending { routes, .. } = &mut job.phase {
             // The job was stopped meanwhile. Its routes have nothing to free.
@@ -61,10 +62,16 @@ impl JobControl {
         }
         let Phase::Loading { .. } = job.phase else { return };
         match result {
-            Ok(step) => {
-                job.resumed_step = Some(step);
+            Ok(beginning) => {
                 job.phase = Phase::Opening { routes: job.terms.routes.len() };
-                let message = format!("job `{}` goes on from its checkpoint of step {step}", job.terms.name);
+                let name = &job.terms.name;
+                let message = match beginning {
+                    Beginning::Checkpoint(step) => {
+                        job.resumed_step = Some(step);
+                        format!("job `{name}` goes on from its checkpoint of step {step}")
+                    }
+                    Beginning::Anew(why) => format!("job `{name}` begins anew: {why}"),
+                };
                 self.info(message);
                 self.outputs.push(Output::Open(namespace));
             }

@@ -7,6 +7,26 @@ use crate::auth::Namespace;
 use crate::service::{HubEvent, ProbeOrder};
 use crate::wire::{Failure, Notice};
 
+/// What a job's last checkpoint is the last one before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastCheckpoint {
+    /// The job has finished: all workers have left.
+    Finish,
+    /// The hub shuts down.
+    Shutdown,
+    /// The job's launcher ends the workers.
+    EndOfWorkers,
+    /// Nobody comes for workers that were lost. It is answered when it is on the disk.
+    FailureForWorkers,
+}
+
+impl LastCheckpoint {
+    /// Whether the job goes on for a while.
+    pub fn goes_on(self) -> bool {
+        matches!(self, LastCheckpoint::EndOfWorkers | LastCheckpoint::FailureForWorkers)
+    }
+}
+
 /// A consequence of an event, for the hub to carry out. Consequences are in order. The hub knows the parts of a
 /// job that are not named here by its namespace.
 #[derive(Clone, Debug)]
@@ -36,13 +56,13 @@ pub enum Output {
     /// Start the thread that writes the job's checkpoints.
     StartCheckpoints(Namespace),
     /// Take a last checkpoint, if the workers reach a step together soon. The answer is
-    /// [`Event::CheckpointKept`](super::Event::CheckpointKept) if the job `goes_on`, and otherwise
-    /// [`Event::LastCheckpointTaken`](super::Event::LastCheckpointTaken). It comes in any case.
+    /// [`Event::CheckpointKept`](super::Event::CheckpointKept) if the job [goes on](LastCheckpoint::goes_on), and
+    /// otherwise [`Event::LastCheckpointTaken`](super::Event::LastCheckpointTaken). It comes in any case.
     TakeLastCheckpoint {
         /// The job.
         namespace: Namespace,
-        /// Whether the job goes on after it.
-        goes_on: bool,
+        /// What it is the last one before.
+        before: LastCheckpoint,
     },
     /// End the thread that writes the job's checkpoints, since the cores are about to free what could be
     /// copied. It first writes what has been copied.

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::{Event, JobControl, Output};
+use super::{Event, JobControl, LastCheckpoint, Output};
 use crate::auth::Namespace;
 
 /// How long the last checkpoint of a job may wait for its workers.
@@ -58,7 +58,7 @@ impl JobControl {
             of.insert(namespace);
             // That of a job that finishes is being taken already.
             if !job.is_finishing() {
-                self.outputs.push(Output::TakeLastCheckpoint { namespace, goes_on: false });
+                self.outputs.push(Output::TakeLastCheckpoint { namespace, before: LastCheckpoint::Shutdown });
             }
         }
         self.shutdown = Shutdown::LastCheckpoints { of, until: now + LAST_CHECKPOINT + REPORT_DELAY };

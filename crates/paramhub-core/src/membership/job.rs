@@ -43,7 +43,7 @@ use crate::service::{
 use crate::settings::Settings;
 pub(crate) use calls::JobCall;
 use cause::Cause;
-use ending::PendingConclusion;
+use ending::{PendingConclusion, PendingFailure};
 use job_hubs::JobHub;
 use loss_tally::LossTally;
 pub(crate) use losses::MembershipChange;
@@ -144,6 +144,8 @@ pub struct Job {
     /// The reason why the job will have failed if it does not finish.
     announced: Option<Cause>,
     concluding: Option<PendingConclusion>,
+    /// Set while it waits for a last checkpoint, after which it fails for want of workers.
+    pending_failure: Option<PendingFailure>,
     /// The processes that join, by rank.
     joins: BTreeMap<u32, PendingJoin>,
     /// Set while ranks are missing because all go back to an earlier step.
@@ -228,6 +230,7 @@ impl Job {
             cause: None,
             announced: None,
             concluding: None,
+            pending_failure: None,
             joins: BTreeMap::new(),
             rewind: None,
             loss_tally: LossTally::default(),

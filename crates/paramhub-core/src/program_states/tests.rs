@@ -55,6 +55,32 @@ fn pull(states: &mut ProgramStates, rank: u32, step: u32) -> PulledState {
 }
 
 #[test]
+fn a_checkpoint_shares_the_states_of_its_step_and_a_later_job_begins_with_them() {
+    let mut first = states(3);
+    for (rank, step) in [(0, 6), (0, 7), (1, 7), (1, 8)] {
+        save(&mut first, rank, step, format!("{rank} at {step}").as_bytes());
+    }
+    let taken: Vec<_> = first.of_step(7).collect();
+    let texts: Vec<_> = taken.iter().map(|(rank, bytes)| (*rank, str::from_utf8(bytes).unwrap())).collect();
+    assert_eq!(texts, [(0, "0 at 7"), (1, "1 at 7")], "rank 2 has saved none");
+    while first.free_one().is_some() {}
+
+    let mut later = states(2);
+    for (rank, bytes) in taken {
+        later.restore(rank, 7, bytes.to_vec());
+    }
+    assert_eq!(pull(&mut later, 1, 7), Some(b"1 at 7".to_vec()));
+    assert_eq!(later.newest_common(), Some(7), "all can go back to it");
+    save(&mut later, 0, 8, b"eight");
+    later.restore(0, 7, b"too late".to_vec());
+    assert_eq!(later.get(0, 7), Some(&b"0 at 7"[..]));
+    let mut small = ProgramStates::new(1, 3, 3);
+    small.restore(0, 7, b"four".to_vec());
+    small.restore(1, 7, b"one".to_vec());
+    assert_eq!(small.newest_common(), None);
+}
+
+#[test]
 fn the_three_newest_states_of_each_rank_are_kept_and_the_same_step_is_replaced() {
     let mut states = states(2);
     save(&mut states, 0, 3, b"three");

@@ -86,8 +86,9 @@ pub struct JobOptions {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub checkpoint_every: Option<Every>,
-    /// The checkpoint from which parameters, optimizer state, step and hyperparameters come: `latest`, or a
-    /// number of steps as text; with `None` the job begins with rank 0's.
+    /// The checkpoint from which parameters, optimizer state, step and hyperparameters come: `latest`; a
+    /// number of steps as text; or `auto`, the newest of the last run of this name unless that has finished. With
+    /// `None`, or with `auto` and no such checkpoint, the job begins with rank 0's.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub resume: Option<Resume>,

@@ -139,6 +139,9 @@ pub struct JobCounters {
     /// Streams that continued over another interface.
     #[serde(default)]
     pub streams_moved: u64,
+    /// The steps made: the newest version of a chunk.
+    #[serde(default)]
+    pub steps: u64,
 }
 
 impl std::ops::AddAssign for JobCounters {
@@ -150,6 +153,8 @@ impl std::ops::AddAssign for JobCounters {
         self.updates += other.updates;
         self.busy_ns += other.busy_ns;
         self.streams_moved += other.streams_moved;
+        // Those of all hubs are the same ones.
+        self.steps = self.steps.max(other.steps);
     }
 }
 

@@ -68,10 +68,14 @@ impl FoundCheckpoint {
         self.parts.iter().map(|part| part.generation).max().unwrap_or(0)
     }
 
+    /// The name of its folder.
+    pub(super) fn name(&self) -> &str {
+        self.path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
+    }
+
     /// The run that wrote it, from its folder's name.
-    fn run(&self) -> &str {
-        let name = self.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        name.split_once('.').map_or("", |(_, run)| run)
+    pub(super) fn run(&self) -> &str {
+        self.name().split_once('.').map_or("", |(_, run)| run)
     }
 
     /// Bytes of all its parts.
@@ -249,7 +253,7 @@ impl JobFolder {
 }
 
 /// The digits of a run in names of folders.
-fn name_of_run(run: Namespace) -> String {
+pub(super) fn name_of_run(run: Namespace) -> String {
     run.to_string().chars().filter(char::is_ascii_hexdigit).take(12).collect()
 }
 
@@ -328,11 +332,11 @@ pub(super) fn jobs(folder: &Path) -> io::Result<BTreeMap<String, JobFolder>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::manifest::tests::manifest;
     use super::*;
 
-    fn put(folder: &JobFolder, step: u32, run: u8, change: impl FnOnce(&mut Manifest)) -> PathBuf {
+    pub(crate) fn put(folder: &JobFolder, step: u32, run: u8, change: impl FnOnce(&mut Manifest)) -> PathBuf {
         let mut part = manifest();
         (part.step, part.namespace) = (step, Namespace([run; 16]));
         (part.generation, part.written_ms) = (0, u64::from(run) * 1000 + u64::from(step));

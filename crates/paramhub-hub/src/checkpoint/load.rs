@@ -1,5 +1,6 @@
 //! Reads the parts of an old checkpoint that a new job gets.
 
+use std::fs;
 use std::path::Path;
 
 use paramhub_core::checkpoint::Resume;
@@ -8,25 +9,49 @@ use paramhub_core::limits::STATE_UPDATES_MAX;
 
 use super::folder::{CheckpointFlaw, FoundCheckpoint, JobFolder};
 use super::manifest::{Manifest, TensorContents, TensorEntry};
+use super::run_record::NextStart;
 use super::tensors::{self, Shape};
 use super::write::{quantised, shape_of, state_shapes};
 use crate::core::{Restored, ShardPlan};
 
-/// The state with which each of a hub's shards begins, in the order of the plans, and the step.
-pub(crate) type Loaded = (u32, Vec<Restored>);
+/// With what the shards of a hub begin.
+#[derive(Debug)]
+pub(crate) enum Loaded {
+    Checkpoint {
+        step: u32,
+        /// The name of its folder.
+        name: String,
+        /// The state of each shard, in the order of the plans.
+        shards: Vec<Restored>,
+    },
+    /// Rank 0's parameters, for this reason.
+    Anew(String),
+}
 
 /// Reads the requested checkpoint.
 ///
 /// # Errors
 /// Why it cannot be used, and which earlier one can.
 pub(crate) fn load(folder: &JobFolder, which: Resume, plans: &[ShardPlan]) -> Result<Loaded, String> {
+    if which == Resume::Auto {
+        return match folder.next_start()? {
+            NextStart::Anew(why) => Ok(Loaded::Anew(why)),
+            NextStart::Checkpoint(found) => load_one(&found, plans).map_err(|why| {
+                let (step, path) = (found.step, found.path.display());
+                format!(
+                    "its last run has not finished, and its checkpoint of step {step} in {path} cannot be used: {why}. Choose \
+                     an earlier one with --resume=STEP, or begin anew with --resume=never"
+                )
+            }),
+        };
+    }
     let path = folder.path().display();
     let found = folder.list().map_err(|error| format!("{path} cannot be read: {error}"))?;
     let mut candidates = found.iter().filter(|found| found.flaw != Some(CheckpointFlaw::Incomplete));
     let asked = candidates.find(|found| which == Resume::Latest || which == Resume::Step(found.step));
     let Some(asked) = asked else {
         let what = match which {
-            Resume::Latest => "no complete checkpoint".to_string(),
+            Resume::Latest | Resume::Auto => "no complete checkpoint".to_string(),
             Resume::Step(step) => format!("no complete checkpoint of step {step}"),
         };
         return Err(format!("there is {what} in {path}: begin without --resume, or put one there"));
@@ -80,7 +105,8 @@ fn load_one(found: &FoundCheckpoint, plans: &[ShardPlan]) -> Result<Loaded, Stri
             }
         });
     })?;
-    Ok((about.step, shards))
+    restore_program_states(found, plans, &mut shards)?;
+    Ok(Loaded::Checkpoint { step: about.step, name: found.name().to_owned(), shards })
 }
 
 /// Reads all files of all parts, and returns an error where the contents have changed. `take` gets the
@@ -125,6 +151,43 @@ pub(super) fn read(
         }
     }
     Ok(())
+}
+
+/// Hands the program states to the shard that keeps them. In a job with another number of ranks each rank has another part
+/// of the data, and begins with the state that its program has.
+fn restore_program_states(
+    found: &FoundCheckpoint,
+    plans: &[ShardPlan],
+    shards: &mut [Restored],
+) -> Result<(), String> {
+    let keeper = plans.iter().position(|plan| plan.program_state_bytes_here() > 0);
+    let Some(keeper) = keeper.filter(|&number| found.parts[0].workers == plans[number].ports.workers())
+    else {
+        return Ok(());
+    };
+    shards[keeper].program_states = read_program_states(found)?;
+    Ok(())
+}
+
+/// Reads the program states of all parts, with their ranks, or returns an error where the contents have changed.
+pub(super) fn read_program_states(found: &FoundCheckpoint) -> Result<Vec<(u32, Vec<u8>)>, String> {
+    let mut states = Vec::new();
+    for part in found.parts.iter().filter(|part| !part.program_states.is_empty()) {
+        let path = found.path.join(part.program_states_name());
+        let damaged = |why: &str| format!("{} {why}", path.display());
+        let file = fs::read(&path).map_err(|error| damaged(&format!("cannot be read: {error}")))?;
+        let mut rest = &file[..];
+        for entry in &part.program_states {
+            let state = usize::try_from(entry.bytes).ok().and_then(|bytes| rest.split_at_checked(bytes));
+            let (state, behind) = state.ok_or_else(|| damaged("is torn: it is shorter than it was"))?;
+            if blake3::hash(state).to_hex().as_str() != entry.blake3 {
+                return Err(damaged("is damaged: its contents have changed"));
+            }
+            states.push((entry.rank, state.to_vec()));
+            rest = behind;
+        }
+    }
+    Ok(states)
 }
 
 /// Checks that a checkpoint fits this job.

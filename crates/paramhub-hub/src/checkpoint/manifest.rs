@@ -55,6 +55,9 @@ pub struct Manifest {
     pub files: Vec<FileEntry>,
     /// The tensors in the files, in order.
     pub tensors: Vec<TensorEntry>,
+    /// The program states with which ranks go on from this step, one behind the other in a file of their own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub program_states: Vec<ProgramStateEntry>,
 }
 
 /// A file of tensors.
@@ -103,6 +106,18 @@ pub struct TensorEntry {
     /// `true` if answers are quantised, so that the ranks' parameters are in a file of their own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_quantised: bool,
+}
+
+/// The program state of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProgramStateEntry {
+    /// The rank.
+    pub rank: u32,
+    /// Its length.
+    pub bytes: u64,
+    /// The digest of its bytes.
+    pub blake3: String,
 }
 
 impl TensorEntry {
@@ -173,9 +188,15 @@ impl Manifest {
         }
     }
 
+    /// The name of the file of program states.
+    pub(super) fn program_states_name(&self) -> String {
+        format!("hub-{}.program-states", self.hub)
+    }
+
     /// Bytes of its files.
     pub fn bytes(&self) -> u64 {
-        self.files.iter().map(|file| file.bytes).sum()
+        let of_files: u64 = self.files.iter().map(|file| file.bytes).sum();
+        of_files + self.program_states.iter().map(|state| state.bytes).sum::<u64>()
     }
 }
 
@@ -222,6 +243,7 @@ pub(super) mod tests {
                 bytes: 5,
                 blake3: "00".into(),
             }],
+            program_states: vec![ProgramStateEntry { rank: 1, bytes: 3, blake3: "00".into() }],
             tensors: vec![TensorEntry {
                 name: "w".into(),
                 key: 0,

@@ -6,6 +6,7 @@
 mod folder;
 mod load;
 mod manifest;
+mod run_record;
 mod tensors;
 mod write;
 mod writer_thread;
@@ -18,10 +19,11 @@ use std::path::{Path, PathBuf};
 use paramhub_transport::greeting::draw;
 
 pub use folder::{CheckpointFlaw, FoundCheckpoint};
-pub use manifest::{FileEntry, Manifest, TensorContents, TensorEntry};
+pub use manifest::{FileEntry, Manifest, ProgramStateEntry, TensorContents, TensorEntry};
+pub use run_record::NextStart;
 
 pub(crate) use folder::JobFolder;
-pub(crate) use load::load;
+pub(crate) use load::{Loaded, load};
 pub(crate) use writer_thread::{
     CheckpointCommand, CheckpointStatuses, CheckpointTask, CheckpointWriter, NotifyOnDrop,
 };
@@ -36,6 +38,9 @@ pub struct CheckpointConfig {
 }
 
 impl CheckpointConfig {
+    /// Complete checkpoints that are kept where nobody has chosen.
+    pub const KEPT: usize = 3;
+
     /// Creates the folder if it does not exist, and writes a small file in it, to the disk, and removes it.
     /// So a hub finds out at its start what it would otherwise find out at the first checkpoint.
     ///
@@ -71,12 +76,21 @@ pub fn list_checkpoints(folder: &Path) -> io::Result<BTreeMap<String, Vec<FoundC
     Ok(jobs.into_iter().map(|(job, folder)| (job, all_of(&folder))).collect())
 }
 
+/// With what a run of this job begins that goes on by itself (`resume = auto`), at hubs with this folder.
+///
+/// # Errors
+/// Why that cannot be known.
+pub fn next_start(folder: &Path, job: &str) -> Result<NextStart, String> {
+    JobFolder::new(folder, job).next_start()
+}
+
 impl FoundCheckpoint {
     /// Reads all files of a checkpoint and compares their contents with their digests.
     ///
     /// # Errors
     /// The first flaw found.
     pub fn verify(&self) -> Result<(), String> {
+        load::read_program_states(self)?;
         load::read(self, |_, _, _, _, _| {})
     }
 }

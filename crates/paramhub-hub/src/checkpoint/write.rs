@@ -1,12 +1,13 @@
 //! One hub's part of a checkpoint, from memory to the disk.
 
 use std::collections::HashSet;
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::folder::{JobFolder, settle, temporary_of, write_whole};
-use super::manifest::{FileEntry, Manifest, TensorContents, TensorEntry};
+use super::manifest::{FileEntry, Manifest, ProgramStateEntry, TensorContents, TensorEntry};
 use super::tensors::{self, Put, Shape};
 use crate::core::{ChunkMark, Snapshot};
 
@@ -63,8 +64,30 @@ fn fill(path: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result
         })?);
     }
     about.tensors = tensors;
+    write_program_states(path, snapshots, about)?;
     about.written_ms = now_ms();
     write_whole(&path.join(format!("hub-{}.json", about.hub)), &about.encode())
+}
+
+/// Writes the program states of the ranks one behind the other, if this hub keeps any.
+fn write_program_states(folder: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result<()> {
+    let states = || snapshots.iter().flat_map(|snapshot| &snapshot.program_states);
+    about.program_states = states()
+        .map(|(rank, bytes)| ProgramStateEntry {
+            rank: *rank,
+            bytes: bytes.len() as u64,
+            blake3: blake3::hash(bytes).to_hex().to_string(),
+        })
+        .collect();
+    if about.program_states.is_empty() {
+        return Ok(());
+    }
+    let path = folder.join(about.program_states_name());
+    let temporary = temporary_of(&path);
+    let mut file = File::create(&temporary)?;
+    states().try_for_each(|(_, bytes)| file.write_all(bytes))?;
+    file.sync_all()?;
+    settle(&temporary, &path)
 }
 
 /// The tensors of the state file.

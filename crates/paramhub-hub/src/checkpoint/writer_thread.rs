@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::checkpoint::{CheckpointStatus, Every};
 use paramhub_core::consistency::Consistency;
-use paramhub_core::job_control::LAST_CHECKPOINT;
+use paramhub_core::job_control::{LAST_CHECKPOINT, LastCheckpoint};
 use paramhub_core::service::HubJobCheckpoints;
 use paramhub_core::settings::Settings;
 use tracing::{info, warn};
@@ -39,7 +39,7 @@ pub(crate) enum CheckpointCommand {
     /// A core has ended a snapshot.
     Snapshot(Box<Snapshot>),
     /// Take a last checkpoint; the writer drops `taken` as soon as the job may end.
-    Finish { taken: NotifyOnDrop },
+    Finish { taken: NotifyOnDrop, before: LastCheckpoint },
     /// The job is over.
     End,
 }
@@ -75,6 +75,8 @@ pub(crate) struct CheckpointTask {
     pub(crate) folder: JobFolder,
     /// The version with which the job began, if it is a checkpoint's.
     pub(crate) resumed_step: Option<u32>,
+    /// The name of that checkpoint's folder.
+    pub(crate) resumed_from: Option<String>,
     /// The cores that take the snapshots, by the snapshots' routes.
     pub(crate) cores: HashMap<u16, CoreHandle>,
     pub(crate) snapshots: Vec<Snapshot>,
@@ -157,6 +159,11 @@ struct CheckpointLoop {
     /// checkpoint is written.
     generation: Option<u64>,
     finish: Option<NotifyOnDrop>,
+    /// What the last checkpoint is the last one before.
+    last_before: LastCheckpoint,
+    /// In a job whose workers are lost, the newest version to which its chunks can go back, as far as a try has shown
+    /// it.
+    goes_back_to: Option<u32>,
     is_over: bool,
     /// A key that is not updated with the others, found in the last try.
     lagging: Option<u32>,
@@ -187,6 +194,8 @@ impl CheckpointLoop {
             last: task.resumed_step,
             generation: None,
             finish: None,
+            last_before: LastCheckpoint::Finish,
+            goes_back_to: None,
             is_over: false,
             lagging: None,
             inbox,
@@ -196,6 +205,7 @@ impl CheckpointLoop {
     }
 
     fn run(mut self) {
+        self.note_begin();
         match self.task.every {
             Every::Steps(steps) => self.every_steps(steps),
             Every::Seconds(seconds) => self.every_seconds(Duration::from_secs(seconds.get().into())),
@@ -284,7 +294,11 @@ impl CheckpointLoop {
         let (begun, mut tries, mut ahead, mut result) = (Instant::now(), 0, 0, SnapshotResult::Missed);
         let mut version = None;
         while result == SnapshotResult::Missed && !self.is_over && Instant::now() < deadline {
-            version = self.version_ahead(ahead);
+            version = match self.last_before {
+                // The first try only asks to which version the chunks of lost workers can go back.
+                LastCheckpoint::FailureForWorkers if tries == 0 && self.is_synchronous => Some(u32::MAX),
+                _ => self.goes_back_to.or(self.version_ahead(ahead)),
+            };
             let asked = Instant::now();
             let target = version.map_or(SnapshotTarget::Now, SnapshotTarget::Version);
             result = self.take(target, Some((asked + LAST_TRY).min(deadline)));
@@ -294,7 +308,16 @@ impl CheckpointLoop {
             let knows_better = tries == 1 || asked.elapsed() >= LAST_TRY;
             ahead = if knows_better { 0 } else { (ahead * 2).clamp(1, AHEAD_MAX) };
         }
-        drop(self.finish.take());
+        if self.last_before == LastCheckpoint::Finish && !self.is_over {
+            self.note_finish(match result {
+                SnapshotResult::All => version.unwrap_or_else(|| self.steps_taken()),
+                SnapshotResult::Missed | SnapshotResult::Nothing => self.newest,
+            });
+        }
+        let finish = self.finish.take();
+        if self.last_before != LastCheckpoint::FailureForWorkers {
+            drop(finish);
+        }
         let name = &self.task.name;
         match result {
             SnapshotResult::All => {
@@ -310,6 +333,30 @@ impl CheckpointLoop {
         }
     }
 
+    /// Records that the run has begun, before it has a checkpoint: a later run of the name may go on with this one.
+    fn note_begin(&self) {
+        let CheckpointTask { name, namespace, folder, resumed_from, hub, .. } = &self.task;
+        if let Err(error) = folder.note_begin(*namespace, resumed_from.as_deref(), *hub) {
+            warn!(
+                "job `{name}`: {} cannot say that this run has begun: {error}. After a crash it does not go on by itself \
+                 (`resume = auto`)",
+                folder.path().display()
+            );
+        }
+    }
+
+    /// Records that the run has finished, before its name is free for another that would go on with it.
+    fn note_finish(&self, step: u32) {
+        let CheckpointTask { name, namespace, folder, hub, .. } = &self.task;
+        if let Err(error) = folder.note_finish(*namespace, step, *hub) {
+            warn!(
+                "job `{name}`: {} cannot say that this run has finished: {error}. A later run of the name with `resume = \
+                 auto` would go on with it",
+                folder.path().display()
+            );
+        }
+    }
+
     /// A version that no chunk has passed, as far as is known; `None` if there is no common version.
     fn version_ahead(&self, ahead: u32) -> Option<u32> {
         let least = self.last.filter(|_| self.finish.is_none()).map_or(1, |last| last.saturating_add(1));
@@ -319,7 +366,9 @@ impl CheckpointLoop {
     /// Makes the cores copy. They have all the time that they need, or until `deadline`.
     fn take(&mut self, target: SnapshotTarget, deadline: Option<Instant>) -> SnapshotResult {
         debug_assert_eq!(self.here.len(), self.routes, "all have come back");
-        for snapshot in self.here.drain(..) {
+        let goes_back = self.finish.is_some() && self.last_before == LastCheckpoint::FailureForWorkers;
+        for mut snapshot in self.here.drain(..) {
+            snapshot.goes_back = goes_back;
             let core = &self.task.cores[&snapshot.route];
             let snapshot = Box::new(snapshot);
             core.send(CoreCommand::Arm { namespace: self.task.namespace, target, snapshot });
@@ -339,6 +388,9 @@ impl CheckpointLoop {
             let until = deadline.into_iter().chain(lags_from).min();
             if let Some(snapshot) = self.receive(until.filter(|_| !called_off)) {
                 self.newest = self.newest.max(snapshot.newest);
+                if let Some(step) = snapshot.goes_back_to {
+                    self.goes_back_to = Some(self.goes_back_to.map_or(step, |least| least.min(step)));
+                }
                 match snapshot.outcome {
                     // The others will follow soon: a step is the same for all.
                     SnapshotOutcome::Complete => drop(lags_from.get_or_insert_with(|| Instant::now() + LAG)),
@@ -370,7 +422,9 @@ impl CheckpointLoop {
         };
         match command {
             Ok(CheckpointCommand::Snapshot(snapshot)) => return Some(*snapshot),
-            Ok(CheckpointCommand::Finish { taken }) => self.finish = Some(taken),
+            Ok(CheckpointCommand::Finish { taken, before }) => {
+                (self.finish, self.last_before) = (Some(taken), before);
+            }
             Ok(CheckpointCommand::End) | Err(RecvTimeoutError::Disconnected) => self.is_over = true,
             Err(RecvTimeoutError::Timeout) => {}
         }
@@ -420,12 +474,15 @@ impl CheckpointLoop {
             keys: settings.keys.clone(),
             files: Vec::new(),
             tensors: Vec::new(),
+            program_states: Vec::new(),
         };
         let generation = self.generation.map_or_else(|| folder.next_generation(*namespace), Ok);
         let written = generation.and_then(|generation| {
             self.generation = Some(generation);
             write(folder, &self.here, Manifest { generation, ..about })
         });
+        // Not on a core, to which the snapshots return.
+        self.here.iter_mut().for_each(|snapshot| snapshot.program_states.clear());
         let seconds = begun.elapsed().as_secs_f64();
         match written {
             Ok(part) => {

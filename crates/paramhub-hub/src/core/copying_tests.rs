@@ -1,5 +1,6 @@
 use paramhub_core::consistency::Consistency;
 use paramhub_core::key::Key;
+use paramhub_core::program_states::Piece;
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_kernels::Hyperparameters;
 
@@ -262,4 +263,112 @@ fn a_job_that_goes_on_from_a_checkpoint_needs_no_more_memory_than_another() {
     ending.close();
     while ending.free_some(PART) {}
     assert_eq!((ending.touched_bytes(), ending.counters().memory_bytes), (0, 0));
+}
+
+/// A shard of one rank that saves program states.
+fn begun_with_program_states() -> (Shard, Box<Snapshot>) {
+    let (shard, _) = begun(|_| {});
+    let mut shard = Shard::new(ShardPlan { program_state_bytes: 100, ..shard.plan().clone() }).unwrap();
+    let snapshot = shard.hand_out_snapshot().unwrap();
+    for chunk in 0..CHUNKS {
+        let payload = wire(&vec![1.0; len(&shard, chunk)]);
+        take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &payload), &payload).unwrap();
+        forget_answers(&mut shard, chunk);
+    }
+    (shard, snapshot)
+}
+
+fn save(shard: &mut Shard, step: u32) {
+    let state = format!("state of {step}");
+    let piece = Piece { step, offset: 0, total: state.len() as u32, bytes: state.as_bytes() };
+    let mut payload = Vec::new();
+    piece.write(&mut payload);
+    take(shard, 0, &piece.header(Operation::SaveProgramState), &payload).unwrap();
+    shard.program_states.saved_begun(0);
+}
+
+fn states(snapshot: &Snapshot) -> Vec<(u32, &str)> {
+    snapshot.program_states.iter().map(|(rank, bytes)| (*rank, str::from_utf8(bytes).unwrap())).collect()
+}
+
+#[test]
+fn a_snapshot_waits_for_the_program_states_of_its_version() {
+    let (mut shard, snapshot) = begun_with_program_states();
+    save(&mut shard, 0);
+    shard.arm(SnapshotTarget::Version(1), snapshot);
+    (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
+    assert!(shard.ended_snapshot().is_none(), "the rank has not come to save the state of step 1");
+    save(&mut shard, 1);
+    let snapshot = shard.ended_snapshot().unwrap();
+    is_of_version(&snapshot, 1);
+    assert_eq!(states(&snapshot), [(0, "state of 1")]);
+
+    // A program that does not save every step has gone past this one.
+    shard.arm(SnapshotTarget::Version(2), snapshot);
+    (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
+    assert!(shard.ended_snapshot().is_none());
+    step(&mut shard, 0);
+    let snapshot = shard.ended_snapshot().unwrap();
+    is_of_version(&snapshot, 2);
+    assert_eq!(states(&snapshot), []);
+
+    // The rank has left with this step: there is nothing to wait for.
+    shard.arm(SnapshotTarget::Version(3), snapshot);
+    (1..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
+    assert!(shard.ended_snapshot().is_none());
+    shard.disarm();
+    let snapshot = shard.ended_snapshot().unwrap();
+    is_of_version(&snapshot, 3);
+    assert_eq!(states(&snapshot), []);
+
+    // Chunks go back meanwhile: what would come are the states of another way to the version.
+    shard.arm(SnapshotTarget::Version(4), snapshot);
+    (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
+    shard.miss_snapshot();
+    assert_eq!(shard.ended_snapshot().unwrap().outcome, SnapshotOutcome::Missed);
+}
+
+#[test]
+fn a_shard_begins_with_the_program_states_of_its_checkpoint() {
+    let (shard, _) = begun_with_program_states();
+    let mut restored = Restored::room(shard.plan(), 3, vec![Hyperparameters::default()]).unwrap();
+    for index in 0..CHUNKS {
+        restored.put_updates(index, 3);
+    }
+    restored.program_states = vec![(0, b"state of 3".to_vec())];
+    let mut fresh = Shard::reserve(shard.plan().clone(), Some(restored)).unwrap();
+    while fresh.open_some(1 << 20) {}
+    assert_eq!(fresh.program_states.get(0, 3), Some(&b"state of 3"[..]));
+}
+
+#[test]
+fn the_last_snapshot_of_a_job_without_workers_takes_its_chunks_back_to_a_common_version() {
+    let (shard, _) = begun(|_| {});
+    let mut shard = Shard::new(ShardPlan { rewind_every: Some(1), ..shard.plan().clone() }).unwrap();
+    let mut snapshot = shard.hand_out_snapshot().unwrap();
+    for chunk in 0..CHUNKS {
+        let payload = wire(&vec![1.0; len(&shard, chunk)]);
+        take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &payload), &payload).unwrap();
+        forget_answers(&mut shard, chunk);
+        (0..3).for_each(|_| step(&mut shard, chunk));
+    }
+    // The worker is lost in the midst of a step.
+    [0, 2].iter().for_each(|&chunk| step(&mut shard, chunk));
+    shard.stop_for_rewind().unwrap();
+    let end = |shard: &mut Shard| {
+        while shard.is_copying() {
+            shard.copy_some(1);
+        }
+        shard.ended_snapshot().unwrap()
+    };
+    // Another process may still come, so an ordinary snapshot takes nothing back.
+    shard.arm(SnapshotTarget::Version(3), snapshot);
+    snapshot = end(&mut shard);
+    assert_eq!((snapshot.outcome, snapshot.goes_back_to), (SnapshotOutcome::Missed, None));
+    snapshot.goes_back = true;
+    shard.arm(SnapshotTarget::Version(u32::MAX), snapshot);
+    snapshot = end(&mut shard);
+    assert_eq!((snapshot.outcome, snapshot.goes_back_to), (SnapshotOutcome::Missed, Some(3)));
+    shard.arm(SnapshotTarget::Version(3), snapshot);
+    is_of_version(&end(&mut shard), 3);
 }

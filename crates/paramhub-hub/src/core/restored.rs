@@ -14,6 +14,8 @@ pub(crate) struct Restored {
     pub(crate) step: u32,
     /// The hyperparameters of each group.
     pub(crate) hyperparameters: Vec<Hyperparameters>,
+    /// The program states with which ranks go on, if the shard keeps them.
+    pub(crate) program_states: Vec<(u32, Vec<u8>)>,
     model: Vec<f32>,
     state: Vec<f32>,
     /// For quantised slots: the parameters as the ranks last received them, where `has_received`.
@@ -60,6 +62,7 @@ impl Restored {
         Some(Restored {
             step,
             hyperparameters,
+            program_states: Vec::new(),
             model: zeros(layout.elements)?,
             state: zeros(layout.elements * layout.state_slots)?,
             received: zeros(layout.quantised_elements)?,

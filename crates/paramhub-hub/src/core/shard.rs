@@ -358,6 +358,7 @@ impl Shard {
         self.settle(index);
         self.spill(index);
         self.newest_step = self.newest_step.max(update.step);
+        self.counters.steps = u64::from(self.newest_step) + 1;
         let step = Step {
             hyperparameters: self.schedules[usize::from(slot.group)].at(update.step),
             number: update.number,

@@ -63,8 +63,15 @@ pub(crate) struct Snapshot {
     pub(crate) outcome: SnapshotOutcome,
     /// The newest version of a chunk that was seen.
     pub(crate) newest: u32,
+    /// Whether chunks whose members are lost go back to the wanted version, since the job ends after this.
+    pub(crate) goes_back: bool,
+    /// In a job whose members are to go back: the newest version to which the chunks here can go back, if they
+    /// cannot to the wanted one.
+    pub(crate) goes_back_to: Option<u32>,
     /// The hyperparameters of each group at the wanted version.
     pub(crate) hyperparameters: Vec<Hyperparameters>,
+    /// The program states with which ranks go on from the wanted version, if they are kept at this route.
+    pub(crate) program_states: Vec<(u32, Arc<Vec<u8>>)>,
     pieces: Arc<[Piece]>,
     marks: Vec<ChunkMark>,
     taken: Vec<bool>,
@@ -85,6 +92,8 @@ pub(super) struct ArmedSnapshot {
     pub(super) snapshot: Box<Snapshot>,
     /// The first slot that has not been looked at.
     pub(super) at: u32,
+    /// Whether it waits for nothing more.
+    pub(super) is_called_off: bool,
 }
 
 impl Snapshot {
@@ -112,7 +121,10 @@ impl Snapshot {
             route: plan.route,
             outcome: SnapshotOutcome::Open,
             newest: 0,
+            goes_back: false,
+            goes_back_to: None,
             hyperparameters: Vec::with_capacity(plan.groups.len()),
+            program_states: Vec::new(),
             marks: vec![ChunkMark::default(); pieces.len()],
             taken: vec![false; pieces.len()],
             missing: pieces.len(),
@@ -148,6 +160,8 @@ impl Snapshot {
     pub(super) fn begin(&mut self) {
         self.outcome = SnapshotOutcome::Open;
         self.newest = 0;
+        self.goes_back_to = None;
+        self.program_states.clear();
         self.missing = self.pieces.len();
         self.taken.fill(false);
     }

@@ -6,14 +6,16 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::combinations::{Feature, conflict_of};
+use paramhub_core::job_control::{Beginning, LastCheckpoint};
 use paramhub_core::service::JobPlan;
 use tracing::warn;
 
 use super::{Event, JobController};
 use crate::checkpoint::{
-    CheckpointCommand, CheckpointConfig, CheckpointTask, CheckpointWriter, JobFolder, NotifyOnDrop, load,
+    CheckpointCommand, CheckpointConfig, CheckpointTask, CheckpointWriter, JobFolder, Loaded, NotifyOnDrop,
+    load,
 };
-use crate::core::{Restored, ShardPlan};
+use crate::core::ShardPlan;
 use crate::events::ControllerEvent;
 
 /// How long a stopping hub waits for the checkpoints that are being written.
@@ -95,13 +97,17 @@ impl JobController {
         }
     }
 
-    /// Keeps what was read of a checkpoint for the shards of its job, and returns the checkpoint's step.
-    pub(super) fn keep_restored(&mut self, namespace: Namespace, step: u32, restored: Vec<Restored>) -> u32 {
+    /// Keeps what was read of a checkpoint for the shards of its job.
+    pub(super) fn keep_restored(&mut self, namespace: Namespace, loaded: Loaded) -> Beginning {
+        let (step, name, shards) = match loaded {
+            Loaded::Checkpoint { step, name, shards } => (step, name, shards),
+            Loaded::Anew(why) => return Beginning::Anew(why),
+        };
         if let Some(job) = self.jobs.get_mut(&namespace) {
-            job.resumed_step = Some(step);
-            job.restored = restored;
+            (job.resumed_step, job.resumed_from) = (Some(step), Some(name));
+            job.restored = shards;
         }
-        step
+        Beginning::Checkpoint(step)
     }
 
     /// Starts the checkpoint writer of a job that is open on all cores.
@@ -127,6 +133,7 @@ impl JobController {
             keep,
             folder,
             resumed_step: job.resumed_step,
+            resumed_from: job.resumed_from.clone(),
             cores: cores.collect(),
             snapshots,
         };
@@ -148,13 +155,13 @@ impl JobController {
     }
 
     /// Lets a job's checkpoint writer take a last checkpoint.
-    pub(super) fn take_last_checkpoint(&self, namespace: Namespace, goes_on: bool) {
-        let answer = match goes_on {
+    pub(super) fn take_last_checkpoint(&self, namespace: Namespace, before: LastCheckpoint) {
+        let answer = match before.goes_on() {
             true => ControllerEvent::CheckpointKept { namespace },
             false => ControllerEvent::LastCheckpointTaken { namespace },
         };
         let taken = notify_on_drop(self.own_sender.clone(), answer);
-        self.pass_to_writer(namespace, CheckpointCommand::Finish { taken });
+        self.pass_to_writer(namespace, CheckpointCommand::Finish { taken, before });
     }
 
     /// Ends a job's checkpoint writer, since its cores are about to free what could be copied.

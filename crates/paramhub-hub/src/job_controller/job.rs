@@ -55,6 +55,8 @@ pub(crate) struct HubJob {
     pub(super) checkpoint_writer: Option<CheckpointWriter>,
     /// The step of the checkpoint from which the job resumes, if it does.
     pub(super) resumed_step: Option<u32>,
+    /// The name of that checkpoint's folder.
+    pub(super) resumed_from: Option<String>,
 }
 
 impl HubJob {
@@ -98,6 +100,7 @@ impl HubJob {
             snapshots: Vec::new(),
             checkpoint_writer: None,
             resumed_step: None,
+            resumed_from: None,
         };
         Ok((job, terms))
     }

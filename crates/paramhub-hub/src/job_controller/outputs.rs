@@ -34,8 +34,8 @@ impl JobController {
             Output::RefuseStreams { namespace, message } => self.directory.remove(namespace, message),
             Output::Link { namespace, until } => self.link(namespace, until),
             Output::StartCheckpoints(namespace) => self.start_checkpoint_writer(namespace),
-            Output::TakeLastCheckpoint { namespace, goes_on } => {
-                self.take_last_checkpoint(namespace, goes_on);
+            Output::TakeLastCheckpoint { namespace, before } => {
+                self.take_last_checkpoint(namespace, before);
             }
             Output::StopCheckpoints(namespace) => self.stop_checkpoint_writer(namespace),
             Output::Notify { namespace, core, to, notice } => self.send_to_core(

@@ -310,6 +310,7 @@ fn the_metrics_show_jobs_hubs_and_requests() {
         updates: 55,
         busy_ns: 66_000_000_000,
         streams_moved: 77,
+        steps: 88,
     };
     hub.count(&job, counters);
     Job::create(&client, "idle", 1);

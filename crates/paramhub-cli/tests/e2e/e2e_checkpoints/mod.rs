@@ -1,5 +1,6 @@
 //! Checkpoints: real files, hubs that are killed, and trainings that go on to the same bits.
 
+mod by_itself;
 mod cluster;
 mod ends;
 mod files;

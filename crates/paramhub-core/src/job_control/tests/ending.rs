@@ -39,7 +39,10 @@ fn a_job_finishes_when_every_neighbour_has_left_by_every_port() {
 fn the_last_checkpoint_is_taken_before_a_finished_job_is_freed() {
     let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
     let outputs = hub.leave();
-    assert!(matches!(outputs[..], [Output::TakeLastCheckpoint { goes_on: false, .. }]), "{outputs:?}");
+    assert!(
+        matches!(outputs[..], [Output::TakeLastCheckpoint { before: LastCheckpoint::Finish, .. }]),
+        "{outputs:?}"
+    );
     // The job has finished, whatever stop comes after that.
     assert!(hub.stop(StopWhen::Now).is_empty() && hub.stop(StopWhen::WorkersEnded).is_empty());
     hub.now += OUTCOME_TIMEOUT * 2;
@@ -110,7 +113,10 @@ fn a_job_whose_workers_have_ended_has_some_time_to_receive_what_they_sent() {
 fn a_job_whose_workers_are_about_to_be_ended_goes_on_after_a_last_checkpoint() {
     let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
     let outputs = hub.stop(StopWhen::WorkersEnding);
-    assert!(matches!(outputs[..], [Output::TakeLastCheckpoint { goes_on: true, .. }]), "{outputs:?}");
+    assert!(
+        matches!(outputs[..], [Output::TakeLastCheckpoint { before: LastCheckpoint::EndOfWorkers, .. }]),
+        "{outputs:?}"
+    );
     assert!(matches!(hub.phase(1), Phase::Running));
     let outputs = hub.handle(Event::CheckpointKept { namespace: job(1) });
     assert!(matches!(reports(&outputs)[..], [HubEvent::Kept { .. }]));
@@ -119,6 +125,13 @@ fn a_job_whose_workers_are_about_to_be_ended_goes_on_after_a_last_checkpoint() {
     let mut hub = Hub::running(|_| {});
     let outputs = hub.stop(StopWhen::WorkersEnding);
     assert!(matches!(reports(&outputs)[..], [HubEvent::Kept { .. }]), "there are no checkpoints");
+
+    let mut hub = Hub::running(|terms| (terms.writes_checkpoints, terms.min_workers) = (true, Some(2)));
+    hub.fault(FaultCause::Kind(CauseKind::PeerLost));
+    hub.handle(Event::LoseRank { namespace: job(1), rank: 1, epoch: 2, reason: "rank 1 was lost".into() });
+    let outputs = hub.stop(StopWhen::WorkersEnding);
+    let before = LastCheckpoint::FailureForWorkers;
+    assert!(has!(outputs, Output::TakeLastCheckpoint { before: of, .. } if *of == before), "{outputs:?}");
 }
 
 #[test]

@@ -76,10 +76,27 @@ fn a_job_that_resumes_opens_when_its_checkpoint_is_read() {
     let mut hub = Hub::new();
     let outputs = plan(&mut hub, |terms| terms.resumes = true);
     assert!(has!(outputs, Output::Load(_)) && !has!(outputs, Output::Open(_)));
-    assert!(has!(hub.handle(Event::Loaded { namespace: job(1), result: Ok(7) }), Output::Open(_)));
+    assert!(has!(
+        hub.handle(Event::Loaded { namespace: job(1), result: Ok(Beginning::Checkpoint(7)) }),
+        Output::Open(_)
+    ));
     hub.core(1, opened(None));
     let outputs = hub.core(1, opened(None));
     assert!(matches!(reports(&outputs)[..], [HubEvent::Allocated { resumed_step: Some(7), .. }]));
+}
+
+#[test]
+fn a_job_that_finds_no_checkpoint_to_go_on_from_by_itself_begins_anew_and_says_why() {
+    let mut hub = Hub::new();
+    plan(&mut hub, |terms| terms.resumes = true);
+    let anew = Beginning::Anew("its last run finished at step 9".into());
+    let outputs = hub.handle(Event::Loaded { namespace: job(1), result: Ok(anew) });
+    let says =
+        |output: &Output| format!("{output:?}").contains("begins anew: its last run finished at step 9");
+    assert!(outputs.iter().any(says) && has!(outputs, Output::Open(_)), "{outputs:?}");
+    hub.core(1, opened(None));
+    let outputs = hub.core(1, opened(None));
+    assert!(matches!(reports(&outputs)[..], [HubEvent::Allocated { resumed_step: None, .. }]));
 }
 
 #[test]
@@ -94,7 +111,7 @@ fn a_job_whose_checkpoint_cannot_be_read_is_refused() {
 
 #[test]
 fn a_job_that_is_stopped_while_its_checkpoint_is_read_ends_when_that_is_done() {
-    for result in [Ok(7), Err("no such file".to_string())] {
+    for result in [Ok(Beginning::Checkpoint(7)), Err("no such file".to_string())] {
         let mut hub = Hub::new();
         plan(&mut hub, |terms| terms.resumes = true);
         assert!(failure(&hub.stop(StopWhen::Now)).ends_with("enough"));
@@ -129,7 +146,7 @@ fn checkpoints_are_written_where_a_route_has_memory_for_them() {
 
 #[test]
 fn a_job_whose_checkpoint_is_not_read_in_time_is_refused_with_the_folder_and_the_limit() {
-    for result in [Ok(7), Err("no such file".to_string())] {
+    for result in [Ok(Beginning::Checkpoint(7)), Err("no such file".to_string())] {
         let mut hub = Hub::new();
         plan(&mut hub, |terms| (terms.resumes, terms.memory_bytes) = (true, 60 << 20));
         let outputs = hub.reach(RENDEZVOUS.mul_f64(READING_SHARE));

@@ -46,7 +46,7 @@ fn last_checkpoints_are_taken_while_jobs_go_on() {
         [
             Output::ReportLeaving,
             Output::TakeLastCheckpoint { .. },
-            Output::TakeLastCheckpoint { goes_on: false, .. }
+            Output::TakeLastCheckpoint { before: LastCheckpoint::Shutdown, .. }
         ]
     ));
     assert!(hub.handle(Event::LastCheckpointTaken { namespace: job(1) }).is_empty());

@@ -22,6 +22,8 @@ const CONCLUDE_TIMEOUT: Duration = Duration::from_secs(15);
 /// bound is for hubs that call but do not answer. They answer within seconds, or within [`LAST_CHECKPOINT_TIMEOUT`] if a
 /// last checkpoint takes longer, and then with a better reason.
 const CONCLUDED_WITHIN_S: f64 = (LAST_CHECKPOINT_TIMEOUT.as_secs() + 60) as f64;
+/// The time that a job that fails without workers waits for its last checkpoint to be on the disk.
+const FAILS_WITHIN_S: f64 = 60.0;
 /// The same for a hub that is not heard. It is less than [`CONCLUDE_TIMEOUT`], so that the launcher learns how the job
 /// ended.
 const UNHEARD_CONCLUDED_WITHIN_S: f64 = 10.0;
@@ -32,6 +34,13 @@ pub(super) struct PendingConclusion {
     asked: Now,
     /// The cause if the hubs report no other.
     cause: Cause,
+}
+
+/// A job that fails as soon as its hubs have written a last checkpoint, since nobody comes for the ranks that it has lost.
+#[derive(Debug)]
+pub(super) struct PendingFailure {
+    asked: Now,
+    message: String,
 }
 
 /// Returns the time that a StopService waits for what it asks.
@@ -114,6 +123,49 @@ impl Job {
         self.fail_because(ErrorCode::JobEnded, cause, now)
     }
 
+    /// Fails a job for whose lost ranks nobody has come. If it has checkpoints, its hubs first write one of the step that they
+    /// have in common, and the message says which.
+    pub(super) fn fail_after_last_checkpoint(&mut self, message: String, now: Now) -> Transition {
+        if self.options.checkpoint_every.is_none() {
+            return self.fail(ErrorCode::JobEnded, message, now);
+        }
+        self.pending_failure = Some(PendingFailure { asked: now, message: message.clone() });
+        match self.ask(message, StopWhen::WorkersEnding) {
+            Transition::None => self.check_pending_failure(now),
+            asked => asked,
+        }
+    }
+
+    /// Whether the job is about to fail for want of workers, so that nobody joins it any more.
+    pub(super) fn is_failing(&self) -> bool {
+        self.pending_failure.is_some()
+    }
+
+    /// Fails a job whose hubs have written its last checkpoint, or cannot.
+    pub(super) fn check_pending_failure(&mut self, now: Now) -> Transition {
+        let Some(PendingFailure { asked, message }) = &self.pending_failure else { return Transition::None };
+        if !self.is_kept() && now.seconds_since(*asked) < FAILS_WITHIN_S {
+            return Transition::None;
+        }
+        let message = format!("{message}. {}", self.describe_newest_checkpoint());
+        self.fail(ErrorCode::JobEnded, message, now)
+    }
+
+    /// What is known of the newest checkpoint. Of several hubs each has written its part, and parts of different steps
+    /// are no checkpoint.
+    fn describe_newest_checkpoint(&self) -> String {
+        let with_chunks = self.job_hubs.iter().filter(|job_hub| job_hub.has_streams());
+        let mut steps =
+            with_chunks.map(|job_hub| job_hub.checkpoints.as_ref().and_then(|status| status.step));
+        let first = steps.next().flatten();
+        match first {
+            Some(step) if steps.all(|other| other == first) => format!(
+                "Its newest checkpoint, of step {step}, has been written: a job of this name goes on from it with resume = auto"
+            ),
+            _ => "No checkpoint of its last step could be written: not all chunks were at one step, or a disk failed".into(),
+        }
+    }
+
     /// Returns whether no hub holds anything of the job any more.
     pub(crate) fn is_cleared(&self) -> bool {
         self.phase == JobPhase::Cleared
@@ -180,6 +232,7 @@ impl Job {
         self.proposed = None;
         self.information_book = None;
         self.concluding = None;
+        self.pending_failure = None;
         self.assignments.forget_processes();
         let stop: Vec<u32> =
             self.job_hubs.iter().filter(|job_hub| job_hub.asked && !job_hub.ended).map(|m| m.hub).collect();

@@ -79,7 +79,7 @@ impl JobHub {
     }
 
     /// Whether workers exchange there. A hub without chunks of the job is done as soon as it has allocated.
-    fn has_streams(&self) -> bool {
+    pub(super) fn has_streams(&self) -> bool {
         self.reserved.1 > 0
     }
 
@@ -136,6 +136,17 @@ impl Job {
         self.job_hubs[index].allocated = true;
         if !self.job_hubs.iter().all(|job_hub| job_hub.allocated) {
             return Transition::None;
+        }
+        // With `auto` each hub has looked for itself whether there is one.
+        let without = |job_hub: &&JobHub| job_hub.resumed_step.is_none() && job_hub.has_streams();
+        let (resumed_step, without) = (self.resumed_step(), self.job_hubs.iter().find(without));
+        if let (Some(step), Some(without)) = (resumed_step, without) {
+            let message = format!(
+                "one hub goes on from its checkpoint of step {step}, and {} has found none: let all hubs share one folder of \
+                 checkpoints",
+                without.describe()
+            );
+            return self.fail(ErrorCode::DoesNotFit, message, now);
         }
         self.state = JobState::Running;
         self.phase = JobPhase::Running;

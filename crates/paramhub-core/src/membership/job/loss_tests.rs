@@ -6,7 +6,8 @@ use super::tests::{
 };
 use super::*;
 use crate::auth::Purpose;
-use crate::service::{JobEnd, LossCounters, OnWorkerLoss};
+use crate::checkpoint::CheckpointStatus;
+use crate::service::{JobEnd, LossCounters, OnWorkerLoss, StopWhen};
 
 /// A running job of three workers and two hubs that goes on with so many workers.
 fn outliving(min_workers: u32) -> Job {
@@ -379,4 +380,58 @@ fn the_time_with_a_lost_rank_goes_on_while_the_manager_restarts() {
     // Nothing is lost while it restarts once more.
     let (job, _) = Job::restore(job.record(later(20.0)), later(30.0));
     assert_eq!(counted(&job, later(40.0)), (1, 1, 10.0));
+}
+
+/// A job with checkpoints at two hubs has lost all of its three workers, and its time for others is over.
+fn waiting_in_vain() -> (Job, String) {
+    let options = JobOptions {
+        on_worker_loss: OnWorkerLoss::Continue,
+        linger_s: 10.0,
+        checkpoint_every: Some("100".parse().unwrap()),
+        ..JobOptions::default()
+    };
+    let mut job = running_with(3, 2, options);
+    for hub in 0..2 {
+        job.hub_reserved(hub, 100, 3);
+        job.hub_kept(hub, CheckpointStatus { step: Some(100), ..CheckpointStatus::default() });
+    }
+    (0..3).for_each(|rank| drop(lose(&mut job, rank, 1)));
+    assert_eq!(job.check_time(later(9.9)), Transition::None);
+    let asked = job.check_time(later(10.0));
+    let Transition::AskHubs { hubs, reason, when: StopWhen::WorkersEnding } = asked else {
+        panic!("{asked:?}")
+    };
+    assert_eq!(hubs, [0, 1]);
+    assert!(reason.contains("no other process has come for 10 s"), "{reason}");
+    (job, reason)
+}
+
+#[test]
+fn a_job_for_which_nobody_comes_fails_when_its_last_checkpoint_is_written() {
+    let (mut job, reason) = waiting_in_vain();
+    // A process comes too late, while the hubs may have gone back already.
+    job.connect(&call(1, 7), later(10.5)).unwrap();
+    submit(&mut job);
+    assert_eq!(job.join(1), Transition::None);
+    for hub in 0..2 {
+        assert_eq!(job.check_time(later(11.0)), Transition::None, "hub {hub} has not written its part");
+        job.hub_kept(hub, CheckpointStatus { step: Some(123), ..CheckpointStatus::default() });
+        job.hub_kept_last(hub);
+    }
+    assert!(matches!(job.check_time(later(11.0)), Transition::Ended { .. }));
+    let status = job.status(later(11.0));
+    assert_eq!(status.state, JobState::Failed);
+    assert!(status.message.starts_with(&reason), "{}", status.message);
+    assert!(status.message.contains("checkpoint, of step 123, has been written"), "{}", status.message);
+}
+
+#[test]
+fn a_job_whose_hubs_have_no_last_checkpoint_in_common_says_so() {
+    let (mut job, _) = waiting_in_vain();
+    job.hub_kept(0, CheckpointStatus { step: Some(123), ..CheckpointStatus::default() });
+    job.hub_kept_last(0);
+    assert_eq!(job.check_time(later(69.0)), Transition::None);
+    assert!(matches!(job.check_time(later(70.0)), Transition::Ended { .. }), "hub 1 does not answer");
+    let message = job.status(later(70.0)).message;
+    assert!(message.contains("No checkpoint of its last step could be written"), "{message}");
 }

@@ -213,7 +213,8 @@ impl Job {
 
     /// The settings of a process that takes a lost rank agree with the job's: its hubs are to expect it.
     pub(crate) fn join(&mut self, rank: u32) -> Transition {
-        let Some(holder) = self.assignments.holder(rank).filter(|_| self.is_joining(rank)) else {
+        let may_join = self.is_joining(rank) && !self.is_failing();
+        let Some(holder) = self.assignments.holder(rank).filter(|_| may_join) else {
             return Transition::None;
         };
         if self.options.rewinds() {
@@ -313,6 +314,9 @@ impl Job {
         if let Some(rank) = asked.or(never_asked) {
             return self.rank_lost_again(rank, now);
         }
+        if self.is_failing() {
+            return self.check_pending_failure(now);
+        }
         let linger_s = self.options.linger_s;
         match self.waits_since {
             Some(since) if now.seconds_since(since) >= linger_s => {
@@ -328,7 +332,7 @@ impl Job {
                 let message = format!(
                     "{lost}, and no other process has come for {linger_s} s (linger_s), {needed}. The last loss: {last}"
                 );
-                self.fail(ErrorCode::JobEnded, message, now)
+                self.fail_after_last_checkpoint(message, now)
             }
             _ => Transition::None,
         }

@@ -585,6 +585,18 @@ fn hubs_go_on_from_one_step() {
         message.contains("step 9") && message.contains("step 7") && message.contains("share one folder"),
         "{message}"
     );
+
+    // Both have chunks, and one has found no checkpoint.
+    for steps in [[Some(7), None], [None, Some(7)]] {
+        let mut half = placing(1, 2);
+        for (hub, step) in (0..).zip(steps) {
+            half.hub_reserved(hub, 100, 1);
+            let _ = half.hub_allocated(hub, "hash", step, now());
+        }
+        let (state, message) = (half.status(now()).state, half.status(now()).message);
+        assert_eq!(state, JobState::Failed, "{steps:?}");
+        assert!(message.contains("step 7") && message.contains("has found none"), "{message}");
+    }
 }
 
 #[test]

@@ -13,8 +13,8 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::composition::Neighbour;
 use paramhub_core::exchange::Awaited;
 use paramhub_core::job_control::{
-    AdmittedStreams, CUT_OFF, CoreEvent, Event, FaultCause, HubTerms, JobControl, JobLimits, LAST_CHECKPOINT,
-    LAST_CHECKPOINT_TIMEOUT, LateRank, OverdueEvent, OverdueNeighbours, SHUTDOWN,
+    AdmittedStreams, Beginning, CUT_OFF, CoreEvent, Event, FaultCause, HubTerms, JobControl, JobLimits,
+    LAST_CHECKPOINT, LAST_CHECKPOINT_TIMEOUT, LateRank, OverdueEvent, OverdueNeighbours, SHUTDOWN,
 };
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{CauseKind, JobCounters, StopWhen};
@@ -147,7 +147,7 @@ impl Simulation {
         if !std::mem::take(&mut self.job(namespace).is_loading) {
             return;
         }
-        let result = if well { Ok(7) } else { Err("no such file".to_string()) };
+        let result = if well { Ok(Beginning::Checkpoint(7)) } else { Err("no such file".to_string()) };
         self.handle(Event::Loaded { namespace, result });
     }
 

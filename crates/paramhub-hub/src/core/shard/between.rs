@@ -35,6 +35,7 @@ impl Shard {
         self.settle(index);
         self.spill(index);
         self.newest_step = self.newest_step.max(update.step);
+        self.counters.steps = u64::from(self.newest_step) + 1;
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let at = slot.array_offset + block.start..slot.array_offset + block.end;
             let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();

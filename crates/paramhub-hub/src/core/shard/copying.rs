@@ -3,6 +3,9 @@
 //! A chunk is copied at one of three moments: at the update that brings it to the version, while it is in
 //! cache; before the update that would take it beyond; or, if it is at the version already, in a turn of its
 //! own between those of streams.
+//!
+//! The program states that belong to the version come a little later than its chunks: each rank saves its own before its
+//! next gradient. The snapshot waits for them, at most until a chunk shows that all ranks have gone past that.
 
 use super::Shard;
 use crate::core::snapshot::{ArmedSnapshot, ChunkMark, Snapshot, SnapshotOutcome, SnapshotTarget};
@@ -20,14 +23,21 @@ impl Shard {
     /// Begins a snapshot.
     pub(crate) fn arm(&mut self, target: SnapshotTarget, mut snapshot: Box<Snapshot>) {
         snapshot.begin();
-        self.armed = Some(ArmedSnapshot { target, snapshot, at: 0 });
+        if let SnapshotTarget::Version(version) = target
+            && snapshot.goes_back
+            && let Err(newest) = self.go_back_for_snapshot(version)
+        {
+            (snapshot.outcome, snapshot.newest) = (SnapshotOutcome::Missed, newest);
+            snapshot.goes_back_to = Some(newest);
+        }
+        self.armed = Some(ArmedSnapshot { target, snapshot, at: 0, is_called_off: false });
     }
 
     /// Cancels the snapshot.
     pub(crate) fn disarm(&mut self) {
-        if let Some(armed) = &mut self.armed
-            && armed.snapshot.outcome == SnapshotOutcome::Open
-        {
+        let Some(armed) = &mut self.armed else { return };
+        armed.is_called_off = true;
+        if armed.snapshot.outcome == SnapshotOutcome::Open {
             armed.snapshot.outcome = SnapshotOutcome::Disarmed;
         }
     }
@@ -42,6 +52,10 @@ impl Shard {
     /// Looks at the next chunks, and copies about `elements` elements of those that are at the version.
     pub(crate) fn copy_some(&mut self, elements: usize) {
         let mut copied = 0;
+        if self.is_copying() && self.is_rewinding() {
+            self.rewind_some(elements);
+            return;
+        }
         while copied < elements && self.is_copying() {
             let armed = self.armed.as_mut().expect("it is copying");
             let index = armed.at;
@@ -98,10 +112,13 @@ impl Shard {
     /// The snapshot, if it has ended.
     pub(crate) fn ended_snapshot(&mut self) -> Option<Box<Snapshot>> {
         let ended = self.armed.as_ref().is_some_and(|armed| armed.snapshot.outcome != SnapshotOutcome::Open);
-        if !ended {
+        if !ended || self.awaits_program_states() {
             return None;
         }
         let ArmedSnapshot { target, mut snapshot, .. } = self.armed.take()?;
+        if let (SnapshotOutcome::Complete, SnapshotTarget::Version(version)) = (snapshot.outcome, target) {
+            snapshot.program_states.extend(self.program_states.of_step(version));
+        }
         if snapshot.outcome == SnapshotOutcome::Disarmed {
             let begun = (0..self.slots.len() as u32).filter(|&index| self.exchange.has_begun(index));
             snapshot.newest = begun.map(|index| self.exchange.step(index)).max().unwrap_or(0);
@@ -115,8 +132,27 @@ impl Shard {
         Some(snapshot)
     }
 
+    /// Returns whether all chunks are copied, and ranks that save program states have yet to save those of the version.
+    fn awaits_program_states(&self) -> bool {
+        let Some(ArmedSnapshot { target: SnapshotTarget::Version(version), snapshot, is_called_off, .. }) =
+            &self.armed
+        else {
+            return false;
+        };
+        snapshot.outcome == SnapshotOutcome::Complete
+            && !is_called_off
+            && self.newest_step < *version
+            && self.program_states.newest_common().is_some_and(|newest| newest < *version)
+    }
+
     /// Gives up the snapshot that is being taken: chunks go back to an earlier version.
     pub(super) fn miss_snapshot(&mut self) {
+        if self.awaits_program_states()
+            && let Some(armed) = &mut self.armed
+        {
+            // The states that would come are those of another way to the version.
+            armed.snapshot.outcome = SnapshotOutcome::Open;
+        }
         self.give_up(SnapshotOutcome::Missed, self.newest_step.saturating_add(1));
     }
 

@@ -55,8 +55,12 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
 
 impl Shard {
     /// Sets what the chunks begin with, if a checkpoint has it.
-    pub(super) fn begin_restoring(&mut self, restored: Restored) {
+    pub(super) fn begin_restoring(&mut self, mut restored: Restored) {
         self.newest_step = restored.step;
+        self.counters.steps = restored.step.into();
+        for (rank, bytes) in std::mem::take(&mut restored.program_states) {
+            self.program_states.restore(rank, restored.step, bytes);
+        }
         self.restoring = (!self.slots.is_empty()).then_some(RestoreProgress { restored, at: 0 });
     }
 

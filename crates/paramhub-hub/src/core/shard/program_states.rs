@@ -10,7 +10,7 @@ use crate::core::plan::ShardPlan;
 
 impl ShardPlan {
     /// The largest number of bytes of a program state here; 0 on a route that keeps none.
-    fn program_state_bytes_here(&self) -> u32 {
+    pub(crate) fn program_state_bytes_here(&self) -> u32 {
         let keeps_them = self.placement().program_state_route() == Some(self.route);
         if keeps_them { self.program_state_bytes } else { 0 }
     }
@@ -22,7 +22,7 @@ impl ShardPlan {
 
     /// Bytes that program states take on this route.
     pub(super) fn program_states_memory_bytes(&self) -> u64 {
-        ProgramStates::memory_bytes(self.ports.workers(), self.program_state_bytes_here())
+        ProgramStates::memory_bytes(self.ports.workers(), self.program_state_bytes_here(), self.checkpoints)
     }
 
     pub(super) fn program_states(&self) -> ProgramStates {

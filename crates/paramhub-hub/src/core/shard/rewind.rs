@@ -106,16 +106,32 @@ impl Shard {
     /// Fails if the chunks cannot go back to this step; the text says which cannot, and why.
     pub(crate) fn join_after_rewind(&mut self, worker: u32, step: u32) -> Result<(), String> {
         if self.rewind == Rewind::Awaited {
-            self.exchange.check_rewind(step).map_err(|cannot| self.describe(cannot))?;
-            self.exchange.rewind(step);
-            self.sums.drop_parts();
-            self.program_states.forget_after(step);
-            // A snapshot of a later step would have chunks from before and from after.
-            self.miss_snapshot();
-            self.newest_step = step;
-            self.rewind = Rewind::UnderWay { step, next: 0 };
+            self.begin_to_go_back(step).map_err(|cannot| self.describe(cannot))?;
         }
         self.left[worker as usize] = false;
+        Ok(())
+    }
+
+    /// Takes chunks whose members are lost back to `step` for a last checkpoint of it. If they cannot go back to that, the
+    /// error is the newest step to which they can. Chunks that no rank is to leave stay as they are.
+    pub(super) fn go_back_for_snapshot(&mut self, step: u32) -> Result<(), u32> {
+        let Rewind::Awaited = self.rewind else { return Ok(()) };
+        // Chunks without a step in common have no checkpoint, and the snapshot misses them one by one.
+        let Ok(newest) = self.exchange.newest_rewind() else { return Ok(()) };
+        let newest = newest.min(self.program_states.newest_common().unwrap_or(u32::MAX));
+        if step > newest { Err(newest) } else { self.begin_to_go_back(step).map_err(|_| newest) }
+    }
+
+    fn begin_to_go_back(&mut self, step: u32) -> Result<(), CannotRewind> {
+        self.exchange.check_rewind(step)?;
+        self.exchange.rewind(step);
+        self.sums.drop_parts();
+        self.program_states.forget_after(step);
+        // A snapshot of a later step would have chunks from before and from after.
+        self.miss_snapshot();
+        self.newest_step = step;
+        self.counters.steps = step.into();
+        self.rewind = Rewind::UnderWay { step, next: 0 };
         Ok(())
     }
 

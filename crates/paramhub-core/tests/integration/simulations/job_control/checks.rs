@@ -57,11 +57,11 @@ impl Simulation {
                 assert_eq!(std::mem::replace(&mut job.writer, Writer::Running), Writer::None);
                 assert!(job.admitted.is_some() && job.terms.writes_checkpoints);
             }
-            Output::TakeLastCheckpoint { namespace, goes_on } => {
+            Output::TakeLastCheckpoint { namespace, before } => {
                 let now = self.now;
                 let job = self.here(namespace);
                 assert_eq!(job.writer, Writer::Running);
-                job.last_asked.push_back(goes_on);
+                job.last_asked.push_back(before.goes_on());
                 if job.have_all_left() {
                     job.finishing_since.get_or_insert(now);
                 }
