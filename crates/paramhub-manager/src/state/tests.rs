@@ -202,7 +202,6 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         JobOptions { hubs: Some(0), weight: 2, ..usual },
         JobOptions { min_workers: 2, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..outlives },
-        JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..continues },
         JobOptions { min_workers: 2, ..rewinds },
         JobOptions { rewind_every: 2, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..rewinds },
