@@ -34,6 +34,7 @@ def create_job(
     reduction: str = "auto",
     optimize_at: str = "every_site",
     on_interface_down: str = "fail",
+    redial_grace: float | None = None,
     on_worker_loss: str = "fail",
     min_workers: int | None = None,
     max_workers: int | None = None,
@@ -64,6 +65,11 @@ def create_job(
 
     ``on_interface_down`` is what the job does when a network interface goes down: ``fail``, or ``continue`` over the other
     interfaces. ``continue`` needs synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
+
+    ``redial_grace`` is how long a hub waits for a worker whose connection was cut, 0.5 by default and at most 60; the worker
+    dials again meanwhile, and the step goes on as if nothing had happened. A worker whose process has ended is lost at once.
+    Asynchronous jobs, jobs with ``clip_norm``, those that leave out late workers, and those whose hubs serve racks or hosts
+    do not wait.
 
     ``on_worker_loss`` is what the job does when a worker is lost: ``fail``, or ``continue`` with the workers that are left,
     until another process takes the rank: it joins the job with the same ticket, and begins with the parameters at the hubs
@@ -113,6 +119,7 @@ def create_job(
     }
     # Options with the value None are not sent, because older managers do not know them.
     wishes = {
+        "redial_grace_s": redial_grace,
         "on_worker_loss": None if on_worker_loss == "fail" else on_worker_loss,
         "min_workers": min_workers,
         "rewind_every": rewind_every,

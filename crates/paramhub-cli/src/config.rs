@@ -138,6 +138,7 @@ pub(crate) struct RunSection {
     pub(crate) encrypt: bool,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
+    pub(crate) redial_grace_s: f64,
     #[serde(with = "text")]
     pub(crate) on_worker_loss: OnWorkerLoss,
     pub(crate) min_workers: u32,
@@ -270,6 +271,7 @@ impl Default for RunSection {
             reduction,
             optimize_at,
             on_interface_down,
+            redial_grace_s,
             on_worker_loss,
             min_workers,
             rewind_every,
@@ -287,6 +289,7 @@ impl Default for RunSection {
             optimize_at,
             encrypt: false,
             on_interface_down,
+            redial_grace_s,
             on_worker_loss,
             min_workers,
             max_workers: None,

@@ -152,6 +152,10 @@ struct CreateFlags {
     /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// How long a hub waits for a worker whose connection was cut, 0 to 60; the worker dials again meanwhile. One whose
+    /// process has ended is lost at once [default: 0.5]
+    #[arg(long, value_name = "SECONDS")]
+    redial_grace: Option<f64>,
     /// What becomes of it when a worker is lost: fail; continue with those that are left, until another process takes the rank;
     /// or rewind, so that all ranks go back to an earlier step [default: fail]
     #[arg(long, value_name = "WHAT")]
@@ -201,6 +205,7 @@ impl CreateFlags {
             hubs: self.hubs,
             encrypt: self.encrypt.unwrap_or(default.encrypt),
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
+            redial_grace_s: self.redial_grace.unwrap_or(default.redial_grace_s),
             on_worker_loss: self.on_worker_loss.unwrap_or(default.on_worker_loss),
             min_workers: self.min_workers.unwrap_or(default.min_workers),
             start_workers,

@@ -78,6 +78,10 @@ pub(super) struct RunFlags {
     /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// How long a hub waits for a worker whose connection was cut, 0 to 60; the worker dials again meanwhile. One whose
+    /// process has ended is lost at once [default: 0.5]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_REDIAL_GRACE")]
+    redial_grace: Option<f64>,
     /// What becomes of the job when a worker is lost: fail; continue with those that are left, until another process takes the
     /// rank; or rewind, so that all ranks go back to an earlier step [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_WORKER_LOSS")]
@@ -162,6 +166,7 @@ impl RunFlags {
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
+        section.redial_grace_s = self.redial_grace.unwrap_or(section.redial_grace_s);
         section.linger_s = self.linger.unwrap_or(section.linger_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
         self.command

@@ -1,10 +1,15 @@
 //! Bounds that every side enforces before it allocates or waits; docs/protocol.md lists them for other implementers.
 
-/// Seconds within which the cut stream of a job that may go on must be opened again over another interface.
+/// Seconds within which a stream must be opened again over another interface, in a job whose streams may move.
 pub const RESUME_S: u64 = 10;
 /// The least `dead_after_s` of such a job. A worker must not count as dead while the loss of its stream is
 /// noticed and the stream is resumed.
 pub const RESUME_DEAD_AFTER_S_MIN: f64 = 15.0;
+/// The default of `redial_grace_s`: the seconds for which a hub waits for a worker whose stream was cut. A worker whose
+/// process has died costs the others at most this.
+pub const REDIAL_GRACE_S: f64 = 0.5;
+/// The most seconds for which a hub waits so.
+pub const REDIAL_GRACE_S_MAX: f64 = 60.0;
 /// Workers in one job. Ranks travel as `u32`; the hub keeps eight bytes per chunk and rank.
 pub const WORKERS_MAX: u32 = 1024;
 /// The largest weight of a job: shares of a core that differ by more than a factor of a hundred cannot be

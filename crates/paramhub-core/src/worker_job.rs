@@ -23,20 +23,28 @@ use std::time::{Duration, Instant};
 
 use crate::limits::RESUME_S;
 use crate::liveness::FINAL_MESSAGE_TIMEOUT;
+use crate::resuming::ResumeTerms;
 use crate::wire::Failure;
 pub use reopening::{Consequence, Reopening};
 
 /// The time that leaving may take: a hub closes its end once it has read the Leave message.
 pub const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time that leaving may take in a job that may have to open a stream again to send the Leave message.
-pub const LEAVE_TIMEOUT_RESUMING: Duration = Duration::from_secs(RESUME_S + 5);
+/// The time that leaving may take in a job that may have to open a stream again by other paths to send the Leave
+/// message.
+pub const LEAVE_TIMEOUT_MOVING: Duration = Duration::from_secs(RESUME_S + 5);
+
+/// The time that leaving may take in a job with these terms.
+pub fn leave_timeout(resuming: &ResumeTerms) -> Duration {
+    let least = if resuming.moves { LEAVE_TIMEOUT_MOVING } else { LEAVE_TIMEOUT };
+    least.max(LEAVE_TIMEOUT + resuming.redial_grace)
+}
 
 /// A job at one worker.
 #[derive(Debug)]
 pub struct WorkerJob<Error> {
     phase: Phase<Error>,
-    /// Whether broken streams may be opened again.
-    resumes: bool,
+    /// Which streams are opened again.
+    resuming: ResumeTerms,
 }
 
 #[derive(Debug)]
@@ -115,9 +123,9 @@ pub trait Progress<Error> {
 }
 
 impl<Error> WorkerJob<Error> {
-    /// A job that runs. `resumes` says whether broken streams may be opened again.
-    pub fn new(resumes: bool) -> WorkerJob<Error> {
-        WorkerJob { phase: Phase::Running, resumes }
+    /// A job that runs. `resuming` says which streams are opened again.
+    pub fn new(resuming: ResumeTerms) -> WorkerJob<Error> {
+        WorkerJob { phase: Phase::Running, resuming }
     }
 
     /// Which commands of the program are taken.
@@ -212,7 +220,7 @@ impl<Error> WorkerJob<Error> {
     }
 
     fn send_leave(&mut self, outcome: Result<(), Error>, now: Instant) -> Output<Error> {
-        let timeout = if self.resumes { LEAVE_TIMEOUT_RESUMING } else { LEAVE_TIMEOUT };
+        let timeout = leave_timeout(&self.resuming);
         self.phase = Phase::Closing { deadline: now + timeout, outcome };
         Output::SendLeave
     }

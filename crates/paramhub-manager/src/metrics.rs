@@ -164,7 +164,7 @@ fn collect_jobs(state: &Membership, metrics: &mut prometheus_client::registry::R
         ("job_sent_bytes", "Bytes the hubs sent for a living job", |counters| counters.bytes_sent),
         ("job_contributions", "Contributions summed for a living job", |counters| counters.contributions),
         ("job_updates", "Chunks optimised for a living job", |counters| counters.updates),
-        ("job_streams_moved", "Streams of a living job that went on over another interface", |counters| {
+        ("job_streams_moved", "Streams of a living job that were cut and opened again", |counters| {
             counters.streams_moved
         }),
     ];

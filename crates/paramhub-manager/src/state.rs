@@ -186,8 +186,8 @@ pub(crate) struct CallingRank {
 /// Checks the arguments of `CreateService`.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
     use paramhub_core::limits::{
-        HUBS_MAX, JOB_NAME_BYTES_MAX, PROGRAM_STATE_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S,
-        REWIND_EVERY_MAX, WEIGHT_MAX, WORKERS_MAX,
+        HUBS_MAX, JOB_NAME_BYTES_MAX, PROGRAM_STATE_BYTES_MAX, REDIAL_GRACE_S_MAX, RESUME_DEAD_AFTER_S_MIN,
+        RESUME_S, REWIND_EVERY_MAX, WEIGHT_MAX, WORKERS_MAX,
     };
 
     let refuse = |message: String| Err(refusal(ErrorCode::BadRequest, message));
@@ -259,6 +259,7 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         ("rendezvous_timeout_s", options.rendezvous_timeout_s, 0.1, 86_400.0),
         ("lease_s", options.lease_s, 0.1, 604_800.0),
         ("dead_after_s", options.dead_after_s, 1.0, 86_400.0),
+        ("redial_grace_s", options.redial_grace_s, 0.0, REDIAL_GRACE_S_MAX),
         ("linger_s", options.linger_s, 1.0, 604_800.0),
     ];
     let progress_timeout =

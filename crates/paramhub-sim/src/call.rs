@@ -182,7 +182,7 @@ impl Caller {
                 self.wait(RETRY_PAUSE, context);
                 None
             }
-            Arrival::Closed | Arrival::Broken if has_time && call.retries_left > 0 => {
+            Arrival::Closed | Arrival::Broken | Arrival::Reset if has_time && call.retries_left > 0 => {
                 call.retries_left -= 1;
                 let pause = call.pause;
                 call.pause = (pause * 2).min(RETRY_PAUSE_MAX);
@@ -192,7 +192,9 @@ impl Caller {
                 None
             }
             Arrival::Refused => Some(Err(CallError::Away("nobody listens"))),
-            Arrival::Closed | Arrival::Broken => Some(Err(CallError::Away("the connection broke"))),
+            Arrival::Closed | Arrival::Broken | Arrival::Reset => {
+                Some(Err(CallError::Away("the connection broke")))
+            }
         }
     }
 

@@ -127,6 +127,7 @@ impl Hub {
                 }
             }
             Wake::Adopt { stream, place } => self.adopt(stream, place, context),
+            Wake::CutOver { stream } => self.cut_over(stream, context),
             other => unreachable!("{other:?} is of others"),
         }
     }

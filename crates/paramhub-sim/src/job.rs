@@ -8,6 +8,7 @@ use paramhub_core::chunk::ChunkMap;
 use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::service::{CreateService, JobOptions, OnInterfaceDown, OnWorkerLoss};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::stragglers::Quorum;
@@ -41,7 +42,8 @@ pub(crate) struct JobPlan {
     pub(crate) settings: Arc<Settings>,
     /// How the job is created.
     pub(crate) request: CreateService,
-    pub(crate) continues: bool,
+    /// Which streams are opened again when they are cut.
+    pub(crate) resuming: ResumeTerms,
     pub(crate) reproducible: bool,
     /// The condition that ends steps without some workers, if the job outlives them.
     pub(crate) quorum: Option<Quorum>,
@@ -73,6 +75,7 @@ impl JobPlan {
                 true => OnInterfaceDown::Continue,
                 false => OnInterfaceDown::Fail,
             },
+            redial_grace_s: scenario.redial_grace.as_secs_f64(),
             ..JobOptions::default()
         };
         let settings = Settings {
@@ -89,7 +92,7 @@ impl JobPlan {
             map,
             settings: Arc::new(settings),
             request: CreateService { name: "job".into(), workers: scenario.workers, options },
-            continues: scenario.continues,
+            resuming: ResumeTerms { redial_grace: scenario.redial_grace, moves: scenario.continues },
             reproducible: scenario.reproducible,
             quorum: options.quorum(scenario.workers),
             rewind_every: scenario.rewind_every,

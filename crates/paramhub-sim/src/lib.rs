@@ -35,7 +35,7 @@ mod world;
 use std::ops::Range;
 
 pub use network::Process;
-pub use scenario::{Fault, Scenario};
+pub use scenario::{Fault, Learns, Scenario};
 pub use world::{Plant, Summary, run};
 
 /// What has come of many seeds.
@@ -53,6 +53,8 @@ pub struct Explored {
     pub rewinds: u64,
     /// Steps that all workers have done.
     pub steps: u64,
+    /// Jobs that went through with all their workers although streams of theirs were cut.
+    pub cut: u64,
     /// Streams that were broken by faults.
     pub broken_streams: u64,
     /// Restarts of managers.
@@ -80,6 +82,8 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
         let is_replacement = |&(_, fault): &(_, Fault)| matches!(fault, Fault::Replace(..));
         let outlives_workers = scenario.outlives_workers() && scenario.faults.iter().any(is_replacement);
         explored.without_workers += u64::from(had_to_finish && outlives_workers);
+        let has_cuts = scenario.faults.iter().any(|(_, fault)| matches!(fault, Fault::Cut { .. }));
+        explored.cut += u64::from(summary.had_to_keep_all && has_cuts);
         explored.rewinds += summary.rewinds as u64;
         explored.steps += summary.steps;
         explored.broken_streams += summary.broken as u64;

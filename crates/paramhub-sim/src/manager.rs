@@ -167,7 +167,7 @@ impl Manager {
         };
         match arrival {
             Arrival::Message(Message::Call(request)) => self.take(stream, &request, context),
-            Arrival::Closed | Arrival::Broken => {
+            Arrival::Closed | Arrival::Broken | Arrival::Reset => {
                 let call = running.callers.iter().find(|(_, caller)| caller.stream == stream);
                 if let Some(call) = call.map(|(&call, _)| call) {
                     running.callers.remove(&call);

@@ -36,6 +36,8 @@ pub(crate) enum Arrival {
     Closed,
     /// The path is broken, as when an interface goes down.
     Broken,
+    /// The stream was reset.
+    Reset,
     /// Nobody listens at the other end.
     Refused,
 }
@@ -63,6 +65,8 @@ struct StreamState {
     ends: [EndState; 2],
     /// Nothing arrives any more, and neither end learns it.
     is_silent: bool,
+    /// Nothing arrives any more, and an end that sends learns it.
+    is_reset: bool,
 }
 
 #[derive(Debug)]
@@ -99,7 +103,7 @@ impl Network {
             coming: VecDeque::new(),
             stuck: 0,
         };
-        self.streams.push(StreamState { ends: [end(from), end(to)], is_silent: false });
+        self.streams.push(StreamState { ends: [end(from), end(to)], is_silent: false, is_reset: false });
         StreamId(self.streams.len() - 1)
     }
 
@@ -136,13 +140,61 @@ impl Network {
         self.streams[stream.0].ends[side].is_open = false;
     }
 
-    /// Ends all streams of a process as the system does when it dies.
+    /// Ends all streams of a process as the system does when it dies: it closes them, or resets those on which something
+    /// has come that the process had not read.
     pub(crate) fn kill(&mut self, process: Process, agenda: &mut Agenda<Event>) {
         for stream in (0..self.streams.len()).map(StreamId) {
-            if self.streams[stream.0].ends.iter().any(|end| end.process == process && end.is_open) {
-                self.close(stream, process, agenda);
+            let state = &self.streams[stream.0];
+            let is_own = |end: &EndState| end.process == process && end.is_open;
+            if !state.ends.iter().any(is_own) {
+                continue;
             }
+            let is_call = state.ends.iter().any(|end| end.process == Process::Manager);
+            let has_unread = state.ends.iter().any(|end| is_own(end) && !end.coming.is_empty());
+            if !is_call && has_unread && self.random.happens(50) {
+                let learns = 1 - self.side(stream, process);
+                self.reset(stream, &[learns], agenda);
+            }
+            self.close(stream, process, agenda);
         }
+    }
+
+    /// Resets one of the open streams between two processes, or all. These sides learn it, and the others when they send.
+    pub(crate) fn reset_streams(
+        &mut self,
+        between: [Process; 2],
+        nth: Option<usize>,
+        learning: &[Process],
+        agenda: &mut Agenda<Event>,
+    ) -> usize {
+        let open = (0..self.streams.len()).map(StreamId).filter(|stream| {
+            let state = &self.streams[stream.0];
+            let [a, b] = [0, 1].map(|side| state.ends[side].process);
+            let is_between = between == [a, b] || between == [b, a];
+            is_between && !state.is_silent && !state.is_reset && state.ends.iter().all(|end| end.is_open)
+        });
+        let mut open: Vec<StreamId> = open.collect();
+        if let Some(nth) = nth.filter(|_| !open.is_empty()) {
+            open = vec![open[nth % open.len()]];
+        }
+        for &stream in &open {
+            let sides = learning.iter().map(|&process| self.side(stream, process));
+            let sides: Vec<usize> = sides.collect();
+            self.reset(stream, &sides, agenda);
+        }
+        open.len()
+    }
+
+    fn reset(&mut self, stream: StreamId, learning: &[usize], agenda: &mut Agenda<Event>) {
+        self.streams[stream.0].is_reset = true;
+        for &side in learning {
+            self.learn_reset(stream, side, agenda);
+        }
+    }
+
+    fn learn_reset(&mut self, stream: StreamId, side: usize, agenda: &mut Agenda<Event>) {
+        let at = agenda.now() + self.random.time(&self.delay);
+        agenda.add(at, Event::Learn { stream, side, arrival: Arrival::Reset });
     }
 
     /// Breaks all open streams between two processes. If the break is silent, neither end learns it; otherwise both
@@ -198,7 +250,7 @@ impl Network {
     pub(crate) fn arrive(&mut self, stream: StreamId, side: usize) -> Option<(Process, Arrival)> {
         let state = &mut self.streams[stream.0];
         let (from, to) = (state.ends[1 - side].process, state.ends[side].process);
-        if state.is_silent || !state.ends[side].is_open {
+        if state.is_silent || state.is_reset || !state.ends[side].is_open {
             return None;
         }
         if self.blocked.contains(&(from, to)) {
@@ -216,6 +268,9 @@ impl Network {
 
     fn pass(&mut self, stream: StreamId, from: Process, arrival: Arrival, agenda: &mut Agenda<Event>) {
         let side = 1 - self.side(stream, from);
+        if self.streams[stream.0].is_reset {
+            return self.learn_reset(stream, 1 - side, agenda);
+        }
         let mut at = agenda.now() + self.random.time(&self.delay);
         let is_hello =
             matches!(arrival, Arrival::Message(Message::Hello(ref hello)) if hello.attempt.resumes());

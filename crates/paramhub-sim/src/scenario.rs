@@ -29,8 +29,10 @@ pub struct Scenario {
     pub elements: u64,
     /// Steps of the job.
     pub steps: u32,
-    /// Whether broken streams are replaced (`--on-interface-down continue`).
+    /// Whether streams go by other paths when theirs is broken (`--on-interface-down continue`).
     pub continues: bool,
+    /// How long hubs wait for a worker whose stream was cut, and the worker dials (`--redial-grace`).
+    pub redial_grace: Duration,
     /// Whether contributions are summed in the order of ranks.
     pub reproducible: bool,
     /// The least number of workers with which the job goes on, if it goes on when workers are lost
@@ -66,8 +68,19 @@ pub struct Scenario {
 /// Something that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// All streams between two processes break, and both ends learn it.
+    /// The path of all streams between two processes fails, and both ends learn it.
     Break(Process, Process),
+    /// One stream between a worker's newest process and a hub is reset, or all.
+    Cut {
+        /// The worker.
+        worker: Process,
+        /// The hub.
+        hub: Process,
+        /// Which of the streams.
+        nth: Option<usize>,
+        /// Who learns it at once.
+        learns: Learns,
+    },
     /// All streams between two processes bring nothing any more, and neither end learns it.
     Silence(Process, Process),
     /// Nothing that one process sends reaches another for a while.
@@ -93,6 +106,17 @@ pub enum Fault {
     Rival(u32),
 }
 
+/// Who learns at once that a stream was reset. The other end learns it when it sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Learns {
+    /// Both ends.
+    Both,
+    /// The worker alone.
+    Worker,
+    /// The hub alone.
+    Hub,
+}
+
 impl Scenario {
     /// The scenario of a seed.
     pub fn new(seed: u64) -> Scenario {
@@ -109,7 +133,12 @@ impl Scenario {
             keys: 1 + random.below(4) as u32,
             elements: KEY_ELEMENTS,
             steps: 1 + random.below(12) as u32,
-            continues: random.happens(80),
+            continues: random.happens(50),
+            redial_grace: match random.below(10) {
+                0..4 => ms(500),
+                4..9 => ms(2_000 + random.below(18_000)),
+                _ => ms(0),
+            },
             reproducible: random.happens(50),
             min_workers: None,
             start_workers: None,
@@ -132,11 +161,13 @@ impl Scenario {
                 if random.happens(40) {
                     scenario.start_workers = Some(least + random.below((workers - least + 1).into()) as u32);
                 }
-                (scenario.continues, scenario.reproducible, scenario.late_hellos) = (false, false, 0);
+                scenario.continues &= random.happens(30);
+                (scenario.reproducible, scenario.late_hellos) = (false, 0);
             }
             30..60 => {
                 scenario.rewind_every = Some(1 + random.below(5) as u32);
-                (scenario.continues, scenario.late_hellos) = (false, 0);
+                scenario.continues &= random.happens(30);
+                scenario.late_hellos = 0;
             }
             _ => {}
         }
@@ -145,7 +176,7 @@ impl Scenario {
         let gathering = scenario.starting.end + scenario.saving.end * 3 + scenario.delay.end * 10 + ms(200);
         for _ in 0..random.below(8) {
             let fault = match random.happens(40) {
-                _ if scenario.outlives_workers() && random.happens(60) => {
+                _ if scenario.outlives_workers() && random.happens(45) => {
                     let length = any_length(&mut random, 90, 20_000);
                     Fault::Replace(random.below(workers.into()) as u32, length)
                 }
@@ -178,8 +209,18 @@ impl Fault {
         let any = if random.happens(50) { worker } else { hub };
         let (from, to) = if random.happens(50) { (worker, hub) } else { (hub, worker) };
         let length = any_length(random, 70, 40_000);
-        match random.below(22) {
-            0..=6 => Fault::Break(worker, hub),
+        match random.below(26) {
+            0..=3 => Fault::Break(worker, hub),
+            4..=6 | 22..=25 => Fault::Cut {
+                worker,
+                hub,
+                nth: random.happens(70).then(|| random.below(4) as usize),
+                learns: match random.below(4) {
+                    0..=1 => Learns::Both,
+                    2 => Learns::Worker,
+                    _ => Learns::Hub,
+                },
+            },
             7..=10 => Fault::Silence(worker, hub),
             11..=14 => Fault::Block(from, to, length),
             15..=17 => Fault::Pause(any, length),
@@ -214,9 +255,12 @@ impl Fault {
             | Fault::Pause(_, length)
             | Fault::Replace(_, length) => length,
             Fault::Crash { away, .. } => away,
-            Fault::Break(..) | Fault::Silence(..) | Fault::Kill(_) | Fault::Twin(_) | Fault::Rival(_) => {
-                Duration::ZERO
-            }
+            Fault::Break(..)
+            | Fault::Cut { .. }
+            | Fault::Silence(..)
+            | Fault::Kill(_)
+            | Fault::Twin(_)
+            | Fault::Rival(_) => Duration::ZERO,
         }
     }
 
@@ -237,7 +281,7 @@ impl Fault {
             }
             Fault::Pause(process, _) => process == Process::Manager,
             Fault::Crash { .. } | Fault::Rival(_) => true,
-            Fault::Kill(_) | Fault::Twin(_) | Fault::Replace(..) => false,
+            Fault::Cut { .. } | Fault::Kill(_) | Fault::Twin(_) | Fault::Replace(..) => false,
         }
     }
 }

@@ -2,15 +2,19 @@
 
 use std::time::Duration;
 
+use paramhub_core::liveness::{HEARTBEAT, LivenessRules};
+use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::service::{JobEnd, JobState, JobStatus};
 
 use crate::network::Process;
-use crate::scenario::{Fault, Scenario};
+use crate::scenario::{Fault, Learns, Scenario};
 
 /// Outages of this length together are survived: a worker tries for 10 s to open a stream again.
 const BRIEF: Duration = Duration::from_millis(6_500);
 /// What a handshake costs whose stream is silent, or late: the time after which the worker dials once more.
 const SILENT_HANDSHAKE: Duration = Duration::from_secs(4);
+/// What an acceptor and a core take for a stream.
+const ADMISSION: Duration = Duration::from_millis(25);
 /// The manager need not hear hubs for so long while the job runs.
 const UNHEARD: Duration = Duration::from_secs(80);
 /// The manager may be away for so long while ranks gather: they call again for 10 s.
@@ -60,24 +64,42 @@ impl Scenario {
         let faults = |early: bool| -> Vec<Fault> {
             self.faults.iter().filter(|&&(at, _)| is_early(at) == early).map(|&(_, fault)| fault).collect()
         };
-        let survives = match self.outlives_workers() {
-            // Another process joins a job as a first one does. One that is killed is replaced.
-            true => {
-                // A twin that comes before its rank has opened all streams ends it, which the others outlive.
-                let is_outlived = |fault: &Fault| match fault {
-                    Fault::Replace(..) => true,
-                    Fault::Twin(_) => self.rewind_every.is_none(),
-                    _ => false,
-                };
-                let is_other = |fault: &Fault| !is_outlived(fault);
-                let (others, replaced): (Vec<Fault>, Vec<Fault>) =
-                    faults(false).into_iter().partition(is_other);
-                let absent: Duration = replaced.iter().map(|fault| fault.length()).sum();
-                self.survive_gathering(&others) && (self.rewind_every.is_none() || absent <= ABSENT)
-            }
-            false => self.survive_running(&faults(false)),
-        };
+        let survives = self.keeps_workers(&faults(false))
+            || match self.outlives_workers() {
+                // Another process joins a job as a first one does. One that is killed is replaced.
+                true => {
+                    // A twin that comes before its rank has opened all streams ends it, which the others outlive.
+                    let is_outlived = |fault: &Fault| match fault {
+                        Fault::Replace(..) => true,
+                        Fault::Twin(_) => self.rewind_every.is_none(),
+                        _ => false,
+                    };
+                    let is_other = |fault: &Fault| !is_outlived(fault);
+                    let (others, replaced): (Vec<Fault>, Vec<Fault>) =
+                        faults(false).into_iter().partition(is_other);
+                    let absent: Duration = replaced.iter().map(|fault| fault.length()).sum();
+                    self.survive_gathering(&others) && (self.rewind_every.is_none() || absent <= ABSENT)
+                }
+                false => false,
+            };
         self.survive_gathering(&faults(true)) && survives
+    }
+
+    /// Whether no worker may be lost although its streams may be cut.
+    pub(crate) fn must_keep_workers(&self, connected: Option<Duration>) -> bool {
+        let is_early = |at: Duration| connected.is_none_or(|connected| at <= connected);
+        let (early, late): (Vec<_>, Vec<_>) = self.faults.iter().partition(|&&(at, _)| is_early(at));
+        let [early, late] = [early, late].map(|faults: Vec<(Duration, Fault)>| {
+            faults.into_iter().map(|(_, fault)| fault).collect::<Vec<_>>()
+        });
+        self.survive_gathering(&early) && self.keeps_workers(&late)
+    }
+
+    /// Whether these faults of a job that runs cost no worker.
+    fn keeps_workers(&self, faults: &[Fault]) -> bool {
+        // Where a rank may be taken by another process, one that comes may be the one that has it.
+        let is_other = |fault: &Fault| matches!(fault, Fault::Twin(_) | Fault::Rival(_));
+        self.survive_running(faults) && !(self.outlives_workers() && faults.iter().any(is_other))
     }
 
     fn survive_gathering(&self, faults: &[Fault]) -> bool {
@@ -85,9 +107,12 @@ impl Scenario {
             Fault::Break(..) | Fault::Block(..) | Fault::Part(..) => fault.is_of_manager(),
             Fault::Pause(..) | Fault::Crash { .. } => true,
             // A rival that comes first has the rank.
-            Fault::Silence(..) | Fault::Kill(_) | Fault::Twin(_) | Fault::Replace(..) | Fault::Rival(_) => {
-                false
-            }
+            Fault::Cut { .. }
+            | Fault::Silence(..)
+            | Fault::Kill(_)
+            | Fault::Twin(_)
+            | Fault::Replace(..)
+            | Fault::Rival(_) => false,
         };
         let is_crash = |fault: &&Fault| matches!(fault, Fault::Crash { .. });
         let away: Duration = faults.iter().filter(is_crash).map(|fault| fault.length()).sum();
@@ -101,7 +126,9 @@ impl Scenario {
     fn survive_running(&self, faults: &[Fault]) -> bool {
         let is_survived = |fault: &Fault| match fault {
             Fault::Break(..) | Fault::Silence(..) if fault.is_of_manager() => true,
-            Fault::Break(..) | Fault::Silence(..) => self.continues,
+            Fault::Silence(..) => self.continues,
+            // The grace is looked at below.
+            Fault::Break(..) | Fault::Cut { .. } => true,
             Fault::Block(..) | Fault::Part(..) | Fault::Pause(..) => true,
             Fault::Twin(_) | Fault::Rival(_) | Fault::Crash { .. } => true,
             Fault::Kill(_) | Fault::Replace(..) => false,
@@ -114,7 +141,27 @@ impl Scenario {
         let silences = of_streams.filter(|fault| matches!(fault, Fault::Silence(..))).count();
         // The first silence makes the worker dial; others may hit the handshakes that follow.
         let outages = lengths + SILENT_HANDSHAKE * ((silences as u32).saturating_sub(1) + self.late_hellos);
-        outages <= BRIEF && unheard <= UNHEARD && faults.iter().all(is_survived)
+        let is_redialled = |fault: &&Fault| match fault {
+            Fault::Cut { .. } => true,
+            Fault::Break(..) => !fault.is_of_manager() && !self.continues,
+            _ => false,
+        };
+        let cuts: Vec<Fault> = faults.iter().filter(is_redialled).copied().collect();
+        let has_grace = cuts.is_empty() || self.redial_grace >= outages + self.redialling(&cuts);
+        outages <= BRIEF && unheard <= UNHEARD && has_grace && faults.iter().all(is_survived)
+    }
+
+    /// How long it takes until another stream is in the place of one that was cut so often, if nothing else fails. Its
+    /// worker may learn of a cut only when it sends a heartbeat. A later cut may hit a handshake; if only the hub learns it,
+    /// the worker waits for the hub's answer for long.
+    fn redialling(&self, cuts: &[Fault]) -> Duration {
+        let terms = ResumeTerms { redial_grace: self.redial_grace, moves: self.continues };
+        let rules = LivenessRules::of_stream(terms.heartbeat(HEARTBEAT), self.dead_after);
+        let learning = rules.heartbeat + rules.check_every();
+        let of_hub = |fault: &&Fault| matches!(fault, Fault::Cut { learns: Learns::Hub, .. });
+        let again = cuts.len() as u32 - 1;
+        let waiting = SILENT_HANDSHAKE * again.min(cuts.iter().filter(of_hub).count() as u32);
+        (learning + self.delay.end * 4 + ADMISSION) * (again + 1) + waiting
     }
 }
 
@@ -149,6 +196,10 @@ impl Ends<'_> {
             if !names_somebody(&end.reason) {
                 return Err(format!("hub {number} reports a failure that names nobody: {}", end.reason));
             }
+        }
+        let lost = (0..self.scenario.workers).find(|rank| !self.always_there.contains(rank));
+        if let Some(rank) = lost.filter(|_| self.scenario.must_keep_workers(self.connected)) {
+            return Err(format!("rank {rank} was lost although nobody died"));
         }
         self.check_record(must_finish)
     }

@@ -10,6 +10,7 @@ use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, OwnPauses};
 use paramhub_core::requests::{Request, Requests};
+use paramhub_core::resuming::StreamEnd;
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_core::worker_job::{Announcement, FailureCause, Output, Progress, WorkerJob};
 
@@ -91,7 +92,7 @@ impl Worker {
             plan: plan.clone(),
             member: Member::new(rank, number, plan),
             joined: None,
-            job: WorkerJob::new(plan.continues),
+            job: WorkerJob::new(plan.resuming),
             requests: requests(plan),
             lanes: Vec::new(),
             program: Program::Joining,
@@ -146,7 +147,7 @@ impl Worker {
         self.lanes.clear();
         self.lost_hubs.clear();
         self.rewound.clear();
-        (self.job, self.requests) = (WorkerJob::new(self.plan.continues), requests(&self.plan));
+        (self.job, self.requests) = (WorkerJob::new(self.plan.resuming), requests(&self.plan));
         (self.program, self.joined) = (Program::Joining, None);
         self.member.begin_again(context);
     }
@@ -166,7 +167,7 @@ impl Worker {
     }
 
     fn rules(&self) -> LivenessRules {
-        LivenessRules::of_stream(HEARTBEAT, self.plan.dead_after)
+        LivenessRules::of_stream(self.plan.resuming.heartbeat(HEARTBEAT), self.plan.dead_after)
     }
 
     /// An end of a stream learns something.
@@ -192,8 +193,9 @@ impl Worker {
                 Arrival::Message(Message::Frame(frame)) => self.take_frame(index, frame, context),
                 Arrival::Message(_) => {}
                 Arrival::Closed => self.end_lane(index, "it closed the connection", context),
-                Arrival::Broken if self.job.may_resume() => self.resume(index, context),
-                Arrival::Broken | Arrival::Refused => self.end_lane(index, "the path is broken", context),
+                Arrival::Broken => self.cut(index, StreamEnd::PathFailed, context),
+                Arrival::Reset => self.cut(index, StreamEnd::Reset, context),
+                Arrival::Refused => self.end_lane(index, "nobody listens", context),
             }
         }
         self.go_on(context);
@@ -228,7 +230,7 @@ impl Worker {
             Wake::DialTimeout { lane, stream } => match self.lanes[lane].state {
                 LaneState::Resuming(attempts, Some(opening)) if opening == stream => {
                     self.lanes[lane].unheard.push(stream);
-                    self.dialled_in_vain(lane, attempts, context);
+                    self.dialled_in_vain(lane, attempts, false, context);
                 }
                 LaneState::Opening(opening) if opening == stream => {
                     let hub = self.lanes[lane].hub;
@@ -424,7 +426,8 @@ impl Worker {
         for index in 0..self.lanes.len() {
             let silence = self.lanes[index].liveness.silence(now);
             if self.job.resumes_after(silence) {
-                self.resume(index, context);
+                let patience = self.job.tries(StreamEnd::PathFailed).unwrap_or_default();
+                self.resume(index, patience, context);
             }
         }
         if !self.job.watches_hubs() {

@@ -65,6 +65,8 @@ pub(crate) enum Wake {
     Opened { allocation: u32, route: RouteId },
     /// A hub's core takes the next chunk of a route back to an earlier step.
     GoBack { allocation: u32, route: RouteId },
+    /// A hub has waited long enough for another stream in place of one that was cut.
+    CutOver { stream: StreamId },
     /// A hub's acceptor passes a stream on to its core.
     Adopt { stream: StreamId, place: StreamPlace },
 }
@@ -80,6 +82,8 @@ pub enum Plant {
     RankTwice,
     /// A hub does not know that a stream was replaced.
     NoResume,
+    /// A hub takes a worker whose stream was cut for lost at once.
+    CutsLose,
     /// The manager answers before its store has saved what it tells.
     AnswersUnsaved,
     /// A manager that restarts has lost which process has which rank.
@@ -144,6 +148,8 @@ pub struct Summary {
     pub has_finished: bool,
     /// Whether it had to.
     pub had_to_finish: bool,
+    /// Whether it had to keep all its workers.
+    pub had_to_keep_all: bool,
     /// Steps that all workers together have done.
     pub steps: u64,
     /// Streams that were broken by faults.
@@ -309,6 +315,10 @@ impl World<'_> {
         };
         if let Some(process) = process {
             if self.killed.contains(&process) {
+                if let (Event::Arrive { stream, .. }, Process::Hub(_)) = (&event, process) {
+                    // Its host still answers those who dial.
+                    self.network.refuse(*stream, process, &mut self.agenda);
+                }
                 return;
             }
             if let Some((_, waiting)) = self.paused.get_mut(&process) {
@@ -406,6 +416,7 @@ impl World<'_> {
         ends.check()?;
         Ok(Summary {
             had_to_finish: self.scenario.must_finish(self.connected),
+            had_to_keep_all: self.scenario.must_keep_workers(self.connected),
             has_finished: recorded.state == JobState::Finished,
             steps: self.workers.values().map(|worker| u64::from(worker.step())).sum(),
             broken: self.broken,

@@ -3,11 +3,12 @@
 use paramhub_sim::{Plant, Scenario, explore, run, shrunk};
 
 /// Faults of the program, and what is said of each when it is found.
-const PLANTS: [(Plant, &str); 11] = [
+const PLANTS: [(Plant, &str); 12] = [
     (Plant::RepeatCounted, "has the sum of"),
     (Plant::StaleStream, "although nobody died"),
     (Plant::RankTwice, "although nobody died"),
     (Plant::NoResume, "broke the rules"),
+    (Plant::CutsLose, "although nobody died"),
     (Plant::AnswersUnsaved, "ranks know that it was further"),
     (Plant::HoldersForgotten, "two processes are told that they have rank"),
     (Plant::CommandsOnce, "although nobody died"),
@@ -22,10 +23,11 @@ fn no_seed_breaks_a_rule() {
     let explored = explore(0..5000).unwrap_or_else(|failing| panic!("{failing}"));
     println!("{explored:?}");
     assert!(explored.finished > 5000 / 3, "most jobs have failed: {explored:?}");
-    assert!(explored.had_to_finish > 5000 / 5, "few jobs had to go through: {explored:?}");
+    assert!(explored.had_to_finish > 5000 / 6, "few jobs had to go through: {explored:?}");
     assert!(explored.broken_streams > 5000, "few streams broke: {explored:?}");
     assert!(explored.without_workers > 200, "few jobs went through with other workers: {explored:?}");
     assert!(explored.rewinds > 500, "few jobs went back: {explored:?}");
+    assert!(explored.cut > 80, "few jobs kept all their workers although streams were cut: {explored:?}");
     assert!(explored.without_manager > 200, "few jobs went through without their manager: {explored:?}");
 }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use paramhub_core::resuming::StreamEnd;
 use paramhub_core::wire::{FrameError, Header};
 use thiserror::Error;
 
@@ -162,10 +163,13 @@ pub enum ReceiveError<E> {
 /// Why a connection broke.
 #[derive(Debug, Error)]
 pub enum StreamError {
+    /// The peer had closed the connection in order before this was written.
+    #[error("the peer had closed the connection")]
+    ClosedByPeer,
     /// The peer is gone.
     #[error("{}", if *.reset { "the connection was reset by the peer" } else { "the connection ended inside a frame" })]
     Closed {
-        /// Whether it was reset, or written to after the peer had closed; otherwise it ended inside a frame.
+        /// Whether it was reset; otherwise it ended inside a frame.
         reset: bool,
     },
     /// What came is not what the peer has encrypted, or not in whole frames.
@@ -177,12 +181,22 @@ pub enum StreamError {
 }
 
 impl StreamError {
+    /// How the stream has ended; `None` if what came on it cannot be trusted.
+    pub fn end(&self) -> Option<StreamEnd> {
+        match self {
+            StreamError::ClosedByPeer | StreamError::Closed { reset: false } => Some(StreamEnd::Closed),
+            StreamError::Closed { reset: true } => Some(StreamEnd::Reset),
+            StreamError::Io(_) => Some(StreamEnd::PathFailed),
+            StreamError::Forged => None,
+        }
+    }
+
     pub(crate) fn from_errno(errno: rustix::io::Errno) -> Self {
         use rustix::io::Errno;
         match errno {
-            Errno::PIPE | Errno::CONNRESET | Errno::CONNABORTED | Errno::NOTCONN => {
-                StreamError::Closed { reset: true }
-            }
+            // The system says so where the end of the peer's frames has come before the reset that the write provoked.
+            Errno::PIPE => StreamError::ClosedByPeer,
+            Errno::CONNRESET | Errno::CONNABORTED | Errno::NOTCONN => StreamError::Closed { reset: true },
             other => StreamError::Io(other.into()),
         }
     }

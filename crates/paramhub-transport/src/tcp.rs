@@ -228,6 +228,7 @@ impl TcpStream {
     }
 
     fn send_encrypted(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError> {
+        let receiving_is_over = self.receiving_is_over;
         let encryption = self.encryption.as_mut().expect("the stream is encrypted");
         let mut sent = Sent::default();
         loop {
@@ -240,7 +241,8 @@ impl TcpStream {
             }
             let pairs = heads.iter().zip(batch).map(|(head, frame)| (&head[..], frame.payload));
             self.send_calls += 1;
-            let taken = encryption.send(&self.socket, pairs).map_err(StreamError::from_errno)?;
+            let taken =
+                encryption.send(&self.socket, pairs).map_err(|errno| send_error(errno, receiving_is_over))?;
             let bytes: usize = batch[..taken].iter().map(|frame| HEADER_BYTES + frame.payload.len()).sum();
             self.bytes_sent += bytes as u64;
             sent.frames += taken;
@@ -308,7 +310,7 @@ impl Stream for TcpStream {
                     Ok(wrote) => wrote,
                     Err(Errno::INTR) => continue,
                     Err(Errno::AGAIN) => 0,
-                    Err(errno) => return Err(StreamError::from_errno(errno)),
+                    Err(errno) => return Err(send_error(errno, self.receiving_is_over)),
                 };
             sent.bytes += wrote;
             sent.blocked = wrote < bytes;
@@ -360,6 +362,14 @@ impl TcpStream {
 impl AsFd for TcpStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+}
+
+/// The error of a write. Once reading has failed, the system forgets that the stream was reset.
+fn send_error(errno: Errno, receiving_is_over: bool) -> StreamError {
+    match errno {
+        Errno::PIPE if receiving_is_over => StreamError::Closed { reset: true },
+        other => StreamError::from_errno(other),
     }
 }
 

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::liveness::{LivenessChange, LivenessRules, OwnPauses};
+use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::wire::Release;
 use paramhub_core::worker_job::{CommandsTaken, FailureCause, WorkerJob};
 use paramhub_transport::runtime::{become_io_thread, panic_message};
@@ -42,7 +43,7 @@ pub(crate) struct IoLoop {
     commands: VecDeque<JobCommand>,
     /// The rules by which the job ends.
     job: WorkerJob<WorkerError>,
-    /// Present only in a job that replaces a failed stream by one over another path.
+    /// Present only in a job whose streams are opened again.
     failover: Option<Failover>,
     liveness_rules: LivenessRules,
     own_pauses: OwnPauses,
@@ -59,6 +60,7 @@ pub(crate) struct IoLoopConfig {
     pub(crate) hub_rank: Option<u32>,
     pub(crate) scratch_bytes: usize,
     pub(crate) loss_reporter: Option<LossReporter>,
+    pub(crate) resuming: ResumeTerms,
 }
 
 impl IoLoop {
@@ -85,7 +87,7 @@ impl IoLoop {
             waker,
             scratch: Scratch::new(config.scratch_bytes),
             commands: VecDeque::with_capacity(64),
-            job: WorkerJob::new(failover.is_some()),
+            job: WorkerJob::new(config.resuming),
             failover,
             liveness_rules: config.liveness_rules,
             own_pauses: OwnPauses::new(Instant::now(), config.liveness_rules.heartbeat),
@@ -303,9 +305,7 @@ impl IoLoop {
                     lane.liveness.sent(now);
                     self.in_flight.shared.counters.sent(bytes);
                 }
-                Err(error) if self.is_resumable(index, &error) => {
-                    self.resume_stream(index, None, error.to_string())?;
-                }
+                Err(error) if self.resumes_after_error(index, &error, now)? => {}
                 Err(error) => {
                     // The hub's last frames are still to be read.
                     self.lanes[index].close_sending();
@@ -357,10 +357,10 @@ impl IoLoop {
         match received {
             Ok(received) if !received.closed => Ok(()),
             Ok(_) => self.end_lane(index, "it closed the connection", now),
-            Err(ReceiveError::Stream(error)) if self.is_resumable(index, &error) => {
-                self.resume_stream(index, None, error.to_string())
-            }
-            Err(ReceiveError::Stream(error)) => self.end_lane(index, &error.to_string(), now),
+            Err(ReceiveError::Stream(error)) => match self.resumes_after_error(index, &error, now)? {
+                true => Ok(()),
+                false => self.end_lane(index, &error.to_string(), now),
+            },
             Err(ReceiveError::Frame(error)) => {
                 self.end_by_fault(index, FrameFault::Protocol(error.to_string()), now)
             }

@@ -19,7 +19,7 @@ use paramhub_core::liveness::LivenessRules;
 use paramhub_core::placement::{HubShape, Placement, RouteId};
 use paramhub_core::program_states::payload_bytes_max;
 use paramhub_core::requests::Requests;
-use paramhub_core::resuming::{ResumeNotices, Retunes};
+use paramhub_core::resuming::{ResumeNotices, ResumeTerms, Retunes};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
@@ -130,6 +130,7 @@ impl JobConfig {
         let map = ChunkMap::new(&self.settings.keys, self.settings.chunk_bytes)
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
         let plan = Plan::new(&self.settings, &self.roster.cluster());
+        let resuming = ResumeTerms::of(&self.job_options, self.features(), &plan);
         let placement = self.place(&who, &map, &plan)?;
         let chunk_bytes = self.chunk_bytes_max(&map);
         let OpenedStreams { streams, interfaces, arena, state_slots } = self
@@ -194,16 +195,21 @@ impl JobConfig {
         let in_flight =
             RequestsInFlight::new(Arc::clone(&shared), requests, placement, arena, lanes.len(), begin_every);
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
-        let liveness_rules = LivenessRules::of_stream(options.heartbeat, dead_after);
+        let heartbeat = match lanes.iter().all(|lane: &Lane| lane.stream.is_shm()) {
+            true => options.heartbeat,
+            false => resuming.heartbeat(options.heartbeat),
+        };
+        let liveness_rules = LivenessRules::of_stream(heartbeat, dead_after);
         let (spin, scratch_bytes, hub_rank) = (options.spin, options.scratch_bytes, options.hub_rank);
-        let config = IoLoopConfig { liveness_rules, spin, scratch_bytes, hub_rank, loss_reporter };
-        let failover = self.job_options.continues().then(|| {
+        let config = IoLoopConfig { liveness_rules, spin, scratch_bytes, hub_rank, loss_reporter, resuming };
+        let failover = resuming.resumes().then(|| {
             let (events, received) = sync_channel(2 * lanes.len() + INTERFACE_EVENTS_MAX);
             let redialler = Redialler {
                 who: who.clone(),
                 secret: self.secret,
                 epoch: self.epoch,
                 encrypts: self.job_options.encrypt,
+                moves: resuming.moves,
                 selector: options.interfaces.clone(),
                 shared: Arc::downgrade(&shared),
                 chunk_bytes,
@@ -220,7 +226,8 @@ impl JobConfig {
                 notices: ResumeNotices::default(),
             }
         });
-        let event_sender = failover.as_ref().map(|failover| failover.event_sender.clone());
+        let moving = failover.as_ref().filter(|_| resuming.moves);
+        let event_sender = moving.map(|failover| failover.event_sender.clone());
         let io_loop =
             IoLoop::new(in_flight, lanes, waker, config, failover).map_err(system("poll its streams"))?;
         // Start the watcher before the I/O thread: if the watcher cannot be started, no I/O thread is left
@@ -232,6 +239,13 @@ impl JobConfig {
             .spawn(move || io_loop.run())
             .map_err(system("start its I/O thread"))?;
         Ok(Job::new(shared, thread, options.leave_timeout))
+    }
+
+    /// The features of the job as far as a worker knows them: whether there are other sites, it does not. A hub of such a job
+    /// refuses streams that are opened again.
+    fn features(&self) -> Features {
+        let hubs = Features::of([(Feature::SeveralHubs, self.hubs.len() > 1)]);
+        self.settings.features().and(self.job_options.features()).and(hubs)
     }
 
     fn place(&self, who: &WorkerId, map: &ChunkMap, plan: &Plan) -> Result<Placement, WorkerError> {
@@ -280,8 +294,7 @@ impl JobConfig {
             let who = who.clone();
             move |error: std::io::Error| WorkerError::System { who, what, reason: error.to_string().into() }
         };
-        let hubs = Features::of([(Feature::SeveralHubs, self.hubs.len() > 1)]);
-        let features = self.settings.features().and(self.job_options.features()).and(hubs);
+        let features = self.features();
         let mut opened =
             OpenedStreams { streams: Vec::new(), interfaces: BTreeSet::new(), arena: None, state_slots: 0 };
         for (id, route) in placement.routes().iter().enumerate() {

@@ -12,6 +12,7 @@ use paramhub_core::placement::RouteId;
 use paramhub_core::program_states::StateInPieces;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::requests::{ExpectedAnswer, PieceId};
+use paramhub_core::resuming::Cuts;
 use paramhub_core::wire::{Header, Operation, Release, State};
 use paramhub_transport::{Connection, Outgoing, Stream, StreamError, WRITE_BYTES_MAX};
 
@@ -56,6 +57,8 @@ pub(crate) struct Lane {
     /// The address of this host that a stream over TCP leaves from.
     pub(crate) source: Option<IpAddr>,
     pub(crate) liveness: PeerLiveness,
+    /// How often the stream was cut and opened again.
+    pub(crate) cuts: Cuts,
 }
 
 /// What a lane's stream can still carry.
@@ -153,6 +156,7 @@ impl Lane {
             retired: None,
             source: None,
             liveness: PeerLiveness::new(now),
+            cuts: Cuts::default(),
         }
     }
 

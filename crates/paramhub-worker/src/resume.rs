@@ -1,6 +1,7 @@
-//! Opens a broken stream again: to the same core, to another address of its hub or from another address of
-//! this host.
+//! Opens a broken stream again: to the same core, by the same path or, in a job whose streams may move, to another
+//! address of its hub or from another address of this host.
 
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
@@ -8,8 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::StreamSecret;
-use paramhub_core::limits::RESUME_S;
-use paramhub_core::resuming::{AfterRound, Attempts, in_common};
+use paramhub_core::resuming::{AfterRound, Attempts, BrokenPath, path_order};
 use paramhub_core::wire::{Attempt, Direction, Hello, Refusal};
 use paramhub_transport::dialling::dial_from;
 use paramhub_transport::interface::Selector;
@@ -20,12 +20,10 @@ use crate::error::{WorkerError, WorkerId};
 use crate::interfaces::Interfaces;
 use crate::job::Shared;
 
-/// How long one path may take to connect before the next is tried.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the handshake may take: a busy hub answers late.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// An event that concerns the streams, for the I/O thread of a job that goes on.
+/// An event that concerns the streams, for the I/O thread of a job whose streams are opened again.
 pub(crate) enum StreamEvent {
     /// An interface of this host with this address does not work.
     InterfaceDown { address: IpAddr, what: String },
@@ -71,6 +69,8 @@ pub(crate) struct Redialler {
     /// The job's epoch.
     pub(crate) epoch: u64,
     pub(crate) encrypts: bool,
+    /// Whether streams may go by other paths than before.
+    pub(crate) moves: bool,
     pub(crate) selector: Selector,
     pub(crate) shared: Weak<Shared>,
     pub(crate) chunk_bytes: usize,
@@ -97,19 +97,29 @@ pub(crate) struct StreamFailure {
     pub(crate) hub: Arc<str>,
     /// The local address of the stream.
     pub(crate) source: Option<IpAddr>,
-    /// What happened to this host's own interface, if that was the cause.
-    pub(crate) interface_down: Option<String>,
-    /// Any other cause.
+    pub(crate) broken: BrokenPath,
+    /// What happened, also to this host's own interface.
     pub(crate) reason: String,
+    /// How long to try.
+    pub(crate) patience: Duration,
 }
 
 impl StreamFailure {
     fn why(&self) -> String {
-        match &self.interface_down {
-            Some(down) => format!("its {down}"),
-            None => format!("the stream to {}: {}", self.hub, self.reason),
+        match self.broken {
+            BrokenPath::OwnInterface => format!("its {}", self.reason),
+            BrokenPath::Somewhere | BrokenPath::Nowhere => {
+                format!("the stream to {}: {}", self.hub, self.reason)
+            }
         }
     }
+}
+
+/// Why one attempt has not led to a stream.
+enum NotOpened {
+    /// Nobody listens at the hub's address: its process has ended.
+    HubGone(WorkerError),
+    Failed(WorkerError),
 }
 
 struct DialAttempt<'a> {
@@ -119,20 +129,23 @@ struct DialAttempt<'a> {
 }
 
 impl Redialler {
-    /// Opens a lane's stream again, on the calling thread, or returns why it cannot. Tries for up to
-    /// [`RESUME_S`].
+    /// Opens a lane's stream again, on the calling thread, or returns why it cannot.
     pub(crate) fn resume(
         &self,
         lane: usize,
         failure: &StreamFailure,
     ) -> Result<Box<ResumedStream>, WorkerError> {
-        let tries = Attempts::new(Instant::now());
+        let tries = Attempts::new(Instant::now(), failure.patience);
         let (mut last_error, mut unheard) =
             ("no interface of this worker leads there".to_owned(), Vec::new());
         loop {
+            let mut is_hub_gone = false;
             let interfaces = Interfaces::learn_running(&self.selector);
-            let attempts = self.attempts(&self.endpoints[lane], failure, &interfaces);
-            if attempts.is_empty() && failure.interface_down.is_some() {
+            let attempts = match self.moves {
+                true => self.attempts(&self.endpoints[lane], failure, &interfaces),
+                false => self.attempts_as_before(&self.endpoints[lane], failure),
+            };
+            if attempts.is_empty() && failure.broken == BrokenPath::OwnInterface {
                 return Err(self.lost_error(failure, "no other that leads to a hub is left"));
             }
             for attempt in attempts {
@@ -144,17 +157,38 @@ impl Redialler {
                         let (hub, why) = (Arc::clone(attempt.hub), failure.why());
                         return Ok(Box::new(ResumedStream { stream, hub, source, unheard, why }));
                     }
-                    Err(error @ WorkerError::Refused { refusal, .. }) if refusal != Refusal::Busy => {
+                    // The loss of the stream is what ends the job, not that this hub resumes none.
+                    Err(NotOpened::Failed(WorkerError::Refused {
+                        refusal: Refusal::Route, message, ..
+                    })) => {
+                        return Err(
+                            self.lost_error(failure, &format!("the hub does not resume it: {message}"))
+                        );
+                    }
+                    Err(NotOpened::Failed(error @ WorkerError::Refused { refusal, .. }))
+                        if refusal != Refusal::Busy =>
+                    {
                         return Err(error);
                     }
-                    Err(error) => last_error = error.to_string(),
+                    Err(NotOpened::HubGone(error)) => {
+                        (is_hub_gone, last_error) = (true, error.to_string());
+                        break;
+                    }
+                    Err(NotOpened::Failed(error)) => last_error = error.to_string(),
                 }
             }
             let is_over = self.shared.upgrade().is_none_or(|shared| shared.inbox.closed().is_some());
-            match tries.after_round(Instant::now(), is_over) {
+            match tries.after_round(Instant::now(), is_over, is_hub_gone) {
                 AfterRound::Again(pause) => std::thread::sleep(pause),
                 AfterRound::GiveUp => {
-                    let why = format!("no other way led there within {RESUME_S} s ({last_error})");
+                    let seconds = failure.patience.as_secs_f64();
+                    let why = match (is_hub_gone, self.moves) {
+                        (true, _) => format!("nobody listens there any more ({last_error})"),
+                        (false, true) => format!("no way led there within {seconds} s ({last_error})"),
+                        (false, false) => {
+                            format!("it could not be dialled again within {seconds} s ({last_error})")
+                        }
+                    };
                     return Err(self.lost_error(failure, &why));
                 }
             }
@@ -176,10 +210,28 @@ impl Redialler {
                 attempts.extend(sources.into_iter().map(|source| DialAttempt { hub, address, source }));
             }
         }
-        let is_own_down = failure.interface_down.is_some();
         attempts.sort_by_key(|attempt| {
-            in_common(is_own_down, *attempt.hub == failure.hub, attempt.source == failure.source)
+            path_order(failure.broken, *attempt.hub == failure.hub, attempt.source == failure.source)
         });
+        attempts
+    }
+
+    /// The path of the broken stream, chosen as at first. An interface that is down for a moment counts, so that its
+    /// streams do not move.
+    fn attempts_as_before<'a>(
+        &self,
+        endpoint: &'a StreamEndpoint,
+        failure: &StreamFailure,
+    ) -> Vec<DialAttempt<'a>> {
+        let Ok(interfaces) = Interfaces::learn(&self.selector) else { return Vec::new() };
+        let mut attempts = Vec::new();
+        for hub in endpoint.addresses.iter().filter(|hub| **hub == failure.hub) {
+            for address in hub.to_socket_addrs().into_iter().flatten() {
+                if let Ok(source) = interfaces.source(address, usize::from(endpoint.hello.interface)) {
+                    attempts.push(DialAttempt { hub, address, source });
+                }
+            }
+        }
         attempts
     }
 
@@ -190,7 +242,7 @@ impl Redialler {
         interfaces: &Interfaces,
         tries: &Attempts,
         unheard: &mut Vec<std::net::TcpStream>,
-    ) -> Result<(Connection, Option<IpAddr>), WorkerError> {
+    ) -> Result<(Connection, Option<IpAddr>), NotOpened> {
         let hub = attempt.hub;
         let by = |patience| tries.by(Instant::now(), patience);
         let dialler = Dialler {
@@ -198,18 +250,24 @@ impl Redialler {
             secret: &self.secret,
             interfaces,
             encrypts: self.encrypts,
-            deadline: by(CONNECT_TIMEOUT + HANDSHAKE_TIMEOUT),
+            deadline: by(tries.connect_timeout() + HANDSHAKE_TIMEOUT),
         };
-        let left =
-            by(CONNECT_TIMEOUT).saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let failed = |error: std::io::Error| dialler.fail(hub, error.to_string());
+        let left = by(tries.connect_timeout())
+            .saturating_duration_since(Instant::now())
+            .max(Duration::from_millis(1));
+        let failed = |error: std::io::Error| {
+            let is_hub_gone = error.kind() == ErrorKind::ConnectionRefused;
+            let error = dialler.fail(hub, error.to_string());
+            if is_hub_gone { NotOpened::HubGone(error) } else { NotOpened::Failed(error) }
+        };
         let socket = dial_from(attempt.source, attempt.address, left).map_err(failed)?;
         let source = socket.local_addr().ok().map(|address| address.ip());
         unheard.push(socket.try_clone().map_err(failed)?);
         let endpoint = &self.endpoints[lane];
         let number = endpoint.attempts.fetch_add(1, Ordering::Relaxed) + 1;
         let attempt = Attempt::Numbered { epoch: self.epoch, number };
-        let opened = dialler.greet(hub, socket, Hello { attempt, ..endpoint.hello })?;
+        let opened =
+            dialler.greet(hub, socket, Hello { attempt, ..endpoint.hello }).map_err(NotOpened::Failed)?;
         let stream = TcpStream::new(opened.socket, Direction::ToWorker, self.chunk_bytes)
             .map(|stream| stream.with_encryption(opened.keys.as_ref()))
             .and_then(|stream| stream.with_buffer_bytes(self.send_bytes, self.receive_bytes))
@@ -220,9 +278,11 @@ impl Redialler {
 
     fn lost_error(&self, failure: &StreamFailure, why: &str) -> WorkerError {
         let who = self.who.clone();
-        match &failure.interface_down {
-            Some(down) => WorkerError::InterfaceDown { who, what: format!("{down}; {why}").into() },
-            None => {
+        match failure.broken {
+            BrokenPath::OwnInterface => {
+                WorkerError::InterfaceDown { who, what: format!("{}; {why}", failure.reason).into() }
+            }
+            BrokenPath::Somewhere | BrokenPath::Nowhere => {
                 let reason = format!("{}, and {why}", failure.reason).into();
                 WorkerError::Lost { who, hub: Arc::clone(&failure.hub), rank: None, reason }
             }

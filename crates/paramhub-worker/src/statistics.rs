@@ -15,7 +15,7 @@ pub struct Statistics {
     pub requests: u64,
     /// Time during which at least one request was under way.
     pub in_flight: Duration,
-    /// Streams that moved to another path when an interface went down.
+    /// Streams that were cut and opened again, by the same path or another.
     pub streams_moved: u64,
 }
 

@@ -142,6 +142,7 @@ fn options(section: &RunSection) -> JobOptions {
         optimize_at: section.optimize_at,
         encrypt: section.encrypt,
         on_interface_down: section.on_interface_down,
+        redial_grace_s: section.redial_grace_s,
         on_worker_loss: section.on_worker_loss,
         min_workers: section.min_workers,
         rewind_every: section.rewind_every,

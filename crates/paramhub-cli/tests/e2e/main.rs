@@ -21,6 +21,7 @@ mod e2e_neighbour;
 mod e2e_plan;
 mod e2e_probe;
 mod e2e_racks;
+mod e2e_redial;
 mod e2e_resume;
 mod e2e_run;
 mod e2e_stragglers;

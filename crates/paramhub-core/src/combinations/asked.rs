@@ -1,11 +1,15 @@
 //! The features that a job's settings, options and hubs ask for.
 
+use std::time::Duration;
+
 use super::{Conflict, Feature, Features, check, conflict_of};
 use crate::checkpoint::Every;
 use crate::codec::Dtype;
 use crate::composition::{Composition, OptimizeAt, Reduction};
 use crate::consistency::Consistency;
 use crate::key::Key;
+use crate::limits::{REDIAL_GRACE_S, REDIAL_GRACE_S_MAX};
+use crate::resuming::ResumeTerms;
 use crate::scheme::{LayerKind, LayerSettings, Plan, Scheme, SchemeChoice};
 use crate::service::{JobOptions, JobPlan, OnWorkerLoss};
 use crate::settings::{Settings, is_built_in};
@@ -100,6 +104,7 @@ impl JobOptions {
     pub fn features(&self) -> Features {
         features_of_reduction(self.reduction, self.optimize_at).and(Features::of([
             (Feature::ContinuesOverInterfaces, self.continues()),
+            (Feature::RedialGrace, self.redial_grace_s != 0.0 && self.redial_grace_s != REDIAL_GRACE_S),
             (Feature::LateLeftOut, self.stragglers.leaves_out()),
             (Feature::ContinuesWithoutWorkers, self.on_worker_loss == OnWorkerLoss::Continue),
             (Feature::Rewinds, self.rewinds()),
@@ -119,6 +124,22 @@ impl JobOptions {
             (Feature::Resume, self.resume.is_some()),
             (Feature::NoHubs, self.hubs == Some(0)),
         ]))
+    }
+}
+
+impl ResumeTerms {
+    /// Which streams of a job are opened again. `job` are the features of its settings, its options and its hubs, and
+    /// `schemes` is the plan of its layers. By default streams are dialled again where a job could
+    /// [ask for it](Feature::RedialGrace).
+    pub fn of(options: &JobOptions, job: Features, schemes: &Plan) -> ResumeTerms {
+        let schemes = schemes.layers.iter().filter_map(|planned| planned.scheme.feature());
+        let whole = schemes.fold(job, Features::with);
+        let is_exact = conflict_of(Feature::RedialGrace, whole).is_none();
+        let grace = if is_exact { options.redial_grace_s } else { 0.0 };
+        ResumeTerms {
+            redial_grace: Duration::try_from_secs_f64(grace.min(REDIAL_GRACE_S_MAX)).unwrap_or_default(),
+            moves: options.continues(),
+        }
     }
 }
 

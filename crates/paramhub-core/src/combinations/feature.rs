@@ -65,6 +65,7 @@ features! {
     OptimizerAtOwner, "optimizer-at-owner", "an optimizer at the owners (`optimize_at`)";
     // A job's policies.
     ContinuesOverInterfaces, "continues-over-interfaces", "`on_interface_down = continue`";
+    RedialGrace, "redial-grace", "a `redial_grace` other than 0.5 and 0";
     LateLeftOut, "late-left-out", "`stragglers` other than wait";
     ContinuesWithoutWorkers, "continues-without-workers", "`on_worker_loss = continue`";
     Rewinds, "rewinds", "`on_worker_loss = rewind`";

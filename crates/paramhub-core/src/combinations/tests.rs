@@ -10,6 +10,7 @@ use crate::composition::{Composition, OptimizeAt, Place, Reduction, arrange};
 use crate::consistency::Consistency;
 use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, InterfaceShape};
+use crate::resuming::ResumeTerms;
 use crate::scheme::{Cluster, LayerSettings, Plan, Scheme, SchemeChoice};
 use crate::service::{JobOptions, JobPlan, OnInterfaceDown, OnWorkerLoss};
 use crate::settings::{OptimizerChoice, Settings};
@@ -238,6 +239,38 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         refused[1]
     );
     assert!(refused[6].starts_with("key `fc.weight` (two-bit): hubs that serve racks"), "{}", refused[6]);
+}
+
+#[test]
+fn streams_are_dialled_again_by_default_where_that_is_exact() {
+    let usual = JobOptions::default();
+    let grace = |settings: &Settings, options: JobOptions, composition: Composition| {
+        let job = job(settings.clone(), options, composition);
+        let whole = settings.features().and(options.features()).and(job.composition.features());
+        ResumeTerms::of(&options, whole, &Plan::new(settings, &job.cluster)).redial_grace.as_secs_f64()
+    };
+    let flat = || Composition::flat(vec![hub()], 2);
+    let [outlives, rewinds] = [OnWorkerLoss::Continue, OnWorkerLoss::Rewind]
+        .map(|on_worker_loss| JobOptions { on_worker_loss, ..usual });
+    let patient = JobOptions { redial_grace_s: 7.0, ..usual };
+    let continues = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..usual };
+    for (options, expected) in
+        [(usual, 0.5), (outlives, 0.5), (rewinds, 0.5), (patient, 7.0), (continues, 0.5)]
+    {
+        assert_eq!(grace(&settings(), options, flat()), expected, "{options:?}");
+    }
+    assert_eq!(grace(&by(Scheme::FactorsToHub), usual, flat()), 0.5);
+    let exact = Settings { reproducible: true, ..settings() };
+    let quantised = Settings { codec: Some(Codec::TwoBit), ..settings() };
+    assert_eq!([&exact, &quantised].map(|settings| grace(settings, usual, flat())), [0.5; 2]);
+
+    let never = JobOptions { redial_grace_s: 0.0, ..usual };
+    let late = JobOptions { stragglers: Stragglers::Backup(1), ..usual };
+    let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..settings() };
+    let clipped = Settings { clip_norm: Some(1.0), ..settings() };
+    assert_eq!([never, late].map(|options| grace(&settings(), options, flat())), [0.0; 2]);
+    assert_eq!([&stale, &clipped, &by(Scheme::Factors)].map(|job| grace(job, usual, flat())), [0.0; 3]);
+    assert_eq!(grace(&settings(), usual, racks()), 0.0);
 }
 
 #[test]

@@ -7,6 +7,7 @@ use proptest::test_runner::TestRng;
 
 use super::*;
 use crate::consistency::Consistency;
+use crate::stragglers::Quorum;
 
 const SLOTS: u32 = 3;
 const STEPS: u32 = 4;
@@ -32,6 +33,14 @@ struct Worker {
     has_begun: Vec<bool>,
 }
 
+/// What becomes of the job when a worker is lost, which none is here.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum OnLoss {
+    Fail,
+    Continue,
+    Rewind,
+}
+
 struct TestJob {
     exchange: Exchange,
     rules: Rules,
@@ -44,7 +53,7 @@ struct TestJob {
 }
 
 impl TestJob {
-    fn new(workers: u32, reproducible: bool, has_parameters: bool) -> TestJob {
+    fn new(workers: u32, reproducible: bool, has_parameters: bool, loss: OnLoss) -> TestJob {
         let rules = Rules {
             workers,
             members: workers,
@@ -55,8 +64,8 @@ impl TestJob {
             reproducible,
             has_parameters,
             two_phase: false,
-            quorum: None,
-            rewind_every: None,
+            quorum: (loss == OnLoss::Continue).then_some(Quorum::NotLost { least: 1 }),
+            rewind_every: (loss == OnLoss::Rewind).then_some(1),
         };
         let first = if has_parameters { START } else { 0 };
         let worker = || Worker {
@@ -219,13 +228,17 @@ proptest! {
         workers in 1u32..5,
         reproducible in any::<bool>(),
         has_parameters in any::<bool>(),
+        loss in prop::sample::select(vec![OnLoss::Fail, OnLoss::Continue, OnLoss::Rewind]),
         rng in any::<u32>().prop_perturb(|_, rng| rng),
     ) {
         let mut rng = rng;
-        let mut quiet = TestJob::new(workers, reproducible, has_parameters);
+        // A job that goes on without lost workers is not reproducible, and both kinds have parameters.
+        let reproducible = reproducible && loss != OnLoss::Continue;
+        let has_parameters = has_parameters || loss != OnLoss::Fail;
+        let mut quiet = TestJob::new(workers, reproducible, has_parameters, loss);
         quiet.run(false, &mut rng);
         prop_assert_eq!(quiet.repeats, 0);
-        let mut cut = TestJob::new(workers, reproducible, has_parameters);
+        let mut cut = TestJob::new(workers, reproducible, has_parameters, loss);
         cut.run(true, &mut rng);
         if !reproducible {
             for model in [&mut quiet.model, &mut cut.model] {
@@ -240,7 +253,7 @@ proptest! {
 
 #[test]
 fn a_repeated_contribution_is_dropped_and_a_repeated_request_is_answered_again() {
-    let mut job = TestJob::new(2, false, false);
+    let mut job = TestJob::new(2, false, false, OnLoss::Fail);
     let exchange = &mut job.exchange;
     exchange.push(0, 0, 0, Answer::Parameters).unwrap();
     assert_eq!(

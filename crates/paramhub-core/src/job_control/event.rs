@@ -222,7 +222,7 @@ pub enum CoreEvent {
         /// The epoch since which the process has the rank.
         epoch: u64,
     },
-    /// A neighbour's stream continues over another interface.
+    /// A neighbour's stream that was cut goes on over this interface.
     Moved {
         /// The neighbour.
         neighbour: Neighbour,

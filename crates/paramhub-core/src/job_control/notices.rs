@@ -47,7 +47,7 @@ impl JobControl {
         self.report(HubEvent::Noticed { namespace, message });
     }
 
-    /// Reports that the streams of a neighbour continue over another interface.
+    /// Reports that a stream of a neighbour that was cut goes on, over this interface.
     pub(super) fn moved(&mut self, namespace: Namespace, neighbour: Neighbour, by: u16, now: Duration) {
         let over = self.interface_name(by);
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
@@ -59,12 +59,13 @@ impl JobControl {
         }
         let why = match self.interfaces_down.values().next() {
             Some(down) => format!("the hub's {}", down.reason),
-            None => "the way it came by before is cut".to_string(),
+            None => "a stream of it was cut".to_string(),
         };
         let message =
             format!("{} of job `{}` goes on over {over}: {why}", job.name_of(neighbour), job.terms.name);
         self.info(message.clone());
-        self.notify(namespace, Recipient::Rank(0), neighbour.rank(), &message);
+        let first = self.jobs[&namespace].ranks.first_present();
+        self.notify(namespace, Recipient::Rank(first), neighbour.rank(), &message);
         self.report(HubEvent::Noticed { namespace, message });
     }
 

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::is_default;
 use crate::checkpoint::{Every, Resume};
 use crate::composition::{OptimizeAt, Reduction};
+use crate::limits::REDIAL_GRACE_S;
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
 use crate::settings::Settings;
@@ -45,6 +46,11 @@ pub struct JobOptions {
     /// The reaction of the job when a network interface that its streams use goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
+    /// The time for which a hub waits for a worker whose stream was cut, and for which the worker dials again, 0 to 60;
+    /// the worker is lost after that. With 0 it is lost at once. A worker whose process has ended is lost at once where
+    /// the system says so. Jobs whose streams cannot be [resumed](crate::combinations) do not wait.
+    #[serde(skip_serializing_if = "is_default_redial_grace")]
+    pub redial_grace_s: f64,
     /// The reaction of the job when a worker is lost.
     #[serde(skip_serializing_if = "is_default")]
     pub on_worker_loss: OnWorkerLoss,
@@ -246,6 +252,11 @@ fn is_default_linger(linger_s: &f64) -> bool {
     *linger_s == LINGER_S
 }
 
+/// Does the same as [`is_one`] for the time that a hub waits for a worker whose stream was cut.
+fn is_default_redial_grace(redial_grace_s: &f64) -> bool {
+    *redial_grace_s == REDIAL_GRACE_S
+}
+
 impl Default for JobOptions {
     fn default() -> Self {
         JobOptions {
@@ -255,6 +266,7 @@ impl Default for JobOptions {
             hubs: None,
             encrypt: false,
             on_interface_down: OnInterfaceDown::default(),
+            redial_grace_s: REDIAL_GRACE_S,
             on_worker_loss: OnWorkerLoss::default(),
             min_workers: 1,
             start_workers: None,

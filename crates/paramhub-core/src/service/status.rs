@@ -136,7 +136,7 @@ pub struct JobCounters {
     /// Nanoseconds that hub cores spent on the job.
     #[serde(default)]
     pub busy_ns: u64,
-    /// Streams that continued over another interface.
+    /// Streams that were cut and opened again, over the same interface or another.
     #[serde(default)]
     pub streams_moved: u64,
     /// The steps made: the newest version of a chunk.

@@ -29,8 +29,8 @@ pub struct StreamTerms {
     pub ports: HashMap<RouteId, Arc<Ports>>,
     /// Routes with chunks, by interface and core number.
     pub routes: HashMap<(u16, u16), RouteId>,
-    /// Whether a stream that breaks is replaced over another interface.
-    pub continues: bool,
+    /// Whether another stream may take the place of one that was cut.
+    pub resumes: bool,
     /// Whether streams over TCP must be encrypted.
     pub encrypts: bool,
 }
@@ -199,11 +199,9 @@ impl JobStreams {
             return refused(Refusal::Capability, why);
         }
         let resumes = resumes(hello);
-        if resumes && !terms.continues {
-            let why = format!(
-                "{who} of job `{name}` resumes a stream, but the job fails when an interface goes down: create it with \
-                 --on-interface-down continue"
-            );
+        if resumes && !terms.resumes {
+            let why =
+                format!("{who} of job `{name}` resumes a stream, and no stream of this job can be resumed");
             return refused(Refusal::Route, why);
         }
         let route = terms.routes.get(&(hello.interface, hello.core)).filter(|_| match origin {
@@ -261,8 +259,7 @@ impl JobStreams {
         // The tensors of such a stream are in shared memory, and it cannot be cut.
         if resumes && taken.is_some_and(|taken| taken.by.is_none()) {
             let why = format!(
-                "{who} of job `{name}` resumes a stream over shared memory, which goes by no interface: only a stream over TCP \
-                 can be resumed, by another one"
+                "{who} of job `{name}` resumes a stream over shared memory: only a stream over TCP can be resumed, by another one"
             );
             return refused(Refusal::Route, why);
         }

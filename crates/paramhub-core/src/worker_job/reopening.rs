@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Announcement, FailureCause, Phase, WorkerJob};
-use crate::resuming::SILENT;
+use crate::resuming::{SILENT, StreamEnd};
 
 /// How the attempts to open a stream again have ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,9 +34,14 @@ pub enum Consequence<Stream> {
 }
 
 impl<Error> WorkerJob<Error> {
-    /// Whether a broken stream may be opened again.
+    /// How long this worker tries to open a stream again that has ended like this; `None` if the stream is lost.
+    pub fn tries(&self, end: StreamEnd) -> Option<Duration> {
+        self.resuming.worker_tries(end).filter(|_| self.may_resume())
+    }
+
+    /// Whether streams may be opened again now.
     pub fn may_resume(&self) -> bool {
-        self.resumes
+        self.resuming.resumes()
             && match self.phase {
                 Phase::Running | Phase::Leaving { .. } => true,
                 // The Leave message must still arrive. A worker that has failed has nothing more to say.
@@ -48,7 +53,7 @@ impl<Error> WorkerJob<Error> {
 
     /// Whether a stream that has been silent for this long is to be opened again.
     pub fn resumes_after(&self, silence: Duration) -> bool {
-        silence > SILENT && self.may_resume()
+        silence > SILENT && self.resuming.moves && self.may_resume()
     }
 
     /// The attempts to open a stream again have ended. `is_closed` says whether the stream was closed meanwhile.

@@ -62,7 +62,7 @@ struct Case {
 fn cases(resumes: bool) -> [Case; 6] {
     let since = Instant::now();
     let case = |name, act: &dyn Fn(&mut WorkerJob<Error>)| {
-        let mut job = WorkerJob::new(resumes);
+        let mut job = WorkerJob::new(ResumeTerms { moves: resumes, ..ResumeTerms::default() });
         act(&mut job);
         Case { name, job, since }
     };
@@ -138,8 +138,8 @@ fn each_phase_ends_at_its_deadline() {
     // If streams may have to be opened again, the Leave message takes longer, and no other message.
     let [_, _, stream_lost, left, left_early, failing] = ends(true, BUSY).map(|end| end.last().cloned());
     assert_eq!(stream_lost, Some((at(2), Output::Over(Err("lost")))));
-    assert_eq!(left, Some((LEAVE_TIMEOUT_RESUMING, Output::Over(Ok(())))));
-    assert_eq!(left_early, Some((LEAVE_TIMEOUT_RESUMING, over)));
+    assert_eq!(left, Some((LEAVE_TIMEOUT_MOVING, Output::Over(Ok(())))));
+    assert_eq!(left_early, Some((LEAVE_TIMEOUT_MOVING, over)));
     assert_eq!(failing, Some((FINAL_MESSAGE_TIMEOUT, Output::Over(Err("given up")))));
 }
 
@@ -278,7 +278,7 @@ fn what_becomes_of_a_stream_that_was_to_be_opened_again() {
 #[test]
 fn nothing_happens_to_a_job_that_is_over() {
     let now = Instant::now();
-    let mut job: WorkerJob<Error> = WorkerJob::new(true);
+    let mut job: WorkerJob<Error> = WorkerJob::new(ResumeTerms { moves: true, ..ResumeTerms::default() });
     assert!(job.failed(cause("reason"), now).is_some());
     assert_eq!(job.check_time(now, &CLOSED), Some(Output::Over(Err("reason"))));
     job.leave(now);

@@ -133,7 +133,7 @@ fn job(encrypts: bool) -> (Directory, Hello) {
         site: 0,
         ports: [(0, plan.ports.clone())].into(),
         routes: [((0, 0), 0)].into(),
-        continues: true,
+        resumes: true,
         encrypts,
     };
     let memory = JobMemory::new(&plan.settings, plan.settings.features());

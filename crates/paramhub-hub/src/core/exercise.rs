@@ -21,6 +21,7 @@ use paramhub_core::arena::ArenaLayout;
 use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce};
 use paramhub_core::codec::Codec;
 use paramhub_core::key::Key;
+use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::settings::OptimizerChoice;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_core::stream_admission::{JobStreams, StreamSecrets, StreamTerms};
@@ -142,7 +143,8 @@ impl FuzzJob {
         namespace[..8].copy_from_slice(&number.to_le_bytes());
         let plan = ShardPlan {
             namespace: Namespace(namespace),
-            continues: true,
+            // Its workers reset their streams when they give up, and the hub is to notice at once.
+            resuming: ResumeTerms { moves: true, ..ResumeTerms::default() },
             program_state_bytes: program_states::BYTES_MAX,
             // A slow machine must not cost a worker.
             dead_after: Duration::from_secs(3600),
@@ -163,7 +165,7 @@ impl FuzzJob {
             site: 0,
             ports: [(0, plan.ports.clone())].into(),
             routes: [((0, 0), 0)].into(),
-            continues: true,
+            resumes: true,
             encrypts: false,
         };
         let memory = JobMemory::new(&plan.settings, plan.settings.features());

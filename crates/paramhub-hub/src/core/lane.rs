@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::{FINAL_MESSAGE_TIMEOUT, LivenessChange, LivenessRules, PeerLiveness};
+use paramhub_core::resuming::HubWait;
 use paramhub_core::wire::{Direction, Header, Operation};
 use paramhub_transport::shm::RING_BYTES_DEFAULT;
 use paramhub_transport::{
@@ -42,8 +43,8 @@ pub(crate) struct Lane {
     /// Whether frames wait until the peer takes more.
     pub(crate) waits_writable: bool,
     pub(crate) readiness: Readiness,
-    /// Whether the stream is broken and another may replace it.
-    is_cut: bool,
+    /// Set once the stream is broken and another may replace it.
+    cut: Option<Cut>,
     /// `None` while the stream is in use.
     draining: Option<Draining>,
 }
@@ -81,7 +82,7 @@ enum FinalMessage {
 }
 
 /// The state of a lane after a receive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ReceiveOutcome {
     /// More may come.
     Open,
@@ -90,7 +91,15 @@ pub(crate) enum ReceiveOutcome {
     /// The peer has closed the stream in order.
     Closed,
     /// The stream broke, and another may replace it.
-    Cut,
+    Cut(Cut),
+}
+
+/// The end of a stream that another may replace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Cut {
+    /// When the worker is lost; `None` if its silence decides that.
+    until: Option<Instant>,
+    reason: String,
 }
 
 /// Hands the frames that arrive at a port to the port's shard.
@@ -187,7 +196,7 @@ impl Lane {
             begun: None,
             waits_writable: false,
             readiness: Readiness::default(),
-            is_cut: false,
+            cut: None,
             draining: None,
         }
     }
@@ -218,22 +227,37 @@ impl Lane {
         self.waits_writable && self.stream.is_shm()
     }
 
-    /// Notes that the stream is broken and another may replace it; returns whether that was known.
-    pub(crate) fn cut(&mut self) -> bool {
-        std::mem::replace(&mut self.is_cut, true)
+    /// Notes that the stream is broken and another may replace it; returns whether that was not known.
+    pub(crate) fn cut(&mut self, cut: Cut) -> bool {
+        let is_new = self.cut.is_none();
+        self.cut.get_or_insert(cut);
+        is_new
     }
 
     pub(crate) fn is_cut(&self) -> bool {
-        self.is_cut
+        self.cut.is_some()
     }
 
-    /// Returns whether the error may be the network's fault, so that another stream may replace this one. The
-    /// streams of a worker that dies are closed or reset instead, which is another error.
-    pub(crate) fn may_be_resumed(&self, shard: &Shard, error: &StreamError) -> bool {
-        shard.plan().continues
-            && !self.is_shm()
-            && self.draining.is_none()
-            && matches!(error, StreamError::Io(_))
+    /// When the worker is lost unless another stream has replaced this one, if there is such a time.
+    pub(crate) fn cut_until(&self) -> Option<Instant> {
+        self.cut.as_ref()?.until
+    }
+
+    /// Why the stream was cut.
+    pub(crate) fn cut_reason(&self) -> &str {
+        self.cut.as_ref().map_or("", |cut| &cut.reason)
+    }
+
+    /// Returns the cut, if the error may be the network's fault, so that another stream may replace this one.
+    pub(crate) fn cut_by(&self, shard: &Shard, error: &StreamError, now: Instant) -> Option<Cut> {
+        if self.is_shm() || self.draining.is_some() {
+            return None;
+        }
+        let until = match shard.plan().resuming.hub_waits(error.end()?)? {
+            HubWait::For(grace) => Some(now + grace),
+            HubWait::UntilDead => None,
+        };
+        Some(Cut { until, reason: error.to_string() })
     }
 
     pub(crate) fn is_draining(&self) -> bool {
@@ -269,8 +293,10 @@ impl Lane {
             }
             // A worker that has left need not close in order.
             Err(ReceiveError::Stream(_)) if shard.has_left(self.port) => Ok(ReceiveOutcome::Closed),
-            Err(ReceiveError::Stream(error)) if self.may_be_resumed(shard, &error) => Ok(ReceiveOutcome::Cut),
-            Err(ReceiveError::Stream(error)) => Err(Fault::Lost(error.to_string())),
+            Err(ReceiveError::Stream(error)) => match self.cut_by(shard, &error, now) {
+                Some(cut) => Ok(ReceiveOutcome::Cut(cut)),
+                None => Err(Fault::Lost(error.to_string())),
+            },
             Err(ReceiveError::Frame(error)) => Err(Fault::Frame(error.to_string())),
             Err(ReceiveError::Sink(fault)) => Err(fault),
         }
@@ -373,7 +399,7 @@ impl Lane {
 
     /// Returns whether a heartbeat is due.
     pub(crate) fn wants_heartbeat(&self, now: Instant, rules: &LivenessRules) -> bool {
-        self.draining.is_none() && !self.is_cut && self.liveness.is_heartbeat_due(now, rules)
+        self.draining.is_none() && !self.is_cut() && self.liveness.is_heartbeat_due(now, rules)
     }
 
     /// Returns the change in the peer's liveness that is to be reported, if there is one. It returns each
@@ -389,6 +415,9 @@ impl Lane {
     /// peer.
     pub(crate) fn forgive(&mut self, pause: Duration, now: Instant) {
         self.liveness.forgive(pause, now);
+        if let Some(until) = self.cut.as_mut().and_then(|cut| cut.until.as_mut()) {
+            *until += pause;
+        }
     }
 }
 

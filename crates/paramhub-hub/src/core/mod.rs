@@ -94,6 +94,8 @@ pub(crate) struct Core {
     final_messages: FinalMessages,
     /// The shards whose steps may end by time.
     timed: Vec<usize>,
+    /// When the first worker is lost whose stream was cut, if none replaces it.
+    cut_until: Option<Instant>,
     /// The processes that join when all chunks of their job here have gone back: job, rank and epoch.
     joins: Vec<(Namespace, u32, u64)>,
     busy: Duration,
@@ -160,6 +162,7 @@ impl Core {
             turns_unannounced: 0,
             final_messages: FinalMessages::default(),
             timed: Vec::new(),
+            cut_until: None,
             joins: Vec::new(),
             busy: Duration::ZERO,
             idle: Duration::ZERO,
@@ -226,6 +229,8 @@ impl Core {
             self.tick(turn_ended);
             turn_ended = Instant::now();
         }
+        // After the tick, which finds that this thread has stood still.
+        self.lose_cut_off(turn_ended);
         self.busy += turn_ended - now;
         Ok(Some(turn_ended))
     }
@@ -233,7 +238,8 @@ impl Core {
     /// Returns the time at which the next tick or deadline is due.
     fn wakes_at(&self) -> Instant {
         let deadlines = self.timed.iter().filter_map(|&shard| self.shards.index(shard).shard.next_deadline());
-        deadlines.fold(self.own_pauses.last_turn() + self.tick_interval, Instant::min)
+        let latest = self.own_pauses.last_turn() + self.tick_interval;
+        deadlines.chain(self.cut_until).fold(latest, Instant::min)
     }
 
     /// Ends steps whose time is over, some of each shard's, and returns when that was done.

@@ -11,6 +11,7 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::ports::Ports;
+use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::{Quorum, Stragglers};
 use paramhub_core::wire::STATE_HEAD_BYTES;
@@ -22,8 +23,8 @@ pub(crate) struct ShardPlan {
     pub(crate) name: String,
     pub(crate) namespace: Namespace,
     pub(crate) dead_after: Duration,
-    /// `true` if a stream that breaks is replaced over another interface.
-    pub(crate) continues: bool,
+    /// Which streams are replaced when they are cut, and how long the hub waits for that.
+    pub(crate) resuming: ResumeTerms,
     pub(crate) stragglers: Stragglers,
     /// The condition that ends a chunk's step without some workers, if it may.
     pub(crate) quorum: Option<Quorum>,

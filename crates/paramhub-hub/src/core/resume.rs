@@ -1,9 +1,13 @@
 //! Cut streams, and the streams that replace them.
 
+use std::time::Instant;
+
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
 use paramhub_core::wire::Operation;
 
+use super::fault::Fault;
+use super::lane::Cut;
 use super::{Core, CoreEvent};
 
 impl Core {
@@ -42,12 +46,36 @@ impl Core {
         self.mailbox.send_event(CoreEvent::Moved { namespace, neighbour, by });
     }
 
-    /// Handles a broken stream that another may yet replace: it waits, as a silent one does.
-    pub(super) fn cut(&mut self, token: u64) {
+    /// Handles a broken stream that another may yet replace: it waits for that.
+    pub(super) fn cut(&mut self, token: u64, cut: Cut) {
         let Some(lane) = self.lanes.at_mut(token) else { return };
-        if !lane.cut() {
+        if lane.cut(cut) {
+            self.cut_until = [self.cut_until, lane.cut_until()].into_iter().flatten().min();
             // This fails only if the descriptor is not in the set; then there is nothing to remove.
             let _ = self.poller.remove(&*lane);
+        }
+    }
+
+    /// Gives up the workers whose streams were cut and that have not come back in time.
+    pub(super) fn lose_cut_off(&mut self, now: Instant) {
+        if self.cut_until.is_none_or(|until| now < until) {
+            return;
+        }
+        self.cut_until = None;
+        for token in self.lanes.tokens() {
+            let Some(lane) = self.lanes.at_mut(token).filter(|lane| !lane.is_draining()) else { continue };
+            match lane.cut_until() {
+                Some(until) if now >= until => {
+                    let grace = self.shards.index(lane.shard).shard.plan().resuming.redial_grace;
+                    let reason = format!(
+                        "{}, and it has not come back within {} s",
+                        lane.cut_reason(),
+                        grace.as_secs_f64()
+                    );
+                    self.fault(token, &Fault::Lost(reason), now);
+                }
+                until => self.cut_until = [self.cut_until, until].into_iter().flatten().min(),
+            }
         }
     }
 }

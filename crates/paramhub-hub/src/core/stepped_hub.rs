@@ -11,6 +11,7 @@ use paramhub_core::factors::FactorBlock;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::ports::Ports;
+use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::scheme::{Cluster, Plan};
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
@@ -48,7 +49,7 @@ pub(crate) fn plan_with(
         name: "test".into(),
         namespace: Namespace([1; 16]),
         dead_after: Duration::from_secs(30),
-        continues: false,
+        resuming: ResumeTerms::default(),
         stragglers,
         quorum: stragglers.quorum(workers),
         first_workers: workers,

@@ -105,7 +105,7 @@ impl Core {
         match taken {
             Ok(ReceiveOutcome::Closed) => self.drop_lane(token),
             Ok(ReceiveOutcome::Open) => {}
-            Ok(ReceiveOutcome::Cut) => self.cut(token),
+            Ok(ReceiveOutcome::Cut(cut)) => self.cut(token, cut),
             // Shared memory reports it only once.
             Ok(ReceiveOutcome::More) => self.due(token, true, true),
             Err(fault) => self.fault(token, &fault, now),
@@ -151,8 +151,10 @@ impl Core {
                     self.due(token, true, true);
                 }
             }
-            Err(error) if lane.may_be_resumed(&hosted.shard, &error) => self.cut(token),
-            Err(error) => self.fault(token, &Fault::Lost(error.to_string()), now),
+            Err(error) => match lane.cut_by(&hosted.shard, &error, now) {
+                Some(cut) => self.cut(token, cut),
+                None => self.fault(token, &Fault::Lost(error.to_string()), now),
+            },
         }
     }
 

@@ -13,6 +13,7 @@ use paramhub_core::job_control::{JobTerms, RouteTerms};
 use paramhub_core::limits::{PROGRAM_STATE_BYTES_MAX, STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Route, RouteId};
 use paramhub_core::ports::Ports;
+use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::scheme::Plan;
 use paramhub_core::service::JobPlan;
 use paramhub_core::settings::Settings;
@@ -35,8 +36,8 @@ pub(crate) struct HubJob {
     pub(super) site: SiteId,
     /// The ports of this hub's routes.
     pub(super) ports: HashMap<RouteId, Arc<Ports>>,
-    /// Whether a stream that breaks is replaced over another interface (`on_interface_down = continue`).
-    pub(super) continues: bool,
+    /// Which streams are replaced when they are cut.
+    pub(super) resuming: ResumeTerms,
     pub(super) encrypts: bool,
     /// The features of its settings, its options and the hubs of the site.
     pub(super) features: Features,
@@ -72,7 +73,8 @@ impl HubJob {
         let schemes = checked_schemes(job_plan, shape)?;
         let update_method = UpdateMethod::of(&job_plan.settings, registry)?;
         let placed = PlacedChunks::of(job_plan, &schemes)?;
-        let shards = placed.shards(job_plan, &timeouts, &update_method, checkpoints.as_ref());
+        let resuming = ResumeTerms::of(&job_plan.options, features_of(job_plan), &schemes);
+        let shards = placed.shards(job_plan, &timeouts, resuming, &update_method, checkpoints.as_ref());
         let terms = placed.terms(job_plan, &timeouts, &shards, checkpoints.as_ref());
         let hubs = job_plan.composition.sites[usize::from(job_plan.site)].hubs.len();
         let of_site = Features::of([(Feature::SeveralHubs, hubs > 1)]);
@@ -88,7 +90,7 @@ impl HubJob {
             first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
             site: job_plan.site,
             ports: placed.ports,
-            continues: job_plan.options.continues(),
+            resuming,
             encrypts: job_plan.options.encrypt,
             features: job_plan.settings.features().and(job_plan.options.features()).and(of_site),
             settings: placed.settings,
@@ -213,6 +215,7 @@ impl PlacedChunks {
         &self,
         job_plan: &JobPlan,
         timeouts: &Timeouts,
+        resuming: ResumeTerms,
         update_method: &UpdateMethod,
         checkpoints: Option<&CheckpointPlan>,
     ) -> Vec<(u16, ShardPlan)> {
@@ -221,7 +224,7 @@ impl PlacedChunks {
                 name: job_plan.name.clone(),
                 namespace: job_plan.namespace,
                 dead_after: timeouts.dead_after,
-                continues: job_plan.options.continues(),
+                resuming,
                 stragglers: job_plan.options.stragglers,
                 quorum: job_plan.options.quorum(job_plan.composition.workers()),
                 first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
@@ -284,6 +287,11 @@ impl PlacedChunks {
             checkpoint_folder: checkpoints.map(CheckpointPlan::folder).unwrap_or_default(),
         }
     }
+}
+
+/// The features of the job as a whole.
+fn features_of(job_plan: &JobPlan) -> Features {
+    job_plan.settings.features().and(job_plan.options.features()).and(job_plan.composition.features())
 }
 
 /// The job's share of a core's time, relative to other jobs' weights.

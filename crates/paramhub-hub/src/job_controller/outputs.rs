@@ -94,7 +94,7 @@ impl JobController {
             site: job.site,
             ports: job.ports.clone(),
             routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
-            continues: job.continues,
+            resumes: job.resuming.resumes(),
             encrypts: job.encrypts,
         };
         let streams = JobStreams::new(terms);

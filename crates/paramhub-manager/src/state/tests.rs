@@ -209,7 +209,6 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         JobOptions { start_workers: Some(2), ..usual },
         JobOptions { start_workers: Some(2), ..rewinds },
         JobOptions { stragglers: Stragglers::Backup(1), ..outlives },
-        JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..continues },
         JobOptions { min_workers: 2, ..rewinds },
         JobOptions { rewind_every: 2, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..rewinds },

@@ -78,7 +78,7 @@ impl HubJob {
                 .map(|&(id, _)| (id, Arc::new(Ports::new(&composed, ordered.site, id))))
                 .collect(),
             routes: own.iter().map(|&(id, interface)| ((interface, interface), id)).collect(),
-            continues: ordered.options.continues(),
+            resumes: plan.resuming.resumes(),
             encrypts: ordered.options.encrypt,
         };
         let terms = JobTerms {

@@ -5,6 +5,7 @@ use paramhub_core::composition::Neighbour;
 use paramhub_core::job_control::{CoreEvent, FaultCause};
 use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, PeerLiveness};
 use paramhub_core::placement::RouteId;
+use paramhub_core::resuming::{HubWait, StreamEnd};
 use paramhub_core::service::CauseKind;
 use paramhub_core::stream_admission::{StreamOrigin, StreamPlace};
 use paramhub_core::wire::{Attempt, Header, Hello, Operation, Refusal};
@@ -35,15 +36,8 @@ impl Hub {
         match arrival {
             Arrival::Message(Message::Frame(frame)) => self.take_frame(route, rank, frame, context),
             Arrival::Closed => self.closed(route, rank, context),
-            Arrival::Broken => {
-                let continues = self.plan.continues;
-                let port = self.job_mut().port(route, rank);
-                if continues && !port.is_muted {
-                    port.is_cut = true;
-                } else if !port.has_left && !port.is_muted {
-                    self.lose(route, rank, "its stream broke", context);
-                }
-            }
+            Arrival::Broken => self.cut(route, rank, StreamEnd::PathFailed, context),
+            Arrival::Reset => self.cut(route, rank, StreamEnd::Reset, context),
             Arrival::Message(_) | Arrival::Refused => {}
         }
     }
@@ -199,6 +193,35 @@ impl Hub {
         }
         if let Some(stream) = port.stream.take() {
             context.close(stream, self.process);
+        }
+    }
+
+    /// A stream was cut: the core waits for another in its place, or its worker is lost.
+    fn cut(&mut self, route: RouteId, rank: u32, end: StreamEnd, context: &mut Context<'_>) {
+        let wait = self.plan.resuming.hub_waits(end);
+        let process = self.process;
+        let port = self.job_mut().port(route, rank);
+        if port.is_cut || port.is_muted {
+            return;
+        }
+        if port.has_left {
+            return self.closed(route, rank, context);
+        }
+        let Some(wait) = wait.filter(|_| context.plant != Some(Plant::CutsLose)) else {
+            return self.lose(route, rank, &format!("its stream ended: {end:?}"), context);
+        };
+        port.is_cut = true;
+        if let (HubWait::For(grace), Some(stream)) = (wait, port.stream) {
+            context.wake_in(process, grace, Wake::CutOver { stream });
+        }
+    }
+
+    /// The time is over in which another stream could take the place of one that was cut.
+    pub(super) fn cut_over(&mut self, stream: StreamId, context: &mut Context<'_>) {
+        let Some((route, rank)) = self.job.as_ref().and_then(|job| job.port_of(stream)) else { return };
+        let port = self.job_mut().port(route, rank);
+        if port.is_cut && !port.is_muted {
+            self.lose(route, rank, "its stream was cut, and it has not come back", context);
         }
     }
 

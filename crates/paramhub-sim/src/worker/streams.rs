@@ -7,7 +7,7 @@ use paramhub_core::auth::Incarnation;
 use paramhub_core::composition::Composed;
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::placement::{HubShape, Route, RouteId};
-use paramhub_core::resuming::{AfterRound, Attempts};
+use paramhub_core::resuming::{AfterRound, Attempts, Cuts, StreamEnd};
 use paramhub_core::wire::{
     Attempt, CHALLENGE_BYTES, Caller, Capabilities, Header, Hello, Operation, Refusal,
 };
@@ -45,6 +45,8 @@ pub(super) struct Lane {
     pub(super) control: VecDeque<(Header, Content)>,
     pub(super) liveness: PeerLiveness,
     pub(super) has_ended_sending: bool,
+    /// How often the stream was cut and opened again.
+    pub(super) cuts: Cuts,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -72,6 +74,7 @@ impl Worker {
             control: VecDeque::new(),
             liveness: PeerLiveness::new(context.instant()),
             has_ended_sending: false,
+            cuts: Cuts::default(),
         };
         let composed = self.joined().composed.clone();
         let hubs = &composed.composition.sites[0].hubs;
@@ -157,7 +160,10 @@ impl Worker {
                 let cause = self.cause(format!("it was refused: {why}"), None);
                 self.give_up(cause, context);
             }
-            (LaneState::Opening(_), Arrival::Closed | Arrival::Broken) => {
+            (
+                LaneState::Opening(_),
+                Arrival::Closed | Arrival::Broken | Arrival::Reset | Arrival::Refused,
+            ) => {
                 let hub = lane.hub;
                 let cause = self.loss(hub, format!("a stream to {hub:?} broke before it was open"), None);
                 self.give_up(cause, context);
@@ -167,30 +173,48 @@ impl Worker {
             }
             (LaneState::Resuming(attempts, _), Arrival::Message(Message::Refused(refusal, why))) => {
                 if refusal == Refusal::Busy {
-                    return self.dialled_in_vain(index, attempts, context);
+                    return self.dialled_in_vain(index, attempts, false, context);
+                }
+                if refusal == Refusal::Stale && self.plan.rewind_every.is_some() {
+                    // All ranks have gone back, and this one has not heard of it by another stream yet.
+                    let cause = self.cause(why, None);
+                    self.rewound.push(cause.error.clone());
+                    return self.reopened(index, Reopening::Failed(cause), context);
                 }
                 let hub = (refusal == Refusal::JobEnded).then_some(());
                 let cause = self.cause(format!("it was refused: {why}"), hub.map(|()| why));
                 self.reopened(index, Reopening::Failed(cause), context);
             }
-            (LaneState::Resuming(attempts, _), Arrival::Closed | Arrival::Broken) => {
-                self.dialled_in_vain(index, attempts, context);
+            (LaneState::Resuming(attempts, _), Arrival::Closed | Arrival::Broken | Arrival::Reset) => {
+                self.dialled_in_vain(index, attempts, false, context);
+            }
+            (LaneState::Resuming(attempts, _), Arrival::Refused) => {
+                self.dialled_in_vain(index, attempts, true, context);
             }
             _ => {}
         }
     }
 
+    /// A lane's stream has ended, which may be its path's fault.
+    pub(super) fn cut(&mut self, index: usize, end: StreamEnd, context: &mut Context<'_>) {
+        let patience = self.job.tries(end);
+        match patience.filter(|&patience| self.lanes[index].cuts.may_retry(context.instant(), patience)) {
+            Some(patience) => self.resume(index, patience, context),
+            None => self.end_lane(index, &format!("{end:?}"), context),
+        }
+    }
+
     /// Opens a lane's stream again. The old one stays open until a frame comes on the new one.
-    pub(super) fn resume(&mut self, index: usize, context: &mut Context<'_>) {
+    pub(super) fn resume(&mut self, index: usize, patience: Duration, context: &mut Context<'_>) {
         if matches!(self.lanes[index].state, LaneState::Open) {
-            self.redial(index, Attempts::new(context.instant()), context);
+            self.redial(index, Attempts::new(context.instant(), patience), context);
         }
     }
 
     pub(super) fn redial(&mut self, index: usize, attempts: Attempts, context: &mut Context<'_>) {
         let now = context.instant();
         if attempts.are_over(now) {
-            return self.dialled_in_vain(index, attempts, context);
+            return self.dialled_in_vain(index, attempts, false, context);
         }
         self.lanes[index].attempts += 1;
         let stream = self.dial(index, self.lanes[index].attempts, context);
@@ -199,8 +223,14 @@ impl Worker {
         context.wake_in(self.process, patience, Wake::DialTimeout { lane: index, stream });
     }
 
-    pub(super) fn dialled_in_vain(&mut self, index: usize, attempts: Attempts, context: &mut Context<'_>) {
-        match attempts.after_round(context.instant(), self.outcome.is_some()) {
+    pub(super) fn dialled_in_vain(
+        &mut self,
+        index: usize,
+        attempts: Attempts,
+        is_hub_gone: bool,
+        context: &mut Context<'_>,
+    ) {
+        match attempts.after_round(context.instant(), self.outcome.is_some(), is_hub_gone) {
             AfterRound::Again(pause) => {
                 self.lanes[index].state = LaneState::Resuming(attempts, None);
                 context.wake_in(self.process, pause, Wake::Redial(index));
@@ -224,6 +254,7 @@ impl Worker {
                 lane.retired = lane.stream.replace(stream);
                 lane.state = LaneState::Open;
                 lane.liveness = PeerLiveness::new(context.instant());
+                lane.cuts.reopened(context.instant());
                 lane.has_ended_sending = false;
                 let placement = &self.joined.as_ref().expect("it has streams").composed.placements[0];
                 let again = self.requests.resend_route(placement, lane.route);

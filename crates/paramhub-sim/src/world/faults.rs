@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{Either, Event, World};
 use crate::network::Process;
-use crate::scenario::Fault;
+use crate::scenario::{Fault, Learns};
 
 impl World<'_> {
     /// A fault happens.
@@ -16,6 +16,15 @@ impl World<'_> {
         match fault {
             Fault::Break(a, b) => self.broken += self.network.break_streams([a, b], false, &mut self.agenda),
             Fault::Silence(a, b) => self.broken += self.network.break_streams([a, b], true, &mut self.agenda),
+            Fault::Cut { worker, hub, nth, learns } => {
+                let (worker, between) = (self.newest_process(worker), [self.newest_process(worker), hub]);
+                let learning: &[Process] = match learns {
+                    Learns::Both => &between,
+                    Learns::Worker => &[worker],
+                    Learns::Hub => &[hub],
+                };
+                self.broken += self.network.reset_streams(between, nth, learning, &mut self.agenda);
+            }
             Fault::Block(from, to, _) => self.network.block(from, to, true, &mut self.agenda),
             Fault::Pause(process, _) => {
                 self.paused.entry(process).or_default().0 += 1;
@@ -79,7 +88,20 @@ impl World<'_> {
                     waiting.into_iter().for_each(|event| self.happen(event));
                 }
             }
-            Fault::Break(..) | Fault::Silence(..) | Fault::Kill(_) | Fault::Twin(_) | Fault::Rival(_) => {}
+            Fault::Break(..)
+            | Fault::Cut { .. }
+            | Fault::Silence(..)
+            | Fault::Kill(_)
+            | Fault::Twin(_)
+            | Fault::Rival(_) => {}
+        }
+    }
+
+    /// The newest process of a worker's rank.
+    fn newest_process(&self, worker: Process) -> Process {
+        match worker {
+            Process::Worker(rank, _) => self.newest_of(rank).unwrap_or(worker),
+            other => other,
         }
     }
 

@@ -115,5 +115,5 @@ fn writing_to_a_closed_peer_is_an_error_and_no_signal() {
         std::thread::sleep(Duration::from_millis(1));
         stream.send(&[heartbeat]).err()
     });
-    assert!(matches!(end, Some(StreamError::Closed { reset: true })), "{end:?}");
+    assert!(matches!(end, Some(StreamError::ClosedByPeer)), "{end:?}");
 }

@@ -93,11 +93,7 @@ impl IoLoop {
         let cause = match fault {
             FrameFault::Callback(message) => return Err(WorkerError::Callback { who, message }),
             FrameFault::Failure(Failure { rank, message }) => self.ended_by_hub(hub, rank, message.into()),
-            FrameFault::Rewound(Notice { rank, message }) => {
-                let announced = message.clone();
-                let error = WorkerError::Rewound { who, culprit: rank, message: message.into() };
-                self.cause(error, announced, Some(hub))
-            }
+            FrameFault::Rewound(Notice { rank, message }) => self.rewound_by_hub(hub, rank, message.into()),
             FrameFault::Protocol(reason) => {
                 let message = format!("the hub at {hub} broke the protocol: {reason}");
                 let lost_hub = Some(Arc::clone(&hub));
@@ -123,6 +119,18 @@ impl IoLoop {
         let announced = format!("the hub at {hub} ended the job: {message}");
         let error = WorkerError::Failed { who, hub: Arc::clone(&hub), culprit, message };
         self.cause(error, announced, Some(hub))
+    }
+
+    /// The cause of the end of a job that goes back to an earlier step, as a hub has said.
+    pub(super) fn rewound_by_hub(
+        &self,
+        hub: Arc<str>,
+        culprit: Option<u32>,
+        message: Arc<str>,
+    ) -> FailureCause<WorkerError> {
+        let who = self.in_flight.shared.who.clone();
+        let announced = message.to_string();
+        self.cause(WorkerError::Rewound { who, culprit, message }, announced, Some(hub))
     }
 
     /// The cause of a failure that this worker announces under its rank.

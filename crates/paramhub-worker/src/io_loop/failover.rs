@@ -1,13 +1,13 @@
-//! Failover of streams: in a job that goes on, the worker opens a broken stream again by another path.
+//! Streams that are opened again: a cut stream by its own path or, in a job whose streams may move, by another.
 
 use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::PeerLiveness;
-use paramhub_core::resuming::{ResumeNotices, Retunes};
+use paramhub_core::resuming::{BrokenPath, ResumeNotices, Retunes, StreamEnd};
 use paramhub_core::wire::Refusal;
 use paramhub_core::worker_job::{Consequence, FailureCause, Reopening};
 use paramhub_transport::runtime::panic_message;
@@ -19,7 +19,7 @@ use crate::lane::{ControlFrame, Lane};
 use crate::notices::HubNotice;
 use crate::resume::{Redialler, ResumedStream, StreamEvent, StreamEventSender, StreamFailure};
 
-/// What the I/O thread needs in addition in a job that goes on.
+/// What the I/O thread needs in addition in a job whose streams are opened again.
 pub(crate) struct Failover {
     pub(crate) redialler: Arc<Redialler>,
     pub(crate) events: Receiver<StreamEvent>,
@@ -36,10 +36,29 @@ impl IoLoop {
         self.job.may_resume() && !lane.stream.is_shm() && !lane.is_closed()
     }
 
-    /// Whether an error on a lane's stream is the path's fault rather than the hub's: a hub that dies closes
-    /// or resets its streams.
-    pub(super) fn is_resumable(&self, index: usize, error: &StreamError) -> bool {
-        matches!(error, StreamError::Io(_)) && self.may_resume(index)
+    /// Opens a lane's stream again after an error that may be the path's fault. Returns whether it does; if not, the
+    /// stream is lost.
+    pub(super) fn resumes_after_error(
+        &mut self,
+        index: usize,
+        error: &StreamError,
+        now: Instant,
+    ) -> Result<bool, WorkerError> {
+        let Some(end) = error.end().filter(|_| self.may_resume(index)) else { return Ok(false) };
+        let Some(patience) = self.job.tries(end) else { return Ok(false) };
+        if !self.lanes[index].cuts.may_retry(now, patience) {
+            return Ok(false);
+        }
+        let broken = match end {
+            StreamEnd::Reset => BrokenPath::Nowhere,
+            StreamEnd::Closed | StreamEnd::PathFailed => BrokenPath::Somewhere,
+        };
+        self.resume_stream(index, broken, error.to_string(), patience).map(|()| true)
+    }
+
+    /// How long to try to open a stream again that may move.
+    fn moving_patience(&self) -> Duration {
+        self.job.tries(StreamEnd::PathFailed).unwrap_or_default()
     }
 
     /// Handles the reports of the watcher of interfaces and of the threads that open streams again.
@@ -56,7 +75,8 @@ impl IoLoop {
     fn resume_streams_from(&mut self, address: IpAddr, what: &str) -> Result<(), WorkerError> {
         for index in 0..self.lanes.len() {
             if self.lanes[index].source == Some(address) && self.may_resume(index) {
-                self.resume_stream(index, Some(what.to_owned()), String::new())?;
+                let patience = self.moving_patience();
+                self.resume_stream(index, BrokenPath::OwnInterface, what.to_owned(), patience)?;
             }
         }
         Ok(())
@@ -67,11 +87,8 @@ impl IoLoop {
         for index in 0..self.lanes.len() {
             let silent = self.lanes[index].liveness.silence(now);
             if self.job.resumes_after(silent) && self.may_resume(index) {
-                self.resume_stream(
-                    index,
-                    None,
-                    format!("nothing was heard of it for {:.0} s", silent.as_secs_f64()),
-                )?;
+                let reason = format!("nothing was heard of it for {:.0} s", silent.as_secs_f64());
+                self.resume_stream(index, BrokenPath::Somewhere, reason, self.moving_patience())?;
             }
         }
         Ok(())
@@ -82,8 +99,9 @@ impl IoLoop {
     pub(super) fn resume_stream(
         &mut self,
         index: usize,
-        interface_down: Option<String>,
+        broken: BrokenPath,
         reason: String,
+        patience: Duration,
     ) -> Result<(), WorkerError> {
         let lane = &mut self.lanes[index];
         if !lane.begin_resuming() {
@@ -94,7 +112,7 @@ impl IoLoop {
         let failover = self.failover.as_ref().expect("only such jobs resume streams");
         let (redialler, event_sender) = (Arc::clone(&failover.redialler), failover.event_sender.clone());
         let failure =
-            StreamFailure { hub: Arc::clone(&lane.hub), source: lane.source, interface_down, reason };
+            StreamFailure { hub: Arc::clone(&lane.hub), source: lane.source, broken, reason, patience };
         let resume = move || {
             let outcome = redialler.resume(index, &failure);
             event_sender.send(StreamEvent::ResumeOver { lane: index, outcome });
@@ -112,8 +130,13 @@ impl IoLoop {
         outcome: Result<Box<ResumedStream>, WorkerError>,
         now: Instant,
     ) -> Result<(), WorkerError> {
+        let rewinds = self.in_flight.shared.rewind_every.is_some();
         let reopening = match outcome {
             Ok(resumed) => Reopening::Opened(resumed),
+            // All ranks go back to an earlier step, and this one has not heard of it by another stream yet.
+            Err(WorkerError::Refused { refusal: Refusal::Stale, hub, message, .. }) if rewinds => {
+                Reopening::Failed(self.rewound_by_hub(hub, None, message))
+            }
             Err(WorkerError::Refused { refusal: Refusal::JobEnded, hub, message, .. }) => {
                 Reopening::Failed(self.ended_by_hub(hub, None, message))
             }
@@ -132,6 +155,7 @@ impl IoLoop {
     fn cut_off(&self, error: WorkerError) -> FailureCause<WorkerError> {
         let message = match &error {
             WorkerError::InterfaceDown { what, .. } => format!("its {what}"),
+            WorkerError::Lost { hub, reason, .. } => format!("it lost the hub at {hub}: {reason}"),
             error => format!("it is cut off: {error}"),
         };
         self.cause(error, message, None)
@@ -196,6 +220,7 @@ impl Lane {
             self.requeue(ControlFrame::Retune { group, first_step, wire: Arc::clone(wire) });
         }
         self.liveness = PeerLiveness::new(now);
+        self.cuts.reopened(now);
         self.reopen();
     }
 }

@@ -232,5 +232,10 @@ fn jobs_that_cannot_leave_a_rank_out_are_refused_with_the_reason(transports: Tra
     assert!(message.contains("use backup:3 or less"), "{message}");
     let on_interface_down = paramhub_core::service::OnInterfaceDown::Continue;
     let message = create(JobOptions { on_interface_down, ..options(Stragglers::Drop(0.5)) });
-    assert!(message.contains("use `on_interface_down = fail`, or `stragglers = wait`"), "{message}");
+    assert!(
+        message.contains(
+            "use `on_interface_down = fail` and leave `redial_grace` out, or use `stragglers = wait`"
+        ),
+        "{message}"
+    );
 }

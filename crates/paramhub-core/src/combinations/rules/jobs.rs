@@ -10,10 +10,10 @@ use crate::combinations::Feature::{
     FailsWithWorkers, FlatReduction, HalfPrecisionKey, HierarchicalReduction, HubCores, LateLeftOut,
     LayerWithoutFactors, Linger, MaxRestarts, MinWorkers, NoCheckpointFolder, NoFullyConnectedLayer, NoHubs,
     NoMatrix, NoOptimizer, NoPeerAddress, NoRewind, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout,
-    PythonPackage, Quantised, QuantisedCodec, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite,
-    Reproducible, Resume, RewindEvery, Rewinds, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites,
-    SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs,
-    Weight, WholeChunkOptimizer,
+    PythonPackage, Quantised, QuantisedCodec, RedialGrace, RegisteredAggregator, RegisteredOptimizer,
+    RejectNonFinite, Reproducible, Resume, RewindEvery, Rewinds, RunningHub, SavesProgramStates, SeveralHubs,
+    SeveralSites, SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob,
+    UnplacedHubs, Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -184,10 +184,10 @@ pub(super) const SCHEMES: &[Rule] = &[
     },
     Rule {
         these: &[Factors],
-        those: &[ContinuesOverInterfaces],
+        those: &[ContinuesOverInterfaces, RedialGrace],
         verdict: Refused,
         why: "connections between workers cannot be resumed",
-        remedy: "ask for the scheme hub, or use `on_interface_down = fail`",
+        remedy: "ask for the scheme hub, or use `on_interface_down = fail` and leave `redial_grace` out",
         callers: &[InitService],
     },
     Rule {
@@ -227,10 +227,10 @@ pub(super) const SITES: &[Rule] = &[
     },
     Rule {
         these: &[SeveralSites],
-        those: &[ContinuesOverInterfaces],
+        those: &[ContinuesOverInterfaces, RedialGrace],
         verdict: Refused,
         why: "streams between hubs cannot be resumed",
-        remedy: "use `on_interface_down = fail`, or the reduction flat",
+        remedy: "use `on_interface_down = fail` and leave `redial_grace` out, or use the reduction flat",
         callers: &[InitService],
     },
     Rule {
@@ -269,35 +269,35 @@ pub(super) const SITES: &[Rule] = &[
 
 pub(super) const INTERFACES: &[Rule] = &[
     Rule {
-        these: &[ContinuesOverInterfaces],
+        these: &[ContinuesOverInterfaces, RedialGrace],
         those: &[Asynchronous, BoundedStaleness],
         verdict: Refused,
         why: "the model moves on without a rank, so that the ends of a cut stream cannot know which frames were lost",
-        remedy: "use `on_interface_down = fail`, or synchronous consistency",
+        remedy: "use `on_interface_down = fail` and leave `redial_grace` out, or use synchronous consistency",
         callers: &[InitService],
     },
     Rule {
-        these: &[ContinuesOverInterfaces],
+        these: &[ContinuesOverInterfaces, RedialGrace],
         those: &[TwoPhase],
         verdict: Refused,
         why: "rank 0 releases such steps with frames that have no answer, so that a lost one would not be noticed",
-        remedy: "use `on_interface_down = fail`, or do without clipping by the global norm",
+        remedy: "use `on_interface_down = fail` and leave `redial_grace` out, or do without clipping by the global norm",
         callers: &[InitService],
     },
     Rule {
-        these: &[ContinuesOverInterfaces],
+        these: &[ContinuesOverInterfaces, RedialGrace],
         those: &[LateLeftOut],
         verdict: Refused,
         why: "a stream resumes only where all ranks have had the same answers",
-        remedy: "use `on_interface_down = fail`, or `stragglers = wait`",
+        remedy: "use `on_interface_down = fail` and leave `redial_grace` out, or use `stragglers = wait`",
         callers: &[CreateService],
     },
     Rule {
-        these: &[ContinuesOverInterfaces],
+        these: &[ContinuesOverInterfaces, RedialGrace],
         those: &[OnlySharedMemory],
         verdict: NoEffect,
         why: "no stream goes over an interface",
-        remedy: "use the transport tcp or auto, or leave `on_interface_down` out",
+        remedy: "use the transport tcp or auto, or leave `on_interface_down` and `redial_grace` out",
         callers: &[CommandLine],
     },
 ];
@@ -385,14 +385,6 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         verdict: Refused,
         why: "a worker that is left out of steps could not be told from one that is lost",
         remedy: "use `stragglers = wait`, or `on_worker_loss = fail`",
-        callers: &[CreateService],
-    },
-    Rule {
-        these: &[ContinuesWithoutWorkers, Rewinds],
-        those: &[ContinuesOverInterfaces],
-        verdict: Refused,
-        why: "a stream that ends is taken for the loss of its worker, and would not be waited for",
-        remedy: "use `on_interface_down = fail`, or `on_worker_loss = fail`",
         callers: &[CreateService],
     },
     Rule {
@@ -641,6 +633,7 @@ pub(super) const NO_HUBS: &[Rule] = &[
             HierarchicalReduction,
             OptimizerAtOwner,
             ContinuesOverInterfaces,
+            RedialGrace,
             Weight,
         ],
         those: &[NoHubs],

@@ -49,7 +49,7 @@ fn a_rank_that_goes_on_over_another_interface_is_announced_once_in_a_while() {
     let mut hub = Hub::running(|terms| terms.continues = true);
     let moved = CoreEvent::Moved { neighbour: RANKS[1], by: 1 };
     let outputs = hub.core(1, moved.clone());
-    let text = "rank 1 of job `job-1` goes on over eth1: the way it came by before is cut";
+    let text = "rank 1 of job `job-1` goes on over eth1: a stream of it was cut";
     assert_eq!(notices(&outputs), [(Some(0), text)]);
     hub.now += RESUME / 2;
     assert!(hub.core(1, moved.clone()).is_empty(), "another of its streams");

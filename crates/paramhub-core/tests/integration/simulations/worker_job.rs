@@ -9,7 +9,7 @@ mod stream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::resuming::{RESUME, SILENT};
+use paramhub_core::resuming::{RESUME, ResumeTerms, SILENT};
 use paramhub_core::wire::Failure;
 use paramhub_core::worker_job::{
     Announcement, CommandsTaken, Consequence, FailureCause, Output, Progress, Reopening, WorkerJob,
@@ -37,7 +37,7 @@ enum Error {
 
 struct Simulation {
     job: WorkerJob<Error>,
-    resumes: bool,
+    resuming: ResumeTerms,
     now: Instant,
     requests: u32,
     streams: Vec<SimulatedStream>,
@@ -70,12 +70,12 @@ impl Progress<Error> for Situation {
 }
 
 impl Simulation {
-    fn new(hubs: usize, streams_of_hub: usize, resumes: bool) -> Simulation {
+    fn new(hubs: usize, streams_of_hub: usize, resuming: ResumeTerms) -> Simulation {
         let hubs = (0..hubs).map(|number| Arc::from(format!("hub {number}")));
         let streams = hubs.flat_map(|hub: Arc<str>| vec![SimulatedStream::new(hub); streams_of_hub]);
         Simulation {
-            job: WorkerJob::new(resumes),
-            resumes,
+            job: WorkerJob::new(resuming),
+            resuming,
             now: Instant::now(),
             requests: 0,
             streams: streams.collect(),
@@ -386,7 +386,7 @@ proptest! {
         resumes in any::<bool>(),
         actions in prop::collection::vec(action(), 1..60),
     ) {
-        let mut simulation = Simulation::new(hubs, streams_of_hub, resumes);
+        let mut simulation = Simulation::new(hubs, streams_of_hub, ResumeTerms { moves: resumes, ..ResumeTerms::default() });
         for action in &actions {
             simulation.act(action);
         }

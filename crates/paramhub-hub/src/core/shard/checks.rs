@@ -40,7 +40,7 @@ impl Shard {
 
     /// Refuses what may not come by this port. Returns the slot of the frame's chunk, if it is about one.
     fn check_sender(&self, port: u32, side: Side, header: &Header) -> Result<Option<u32>, Fault> {
-        if self.has_left(port) && self.plan.continues && header.operation == Operation::Leave {
+        if self.has_left(port) && self.plan.resuming.resumes() && header.operation == Operation::Leave {
             // The stream was cut after the worker's Leave, and the worker could not know that it had arrived.
             return Ok(None);
         }

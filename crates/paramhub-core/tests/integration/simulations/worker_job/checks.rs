@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::FINAL_MESSAGE_TIMEOUT;
-use paramhub_core::worker_job::{Announcement, FailureCause, LEAVE_TIMEOUT, LEAVE_TIMEOUT_RESUMING};
+use paramhub_core::worker_job::{Announcement, FailureCause, leave_timeout};
 
 use super::stream::{Frame, State};
 use super::{Error, Simulation};
@@ -29,7 +29,7 @@ impl Simulation {
     pub(super) fn may_reopen(&self) -> bool {
         let has_something_to_say =
             matches!(self.expected, Expected::Nothing | Expected::End { outcome: Ok(()), .. });
-        self.resumes && has_something_to_say
+        self.resuming.resumes() && has_something_to_say
     }
 
     /// A stream was lost that is not opened again.
@@ -59,7 +59,7 @@ impl Simulation {
         match self.expected.clone() {
             Expected::Nothing => {
                 let Some(leaves_by) = self.leaves_by else { return };
-                let timeout = if self.resumes { LEAVE_TIMEOUT_RESUMING } else { LEAVE_TIMEOUT };
+                let timeout = leave_timeout(&self.resuming);
                 if self.requests == 0 {
                     self.expect_end(Ok(()), None, timeout);
                 } else if self.now >= leaves_by {

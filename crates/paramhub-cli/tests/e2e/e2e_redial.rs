@@ -1,0 +1,335 @@
+//! Connections between workers and a hub that are reset on their way, which costs a job nothing, and processes that die,
+//! which is noticed at once.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use paramhub::ManagerClient;
+use paramhub::service::{CreateService, JobOptions, JobState, JobStatus, OnWorkerLoss};
+use rustix::process::Signal;
+
+use crate::common::{Process, example, hub, wait_until};
+
+const WORKERS: u32 = 3;
+/// The hub's cores, to each of which every worker has a stream.
+const CORES: usize = 2;
+/// More bytes than wait anywhere on the way: when so many have passed, steps have been made.
+const SOME_STEPS: u64 = 8 << 20;
+/// More seconds than any test waits: a death that is noticed by waiting for so long fails its test.
+const PATIENT: f64 = 60.0;
+
+/// Something on the path between workers and a hub that keeps state of each connection, and can forget it.
+struct Relay {
+    address: SocketAddr,
+    hub: Arc<Mutex<Option<SocketAddr>>>,
+    connections: Arc<Mutex<Vec<Connection>>>,
+    passed: Arc<AtomicU64>,
+    is_over: Arc<AtomicBool>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+/// A connection through the relay.
+struct Connection {
+    worker: TcpStream,
+    hub: TcpStream,
+    /// The relay has forgotten it: who sends over it gets a reset.
+    is_forgotten: Arc<AtomicBool>,
+}
+
+/// Which end of a connection gets a reset at once. The other gets it when it sends.
+#[derive(Clone, Copy, Debug)]
+enum Learns {
+    Both,
+    Worker,
+    Hub,
+}
+
+impl Relay {
+    /// A relay that awaits workers. Its hub must be known before they come.
+    fn new() -> Relay {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut relay = Relay {
+            address: listener.local_addr().unwrap(),
+            hub: Arc::default(),
+            connections: Arc::default(),
+            passed: Arc::default(),
+            is_over: Arc::default(),
+            acceptor: None,
+        };
+        let (hub, connections, is_over) =
+            (relay.hub.clone(), relay.connections.clone(), relay.is_over.clone());
+        let passed = relay.passed.clone();
+        let acceptor = std::thread::spawn(move || {
+            for worker in listener.incoming().map_while(Result::ok) {
+                if is_over.load(Ordering::Relaxed) {
+                    return;
+                }
+                let address = hub.lock().unwrap().expect("workers come when the hub is known");
+                match TcpStream::connect(address) {
+                    Ok(hub) => connections.lock().unwrap().push(Connection::passing(worker, hub, &passed)),
+                    Err(_) => reset(&worker),
+                }
+            }
+        });
+        relay.acceptor = Some(acceptor);
+        relay
+    }
+
+    /// The number of connections that work.
+    fn connections(&self) -> usize {
+        let mut connections = self.connections.lock().unwrap();
+        connections.retain(|connection| connection.worker.peer_addr().is_ok());
+        connections.len()
+    }
+
+    fn await_some_steps(&self) {
+        let before = self.passed.load(Ordering::Relaxed);
+        wait_until("steps are made", || self.passed.load(Ordering::Relaxed) > before + SOME_STEPS);
+    }
+
+    /// Forgets one connection, or all of them. Returns how many.
+    fn forget(&self, only: Option<usize>, learns: Learns) -> usize {
+        let mut connections = self.connections.lock().unwrap();
+        let forgotten: Vec<Connection> = match only {
+            None => connections.drain(..).collect(),
+            Some(_) if connections.is_empty() => Vec::new(),
+            Some(nth) => {
+                let nth = nth % connections.len();
+                vec![connections.remove(nth)]
+            }
+        };
+        for Connection { worker, hub, is_forgotten } in &forgotten {
+            is_forgotten.store(true, Ordering::Release);
+            if matches!(learns, Learns::Both | Learns::Worker) {
+                reset(worker);
+            }
+            if matches!(learns, Learns::Both | Learns::Hub) {
+                reset(hub);
+            }
+        }
+        forgotten.len()
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        drop(TcpStream::connect(self.address));
+        let _ = self.acceptor.take().map(JoinHandle::join);
+    }
+}
+
+impl Connection {
+    fn passing(worker: TcpStream, hub: TcpStream, passed: &Arc<AtomicU64>) -> Connection {
+        let is_forgotten = Arc::new(AtomicBool::new(false));
+        for (from, to) in [(&worker, &hub), (&hub, &worker)] {
+            from.set_nodelay(true).unwrap();
+            let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+            let (is_forgotten, passed) = (is_forgotten.clone(), passed.clone());
+            std::thread::spawn(move || pass(&from, &to, &is_forgotten, &passed));
+        }
+        Connection { worker, hub, is_forgotten }
+    }
+}
+
+/// Passes on what comes until either side ends, and how it ends.
+fn pass(mut from: &TcpStream, mut to: &TcpStream, is_forgotten: &AtomicBool, passed: &AtomicU64) {
+    let mut buffer = vec![0; 64 << 10];
+    loop {
+        let read = from.read(&mut buffer);
+        if is_forgotten.load(Ordering::Acquire) {
+            return reset(from);
+        }
+        match read {
+            Ok(0) => {
+                let _ = to.shutdown(Shutdown::Write);
+                return;
+            }
+            Ok(bytes) if to.write_all(&buffer[..bytes]).is_ok() => {
+                passed.fetch_add(bytes as u64, Ordering::Relaxed);
+            }
+            _ if is_forgotten.load(Ordering::Acquire) => return reset(from),
+            _ => {
+                reset(from);
+                return reset(to);
+            }
+        }
+    }
+}
+
+/// Resets a connection at once, although other descriptors of it are open.
+fn reset(socket: &TcpStream) {
+    // This fails if it has ended already.
+    let _ = rustix::net::connect_unspec(socket);
+}
+
+/// A job whose workers reach their hub over a relay.
+struct Job {
+    hub: Process,
+    relay: Relay,
+    client: ManagerClient,
+    name: String,
+    workers: Vec<Process>,
+}
+
+impl Job {
+    fn start(options: JobOptions, arguments: &[&str]) -> Job {
+        let relay = Relay::new();
+        let advertised = relay.address.to_string();
+        let (hub, url) =
+            hub(["--cores", &CORES.to_string(), "--no-shared-memory", "--advertise", &advertised]);
+        let ready = hub.wait_for("hub ready: ");
+        let listens = ready.split_whitespace().skip_while(|word| *word != "data").nth(1).unwrap();
+        *relay.hub.lock().unwrap() = Some(listens.parse().unwrap());
+        let client = ManagerClient::new(&url, None).unwrap();
+        let name = format!("redials-{}", options.on_worker_loss);
+        let created =
+            client.create_service(&CreateService { name: name.clone(), workers: WORKERS, options }).unwrap();
+        let start = |rank: u32| {
+            example("exchange", arguments.iter().copied())
+                .env("PARAMHUB_URL", &url)
+                .env("PARAMHUB_JOB", &created.namespace.to_string())
+                .env("PARAMHUB_SECRET", &String::from(created.secret()))
+                .env("RANK", &rank.to_string())
+                .start()
+        };
+        let workers: Vec<Process> = (0..WORKERS).map(start).collect();
+        workers.iter().for_each(|worker| drop(worker.wait_for(" keys")));
+        Job { hub, relay, client, name, workers }
+    }
+
+    fn status(&self) -> JobStatus {
+        self.client.job(&self.name).unwrap()
+    }
+
+    /// Cuts connections in every way, while steps are made. Each time the job goes on. Returns how many were cut.
+    fn cut_often(&self) -> usize {
+        let all = WORKERS as usize * CORES;
+        let mut cut = 0;
+        let ways = [
+            (None, Learns::Both),
+            (Some(1), Learns::Both),
+            (Some(4), Learns::Worker),
+            (Some(3), Learns::Hub),
+            (None, Learns::Worker),
+            (None, Learns::Hub),
+            (Some(0), Learns::Hub),
+            (None, Learns::Both),
+        ];
+        for (number, (only, learns)) in ways.into_iter().enumerate() {
+            self.relay.await_some_steps();
+            cut += self.relay.forget(only, learns);
+            let what = format!("cut {number} is mended: {only:?}, {learns:?}");
+            wait_until(&what, || self.relay.connections() == all);
+        }
+        self.relay.await_some_steps();
+        cut
+    }
+
+    fn await_updates(&self) {
+        let before = self.status().counters.updates;
+        wait_until("the job goes on", || {
+            let status = self.status();
+            assert_ne!(status.state, JobState::Failed, "{}", status.message);
+            status.counters.updates > before
+        });
+    }
+}
+
+/// A job as by default, but for the time that a busy machine may take to run the threads of both ends.
+fn by_default(on_worker_loss: OnWorkerLoss) -> JobOptions {
+    JobOptions { on_worker_loss, redial_grace_s: 20.0, ..Default::default() }
+}
+
+/// Gradients that differ from rank to rank, so that sums depend on their order.
+const FRACTIONS: &[&str] =
+    &["--steps", "600", "--compute-ms", "2", "--reproducible", "--seed", "7", "--save", "parameters"];
+
+#[test]
+fn connections_that_are_reset_change_no_bit_and_cost_no_worker() {
+    let undisturbed = Job::start(JobOptions::default(), FRACTIONS);
+    let expected: Vec<_> =
+        undisturbed.workers.into_iter().map(|worker| worker.finish().expect_code(0)).collect();
+    for on_worker_loss in [OnWorkerLoss::Fail, OnWorkerLoss::Rewind] {
+        let job = Job::start(by_default(on_worker_loss), FRACTIONS);
+        let cut = job.cut_often();
+        let Job { hub, relay, client, name, workers } = job;
+        for worker in workers {
+            let worker = worker.finish().expect_code(0);
+            assert!(
+                worker.read("parameters") == expected[0].read("parameters"),
+                "other bits than undisturbed with {on_worker_loss}"
+            );
+        }
+        let status = client.job(&name).unwrap();
+        assert_eq!(status.state, JobState::Finished, "{}", status.message);
+        assert_eq!(status.losses.map_or(0, |losses| losses.workers_lost), 0);
+        assert!(status.counters.streams_moved >= cut as u64, "{:?}", status.counters);
+        drop((hub, relay));
+    }
+}
+
+#[test]
+fn connections_that_are_reset_cost_no_contribution_where_others_would_go_on() {
+    let options = by_default(OnWorkerLoss::Continue);
+    // The workers check every number of every step, which would be another without one of them.
+    let job = Job::start(options, &["--steps", "600", "--compute-ms", "2"]);
+    job.cut_often();
+    let Job { hub, relay, client, name, workers } = job;
+    for worker in workers {
+        let ended = worker.finish().expect_code(0);
+        assert!(ended.stdout.contains("all numbers right"), "{ended:?}");
+    }
+    let status = client.job(&name).unwrap();
+    assert_eq!(
+        (status.state, status.losses.map_or(0, |losses| losses.workers_lost)),
+        (JobState::Finished, 0)
+    );
+    drop((hub, relay));
+}
+
+/// Steps that are mostly computation, so that a process which dies has read all that had come to it.
+const SLOW: &[&str] = &["--steps", "1000", "--compute-ms", "1500", "--elements", "1000"];
+
+#[test]
+fn a_process_that_dies_is_not_waited_for() {
+    for on_worker_loss in [OnWorkerLoss::Fail, OnWorkerLoss::Continue] {
+        let options =
+            JobOptions { on_worker_loss, redial_grace_s: PATIENT, dead_after_s: 300.0, ..Default::default() };
+        let job = Job::start(options, SLOW);
+        job.await_updates();
+        job.workers[1].signal(Signal::KILL);
+        let reason = "rank 1 was lost: its connection ended without a leave message";
+        wait_until("the hub says so", || job.hub.stderr().contains(reason));
+        match on_worker_loss {
+            OnWorkerLoss::Continue => job.await_updates(),
+            _ => wait_until("the job fails", || job.status().message.contains(reason)),
+        }
+    }
+}
+
+#[test]
+fn a_hub_that_dies_is_not_dialled_for_long() {
+    let options = JobOptions { redial_grace_s: PATIENT, dead_after_s: 300.0, ..Default::default() };
+    // With and without something to read for the hub when it dies.
+    for arguments in [SLOW, &["--steps", "100000"]] {
+        let (hub, url) = hub(["--cores", "2", "--no-shared-memory"]);
+        let client = ManagerClient::new(&url, None).unwrap();
+        let created =
+            client.create_service(&CreateService { name: "hubs-die".into(), workers: 1, options }).unwrap();
+        let worker = example("exchange", arguments.iter().copied())
+            .env("PARAMHUB_URL", &url)
+            .env("PARAMHUB_JOB", &created.namespace.to_string())
+            .env("PARAMHUB_SECRET", &String::from(created.secret()))
+            .env("RANK", "0")
+            .start();
+        worker.wait_for(" keys");
+        hub.signal(Signal::KILL);
+        let ended = worker.finish().expect_code(1);
+        let is_said = ["it closed the connection", "nobody listens there any more"];
+        assert!(is_said.iter().any(|said| ended.stderr.contains(said)), "{ended:?}");
+    }
+}
