@@ -129,7 +129,9 @@ impl Shard {
                 .collect(),
             dirty: ReadySet::new(plan.ports.len()),
             // Nothing leaves by the port of a worker that has not come yet.
-            left: (0..plan.ports.len()).map(|port| port >= layout.rules.first_members).collect(),
+            left: (0..plan.ports.len())
+                .map(|port| (layout.rules.first_members..layout.rules.members).contains(&port))
+                .collect(),
             counters: JobCounters::default(),
             now,
             steps_to_end: None,
