@@ -11,15 +11,9 @@ use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobState, RegisterHub};
 use rustix::process::Signal;
 
-use crate::common::{Process, WAIT_TIMEOUT, example, paramhub, wait_until};
+use crate::common::{Process, WAIT_TIMEOUT, example, free_address, paramhub, wait_until};
 
 const LOOPBACK: [&str; 2] = ["--listen", "127.0.0.1:0"];
-
-/// An address on which no process listens. If another process takes it meanwhile, the one that wanted it
-/// reports that.
-fn free_address() -> String {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
-}
 
 fn manager(address: &str) -> Process {
     let manager = paramhub(["manager", "--listen", address]).start();

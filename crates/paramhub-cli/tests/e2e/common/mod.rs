@@ -9,6 +9,7 @@ pub mod rails;
 pub mod testbed;
 
 use std::io::Read;
+use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -89,6 +90,12 @@ pub fn hub<'a>(more: impl IntoIterator<Item = &'a str>) -> (Process, String) {
     let ready = hub.wait_for("hub ready: ");
     let url = ready.split_whitespace().find(|word| word.starts_with("http://")).expect("a URL").to_owned();
     (hub, url)
+}
+
+/// An address on which no process listens. If another process takes it meanwhile, the one that wanted it
+/// reports that.
+pub fn free_address() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
 /// Returns whether a process exists and is more than a zombie.

@@ -1,7 +1,9 @@
 //! Everything dies at once, and the same command goes on.
 
 use super::cluster::{all, complete, scratch};
-use crate::common::{Finished, Process, Program, hub, paramhub, program, wait_until, workers_of};
+use crate::common::{
+    Finished, Process, Program, free_address, hub, paramhub, program, wait_until, workers_of,
+};
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobOptions, JobState, OnWorkerLoss};
 use rustix::process::{Pid, Signal, kill_process};
@@ -98,7 +100,10 @@ fn a_run_that_is_killed_with_its_hub_is_not_gone_on_with_under_another_name_or_w
 fn a_hub_and_a_manager_that_are_killed_with_everything_else_are_started_again_and_the_job_goes_on() {
     let (folder, state) = (scratch(), scratch());
     let [path, state] = [&folder, &state].map(|folder| folder.path().to_str().unwrap());
-    let start_hub = || hub(["--checkpoints", path, "--state", state]);
+    // By its address a hub is known as the one that was killed.
+    let [listen, manager] = [free_address(), free_address()];
+    let addresses = ["--listen", &listen, "--manager", &manager];
+    let start_hub = || hub(addresses.into_iter().chain(["--checkpoints", path, "--state", state]));
     let run = |url: &str| {
         let run =
             ["run", "-n", "2", "--hub", url, "--name", "far", "--checkpoint-every", "9", "--resume=auto"];
