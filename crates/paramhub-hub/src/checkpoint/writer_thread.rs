@@ -164,6 +164,8 @@ struct CheckpointLoop {
     /// In a job whose workers are lost, the newest version to which its chunks can go back, as far as a try has shown
     /// it.
     goes_back_to: Option<u32>,
+    /// Whether the disk says that the run has begun.
+    has_noted_begin: bool,
     is_over: bool,
     /// A key that is not updated with the others, found in the last try.
     lagging: Option<u32>,
@@ -196,6 +198,7 @@ impl CheckpointLoop {
             finish: None,
             last_before: LastCheckpoint::Finish,
             goes_back_to: None,
+            has_noted_begin: false,
             is_over: false,
             lagging: None,
             inbox,
@@ -205,10 +208,12 @@ impl CheckpointLoop {
     }
 
     fn run(mut self) {
-        self.note_begin();
         match self.task.every {
             Every::Steps(steps) => self.every_steps(steps),
-            Every::Seconds(seconds) => self.every_seconds(Duration::from_secs(seconds.get().into())),
+            Every::Seconds(seconds) => {
+                self.note_begin();
+                self.every_seconds(Duration::from_secs(seconds.get().into()));
+            }
         }
         if self.finish.is_some() && !self.is_over {
             self.take_last();
@@ -334,7 +339,8 @@ impl CheckpointLoop {
     }
 
     /// Records that the run has begun, before it has a checkpoint: a later run of the name may go on with this one.
-    fn note_begin(&self) {
+    fn note_begin(&mut self) {
+        self.has_noted_begin = true;
         let CheckpointTask { name, namespace, folder, resumed_from, hub, .. } = &self.task;
         if let Err(error) = folder.note_begin(*namespace, resumed_from.as_deref(), *hub) {
             warn!(
@@ -372,6 +378,10 @@ impl CheckpointLoop {
             let core = &self.task.cores[&snapshot.route];
             let snapshot = Box::new(snapshot);
             core.send(CoreCommand::Arm { namespace: self.task.namespace, target, snapshot });
+        }
+        // The disk may be slower than the first steps, so that these would pass the version before it is asked for.
+        if !self.has_noted_begin {
+            self.note_begin();
         }
         let (mut called_off, mut lags_from) = (false, None);
         let mut result = SnapshotResult::All;
