@@ -24,7 +24,9 @@ pub(crate) struct Ledger {
     behind: BTreeMap<ChunkId, u32>,
     workers: u32,
     rewinds: Rewinds,
-    /// The ranks without which the job has begun, and those that a hub has taken for lost at some time.
+    /// The number of workers with which the job has begun.
+    first_workers: u32,
+    /// The ranks that a hub has taken for lost at some time.
     lost: BTreeSet<u32>,
     told: Told,
     /// The first thing that must not be.
@@ -34,8 +36,7 @@ pub(crate) struct Ledger {
 impl Ledger {
     /// The ledger of a job with so many workers, which begins with the first of them, or may go back to an earlier step.
     pub(crate) fn new(workers: u32, first_workers: u32, rewind_every: Option<u32>) -> Ledger {
-        let lost = (first_workers..workers).collect();
-        Ledger { workers, lost, rewinds: Rewinds::new(rewind_every), ..Ledger::default() }
+        Ledger { workers, first_workers, rewinds: Rewinds::new(rewind_every), ..Ledger::default() }
     }
 
     /// The first thing that must not be, if there was one.
@@ -69,7 +70,7 @@ impl Ledger {
         rewound_in: u64,
     ) -> u64 {
         sum.sort_unstable();
-        let may_lack = |rank: u32| self.lost.contains(&rank) && !self.rewinds.may_happen();
+        let may_lack = |rank: u32| !self.was_always_there(rank) && !self.rewinds.may_happen();
         let has = |rank: u32| sum.iter().any(|contribution| contribution.rank == rank);
         let lacks_one = (0..self.workers).any(|rank| !may_lack(rank) && !has(rank));
         let has_others =
@@ -143,9 +144,14 @@ impl Ledger {
         self.lost.insert(rank);
     }
 
-    /// Whether no hub has ever taken this rank for lost.
+    /// Whether a hub has taken this rank for lost at some time.
+    pub(crate) fn was_lost(&self, rank: u32) -> bool {
+        self.lost.contains(&rank)
+    }
+
+    /// Whether the job has begun with this rank, and no hub has ever taken it for lost.
     pub(crate) fn was_always_there(&self, rank: u32) -> bool {
-        !self.lost.contains(&rank)
+        rank < self.first_workers && !self.was_lost(rank)
     }
 
     /// A hub has moved a chunk on to a version without an update.

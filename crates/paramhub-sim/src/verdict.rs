@@ -49,6 +49,8 @@ pub(crate) struct Ends<'a> {
     pub(crate) recorded: &'a JobStatus,
     /// The ranks that no hub has ever taken for lost.
     pub(crate) always_there: Vec<u32>,
+    /// The ranks that some hub has taken for lost.
+    pub(crate) lost: Vec<u32>,
     /// The version that all chunks have; `None` if they have several.
     pub(crate) common_version: Option<u32>,
     /// Whether the manager has lost a hub.
@@ -197,8 +199,7 @@ impl Ends<'_> {
                 return Err(format!("hub {number} reports a failure that names nobody: {}", end.reason));
             }
         }
-        let lost = (0..self.scenario.workers).find(|rank| !self.always_there.contains(rank));
-        if let Some(rank) = lost.filter(|_| self.scenario.must_keep_workers(self.connected)) {
+        if let Some(rank) = self.lost.first().filter(|_| self.scenario.must_keep_workers(self.connected)) {
             return Err(format!("rank {rank} was lost although nobody died"));
         }
         self.check_record(must_finish)

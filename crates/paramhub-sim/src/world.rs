@@ -410,6 +410,7 @@ impl World<'_> {
             always_there: (0..self.scenario.workers)
                 .filter(|&rank| self.ledger.was_always_there(rank))
                 .collect(),
+            lost: (0..self.scenario.workers).filter(|&rank| self.ledger.was_lost(rank)).collect(),
             common_version: self.ledger.common_version(),
             has_lost_hubs: self.manager.as_ref().is_some_and(Manager::has_lost_hubs),
         };

@@ -314,6 +314,7 @@ fn a_snapshot_waits_for_the_program_states_of_its_version() {
 
     // The rank has left with this step: there is nothing to wait for.
     shard.arm(SnapshotTarget::Version(3), snapshot);
+    shard.copy_some(usize::MAX);
     (1..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
     assert!(shard.ended_snapshot().is_none());
     shard.disarm();
