@@ -158,8 +158,10 @@ def test_torchrun_that_is_killed_with_its_ranks_and_their_hub_goes_on_by_the_sam
     first.signal(signal.SIGKILL)
     kill(*processes)
     first.wait()
-    step = str(max(checkpoints(tmp_path / "ck", "mine")))
+    step = max(checkpoints(tmp_path / "ck", "mine"))
     code, output = run("mine", -1).wait()
     assert code == 0, output
-    assert re.findall(r"from step (\w+), batch (\d)", output) == [(step, step)] * 2, output
+    # The hub may have written another one before it ended.
+    begun = {number for found in re.findall(r"from step (\w+), batch (\d)", output) for number in found}
+    assert len(begun) == 1 and step <= int(begun.pop()), output
     assert ends(output) == ends(undisturbed), output
