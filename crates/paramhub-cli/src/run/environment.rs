@@ -160,26 +160,30 @@ fn options(section: &RunSection) -> JobOptions {
 }
 
 impl RunEnvironment {
+    /// A job for which nothing runs on this host.
+    fn of(client: ManagerClient, job: ServiceCreated, section: &RunSection) -> RunEnvironment {
+        RunEnvironment {
+            client,
+            job,
+            host: section.host_rank.unwrap_or(0),
+            hosts: section.hosts,
+            rack: None,
+            embedded: None,
+            hub: None,
+            manager: None,
+            shared: None,
+        }
+    }
+
     /// Starts what belongs to this host and creates the job, or finds the one that the first host creates.
     pub(super) fn open(config: &Config, signals: &Signals) -> anyhow::Result<RunEnvironment> {
         let section = &config.run;
-        let (host, hosts) = (section.host_rank.unwrap_or(0), section.hosts);
+        let host = section.host_rank.unwrap_or(0);
         if config.url.is_none() && section.hubs == Some(0) {
             let manager = Manager::start(EmbeddedConfig::default().manager)?;
             let client = ManagerClient::new(&manager.url(), None)?;
             let job = create(section, &name(section)?, &client)?;
-            let manager = Some(manager);
-            return Ok(RunEnvironment {
-                client,
-                job,
-                host,
-                hosts,
-                rack: None,
-                embedded: None,
-                hub: None,
-                manager,
-                shared: None,
-            });
+            return Ok(RunEnvironment { manager: Some(manager), ..RunEnvironment::of(client, job, section) });
         }
         if config.url.is_none() {
             let mut embedded = EmbeddedConfig::with_cores(section.cores);
@@ -187,34 +191,12 @@ impl RunEnvironment {
             let hub = EmbeddedHub::start(embedded)?;
             let client = hub.client().clone();
             let job = create(section, &name(section)?, &client)?;
-            let embedded = Some(hub);
-            return Ok(RunEnvironment {
-                client,
-                job,
-                host,
-                hosts,
-                rack: None,
-                embedded,
-                hub: None,
-                manager: None,
-                shared: None,
-            });
+            return Ok(RunEnvironment { embedded: Some(hub), ..RunEnvironment::of(client, job, section) });
         }
         if let Some(name) = &section.join {
             let client = client(config)?;
             let (job, shared) = join(section, name, &client)?;
-            let shared = Some(shared);
-            return Ok(RunEnvironment {
-                client,
-                job,
-                host,
-                hosts,
-                rack: None,
-                embedded: None,
-                hub: None,
-                manager: None,
-                shared,
-            });
+            return Ok(RunEnvironment { shared: Some(shared), ..RunEnvironment::of(client, job, section) });
         }
         let is_colocated = deployment::is_colocated(section.deployment);
         let manager = match is_colocated && host == 0 {
@@ -234,19 +216,10 @@ impl RunEnvironment {
             0 => create(section, &name, &client)?,
             _ => find(section, &name, &client, signals)?,
         };
-        let mut environment = RunEnvironment {
-            client,
-            job,
-            host,
-            hosts,
-            rack,
-            embedded: None,
-            hub: None,
-            manager,
-            shared: None,
-        };
-        environment.shared =
+        let shared =
             section.max_workers.map(|workers| SharedJob { first_rank: host * section.workers, workers });
+        let mut environment =
+            RunEnvironment { rack, manager, shared, ..RunEnvironment::of(client, job, section) };
         if has_hub {
             match start_hub(config, &environment) {
                 Ok(hub) => environment.hub = Some(hub),
