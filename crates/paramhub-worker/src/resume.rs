@@ -117,7 +117,7 @@ impl StreamFailure {
 
 /// Why one attempt has not led to a stream.
 enum NotOpened {
-    /// Nobody listens at the hub's address: its process has ended.
+    /// No process listens at the hub's address: the hub's has ended.
     HubGone(WorkerError),
     Failed(WorkerError),
 }

@@ -67,7 +67,7 @@ pub(super) fn start(shape: &Shape, delay: Delay) -> Result<(), Problem> {
         .process_group(0)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
-        // Whoever reads the builder's messages to their end would otherwise wait for the relay's end.
+        // A process that reads the builder's messages to their end would otherwise wait for the relay's end.
         .stderr(Stdio::null())
         .spawn()
         .map_err(unable)?;

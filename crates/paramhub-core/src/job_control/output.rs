@@ -16,7 +16,7 @@ pub enum LastCheckpoint {
     Shutdown,
     /// The job's launcher ends the workers.
     EndOfWorkers,
-    /// Nobody comes for workers that were lost. It is answered when it is on the disk.
+    /// No process comes for workers that were lost. The command is answered when the checkpoint is on the disk.
     FailureForWorkers,
 }
 

@@ -182,12 +182,12 @@ mod tests {
         folder.note_begin(RUN(1), None, 0).unwrap();
         let [first, _] = [10, 20].map(|step| put(&folder, step, 1, |part| part.generation = 1));
         let first = first.file_name().unwrap().to_str().unwrap();
-        // Somebody chose an earlier checkpoint, and the run was cut off before it had one of its own.
+        // A run that was to begin at an earlier checkpoint was cut off before it had one of its own.
         folder.note_begin(RUN(2), Some(first), 0).unwrap();
         assert_eq!(checkpoint(&folder), (10, name_of_run(RUN(1))));
         put(&folder, 15, 2, |part| part.generation = 2);
         assert_eq!(checkpoint(&folder), (15, name_of_run(RUN(2))));
-        // Somebody began anew: what was there before is not gone on with.
+        // A run that began anew does not go on with what was there before.
         folder.note_begin(RUN(3), None, 0).unwrap();
         assert!(anew(&folder).contains("no complete checkpoint"));
         folder.note_begin(RUN(4), Some("step-0000000001.gone"), 0).unwrap();
