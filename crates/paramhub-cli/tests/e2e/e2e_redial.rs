@@ -239,6 +239,12 @@ impl Job {
     }
 }
 
+/// A job whose workers have all left, once its hub has reported that.
+fn ended(client: &ManagerClient, name: &str) -> JobStatus {
+    wait_until("the job's end", || client.job(name).unwrap().state.has_ended());
+    client.job(name).unwrap()
+}
+
 /// A job as by default, but for the time that a busy machine may take to run the threads of both ends.
 fn by_default(on_worker_loss: OnWorkerLoss) -> JobOptions {
     JobOptions { on_worker_loss, redial_grace_s: 20.0, ..Default::default() }
@@ -264,7 +270,7 @@ fn connections_that_are_reset_change_no_bit_and_cost_no_worker() {
                 "other bits than undisturbed with {on_worker_loss}"
             );
         }
-        let status = client.job(&name).unwrap();
+        let status = ended(&client, &name);
         assert_eq!(status.state, JobState::Finished, "{}", status.message);
         assert_eq!(status.losses.map_or(0, |losses| losses.workers_lost), 0);
         assert!(status.counters.streams_moved >= cut as u64, "{:?}", status.counters);
@@ -283,7 +289,7 @@ fn connections_that_are_reset_cost_no_contribution_where_others_would_go_on() {
         let ended = worker.finish().expect_code(0);
         assert!(ended.stdout.contains("all numbers right"), "{ended:?}");
     }
-    let status = client.job(&name).unwrap();
+    let status = ended(&client, &name);
     assert_eq!(
         (status.state, status.losses.map_or(0, |losses| losses.workers_lost)),
         (JobState::Finished, 0)
