@@ -28,6 +28,7 @@ def connect(
     rack: str | None = None,
     host: str | None = None,
     peers: bool = False,
+    workers: int | None = None,
 ) -> Job:
     """Joins a job as one of its ranks. Returns when every rank has joined.
 
@@ -46,6 +47,10 @@ def connect(
     for connections of the other workers, on its interface towards the manager and a port that the system chooses. Layers
     that are exchanged as factors need it at every rank.
 
+    ``workers`` is for a job with ``on_worker_loss="rewind"`` and ``max_workers`` (`create_job`): the number of ranks that have
+    been started together with this one. When all ranks are started again, more or fewer, the job goes on with so many. A process
+    that joins again after `paramhub.Rewound` leaves it out.
+
     Raises MisuseError if an argument is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
     missing.
     """
@@ -57,6 +62,7 @@ def connect(
         rack=rack,
         host=host,
         peers=peers,
+        workers=workers,
     )
     return Job(member)
 
@@ -325,7 +331,8 @@ class Job:
 
     def program_state(self, step: int) -> bytes | None:
         """Receives this rank's program state of ``step``, which this process or an earlier one of the rank has saved. Returns
-        None if the hub does not have it."""
+        None if the hub does not have it. A rank that has saved none of any step, since it was not there before, receives that of
+        the lowest rank which has one of the step."""
         return self._running().program_state(step)
 
     def statistics(self) -> dict[str, float]:

@@ -1,8 +1,9 @@
 //! Program states: what a program needs besides parameters and optimizer state when its process is started again, such as
 //! its data position and its random numbers.
 //!
-//! A rank saves its program state of a step at a hub, which keeps the three newest of each rank, and pulls it again. Only the
-//! rank itself can pull it. The hub does not read the bytes. They travel in [`Piece`]s, in order, on the rank's stream of
+//! A rank saves its program state of a step at a hub, which keeps the three newest of each rank, and pulls it again. A rank
+//! that has saved none, since it was not there before, gets that of the lowest rank that has one of the step. The hub does not
+//! read the bytes. They travel in [`Piece`]s, in order, on the rank's stream of
 //! one [route](crate::placement::Placement::program_state_route). A rank saves one state at a time and pulls one at a time.
 //!
 //! [`ProgramStates`] are the rules of the hub, [`ProgramStateRequests`] those of the worker. Neither knows sockets or a
@@ -57,6 +58,8 @@ struct SavedState {
 #[derive(Debug)]
 struct Pull {
     step: u32,
+    /// The rank that has saved the state.
+    of: u32,
     /// Bytes whose piece has begun to leave.
     sent: u32,
 }
@@ -135,6 +138,7 @@ impl ProgramStates {
             let incoming = states.incoming.take().expect("a piece has just been added to it");
             states.saved = Some(piece.step);
             states.keep(SavedState { step: piece.step, bytes: Arc::new(incoming.into_bytes()) });
+            self.send_again_if(|pull| (pull.of, pull.step) == (rank, piece.step));
         }
         Ok(is_complete)
     }
@@ -149,24 +153,27 @@ impl ProgramStates {
         self.ranks[rank as usize].saved = None;
     }
 
-    /// Notes that a rank asks for its state of `step`.
+    /// Notes that a rank asks for its state of `step`, or for that of the lowest rank if it has saved none of any step.
     ///
     /// # Errors
     /// If an earlier pull is under way.
     pub fn pull(&mut self, rank: u32, step: u32) -> Result<(), ProgramStateViolation> {
-        let states = &mut self.ranks[rank as usize];
+        let states = &self.ranks[rank as usize];
         if let Some(Pull { step: before, .. }) = states.pull {
             return Err(ProgramStateViolation::PullUnderWay { step, before });
         }
-        states.pull = Some(Pull { step, sent: 0 });
+        let of = match states.kept.is_empty() {
+            true => self.of_step(step).next().map_or(rank, |(lowest, _)| lowest),
+            false => rank,
+        };
+        self.ranks[rank as usize].pull = Some(Pull { step, of, sent: 0 });
         Ok(())
     }
 
     /// The next piece of the state that a rank has asked for, if one is due.
     pub fn next_piece(&self, rank: u32) -> Option<Piece<'_>> {
-        let states = self.ranks.get(rank as usize)?;
-        let Pull { step, sent } = *states.pull.as_ref()?;
-        Some(match states.get(step) {
+        let Pull { step, of, sent } = *self.ranks.get(rank as usize)?.pull.as_ref()?;
+        Some(match self.get(of, step) {
             None => Piece { step, offset: 0, total: ProgramState::MISSING, bytes: &[] },
             Some(bytes) => {
                 let end = bytes.len().min(sent as usize + self.piece_bytes_max as usize);
@@ -228,13 +235,22 @@ impl ProgramStates {
         self.ranks.iter().filter_map(RankStates::newest).min()
     }
 
-    /// Drops all states of steps after `step`, and what comes in.
-    pub fn forget_after(&mut self, step: u32) {
-        for states in &mut self.ranks {
+    /// Drops all states of steps after `step`, and those of all but the first `ranks` ranks, and what comes in.
+    pub fn begin_again(&mut self, step: u32, ranks: u32) {
+        let remaining = (ranks as usize).min(self.ranks.len());
+        let (remain, gone) = self.ranks.split_at_mut(remaining);
+        gone.fill_with(RankStates::default);
+        for states in remain {
             states.incoming = None;
             states.kept.retain(|kept| kept.step <= step);
-            states.begin_again_unless(|pulled| pulled <= step);
         }
+        self.send_again_if(|pull| pull.step > step || pull.of >= ranks);
+    }
+
+    /// Sends states that have changed from their beginning again, so that no rank gets parts of two.
+    fn send_again_if(&mut self, has_changed: impl Fn(&Pull) -> bool) {
+        let pulls = self.ranks.iter_mut().filter_map(|states| states.pull.as_mut());
+        pulls.filter(|pull| has_changed(pull)).for_each(|pull| pull.sent = 0);
     }
 
     /// Frees one state, and returns how many bytes it had; `None` when there is none. For a job that is over, between the
@@ -265,13 +281,5 @@ impl RankStates {
             self.kept.remove(0);
         }
         self.kept.push(state);
-        self.begin_again_unless(|pulled| pulled != step);
-    }
-
-    /// Sends a state that has changed from its beginning again, so that no rank gets parts of two.
-    fn begin_again_unless(&mut self, is_unchanged: impl FnOnce(u32) -> bool) {
-        if let Some(pull) = self.pull.as_mut().filter(|pull| !is_unchanged(pull.step)) {
-            pull.sent = 0;
-        }
     }
 }

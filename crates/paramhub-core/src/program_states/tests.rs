@@ -93,8 +93,8 @@ fn the_three_newest_states_of_each_rank_are_kept_and_the_same_step_is_replaced()
     save(&mut states, 1, 5, b"other");
     assert_eq!((pull(&mut states, 0, 3), pull(&mut states, 0, 9)), (None, Some(b"nine".to_vec())));
     assert_eq!(states.newest_common(), Some(5));
-    assert_eq!(pull(&mut states, 1, 9), None, "a rank has its own states only");
-    states.forget_after(4);
+    assert_eq!(pull(&mut states, 1, 9), None, "a rank that has saved any state has its own only");
+    states.begin_again(4, 2);
     assert_eq!((states.newest(0), states.newest(1)), (Some(4), None));
     save(&mut states, 0, 5, b"again");
     assert_eq!(states.get(0, 5), Some(&b"again"[..]));
@@ -145,7 +145,7 @@ fn each_offence_is_refused_and_changes_nothing() {
 fn a_state_that_changes_while_it_is_sent_is_sent_from_its_beginning_or_not_at_all() {
     let mut states = states(1);
     for change in ["replaced", "dropped", "saved again after it was forgotten"] {
-        states.forget_after(0);
+        states.begin_again(0, 1);
         save(&mut states, 0, 1, &[1; 30]);
         let mut requests = ProgramStateRequests::new(BYTES_MAX);
         requests.begin_pull(1);
@@ -163,13 +163,35 @@ fn a_state_that_changes_while_it_is_sent_is_sent_from_its_beginning_or_not_at_al
                 None
             }
             _ => {
-                states.forget_after(0);
+                states.begin_again(0, 1);
                 save(&mut states, 0, 1, &[3; 9]);
                 Some(vec![3; 9])
             }
         };
         assert_eq!(receive(&mut states, 0, &mut requests), expected, "{change}");
     }
+}
+
+#[test]
+fn a_rank_that_was_not_there_before_gets_the_state_of_the_lowest_whole() {
+    let mut states = states(3);
+    assert_eq!(pull(&mut states, 2, 4), None, "nobody has one");
+    save(&mut states, 1, 4, &[1; 30]);
+    save(&mut states, 0, 5, b"five");
+    assert_eq!(pull(&mut states, 2, 4), Some(vec![1; 30]), "the lowest that has one of the step");
+    let mut requests = ProgramStateRequests::new(BYTES_MAX);
+    requests.begin_pull(4);
+    states.pull(2, 4).unwrap();
+    assert_eq!(requests.piece(&states.next_piece(2).unwrap()), Ok(None));
+    states.piece_begun(2);
+    save(&mut states, 1, 4, &[2; 30]);
+    assert_eq!(receive(&mut states, 2, &mut requests), Some(vec![2; 30]), "from its beginning again");
+    save(&mut states, 2, 5, b"own");
+    assert_eq!(pull(&mut states, 2, 5), Some(b"own".to_vec()));
+    // Rank 2 is not there any more, and then there again.
+    states.begin_again(5, 2);
+    assert_eq!((states.newest(2), states.newest_common()), (None, Some(4)));
+    assert_eq!(pull(&mut states, 2, 5), Some(b"five".to_vec()));
 }
 
 #[test]
@@ -233,7 +255,10 @@ enum Action {
         rank: u32,
         step: u32,
     },
-    ForgetAfter(u32),
+    BeginAgain {
+        step: u32,
+        ranks: u32,
+    },
     Cut(u32),
 }
 
@@ -245,7 +270,7 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
     let action = prop_oneof![
         4 => save,
         3 => pull,
-        1 => step.prop_map(Action::ForgetAfter),
+        1 => (step, 1u32..4).prop_map(|(step, ranks)| Action::BeginAgain { step, ranks }),
         1 => rank.prop_map(Action::Cut),
     ];
     prop::collection::vec(action, 0..40)
@@ -280,11 +305,18 @@ proptest! {
                     }
                 }
                 Action::Pull { rank, step } => {
-                    prop_assert_eq!(pull(&mut states, rank, step), model[rank as usize].get(&step).cloned());
+                    let own = &model[rank as usize];
+                    let expected = match own.is_empty() {
+                        true => model.iter().find_map(|kept| kept.get(&step)),
+                        false => own.get(&step),
+                    };
+                    prop_assert_eq!(pull(&mut states, rank, step), expected.cloned());
                 }
-                Action::ForgetAfter(step) => {
-                    states.forget_after(step);
-                    model.iter_mut().for_each(|kept| kept.retain(|&of, _| of <= step));
+                Action::BeginAgain { step, ranks } => {
+                    states.begin_again(step, ranks);
+                    for (rank, kept) in (0..).zip(&mut model) {
+                        kept.retain(|&of, _| of <= step && rank < ranks);
+                    }
                 }
                 Action::Cut(rank) => states.cut(rank),
             }

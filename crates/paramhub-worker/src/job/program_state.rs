@@ -49,7 +49,8 @@ impl Job {
     }
 
     /// Receives this rank's program state of `step`, which this process or an earlier one of the rank has saved; `None` if
-    /// the hub does not have it.
+    /// the hub does not have it. A rank that has saved none of any step, since it was not there before, receives that of the
+    /// lowest rank which has one of the step.
     ///
     /// # Errors
     /// [`WorkerError::Misused`] in a job without the option `program_state_bytes`, and while another state is being

@@ -88,9 +88,10 @@ impl FuzzJob {
         }
     }
 
-    /// Pulls one of the newest program states, or one before, unless a request for one is under way.
+    /// Pulls one of the newest program states, or one before, unless a request for one is under way. A rank that has saved
+    /// none would get one of another, which this cannot check.
     pub(super) fn pull_program_state(&mut self, rank: usize, choice: u8) {
-        if self.may_ask_for_state(rank) {
+        if self.may_ask_for_state(rank) && !self.workers[rank].program_states.kept.is_empty() {
             let states = &mut self.workers[rank].program_states;
             let newest = states.kept.last().map_or(0, |(step, _)| *step);
             let step = newest.saturating_sub(u32::from(choice % 3));
