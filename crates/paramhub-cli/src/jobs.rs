@@ -163,7 +163,8 @@ struct CreateFlags {
     /// The least number of workers with which it then goes on [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     min_workers: Option<u32>,
-    /// The most workers that it may have; it begins with --workers, and the others join while it runs [default: --workers]
+    /// The most workers that it may have; it begins with --workers, and the others join while it runs, or with rewind when all
+    /// are started again [default: --workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     max_workers: Option<u32>,
     /// With --on-worker-loss rewind, the number of steps from one to which it can go back to the next [default: 1]
@@ -195,6 +196,9 @@ struct CreateFlags {
 impl CreateFlags {
     fn request(self) -> CreateService {
         let (workers, start_workers) = elastic(self.workers, self.max_workers);
+        let rewinds = self.on_worker_loss == Some(OnWorkerLoss::Rewind);
+        // A job that goes back and begins with all its ranks may have fewer later.
+        let start_workers = start_workers.or(self.max_workers.filter(|_| rewinds));
         let default = JobOptions::default();
         let options = JobOptions {
             rendezvous_timeout_s: self.rendezvous_timeout.unwrap_or(default.rendezvous_timeout_s),
@@ -364,11 +368,15 @@ fn show(job: &JobStatus) -> String {
     let lost: Vec<String> = job.lost.iter().map(ToString::to_string).collect();
     let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
     let ended = job.ended_at.map_or("-".to_owned(), |at| format!("{} ago", age(at)));
-    let first_workers = job.start_workers.unwrap_or(job.workers);
-    let losses = job.losses.as_ref().map_or(String::new(), |losses| describe_losses(losses, first_workers));
-    let workers = match job.start_workers {
-        Some(first) => format!("{} at most; it began with {first}", job.workers),
-        None => job.workers.to_string(),
+    let expected_workers = job.current_workers.or(job.start_workers).unwrap_or(job.workers);
+    let losses =
+        job.losses.as_ref().map_or(String::new(), |losses| describe_losses(losses, expected_workers));
+    let workers = match (job.start_workers, job.current_workers) {
+        (Some(first), Some(current)) => {
+            format!("{current}; it began with {first}, and can have {} at most", job.workers)
+        }
+        (Some(first), None) => format!("{} at most; it began with {first}", job.workers),
+        (None, _) => job.workers.to_string(),
     };
     let rows = [
         ("job", job.name.clone()),

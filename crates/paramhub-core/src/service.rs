@@ -111,6 +111,10 @@ pub struct ConnectService {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub peer_address: Option<SocketAddr>,
+    /// The number of ranks that a launcher has started together with the caller, if it starts all of them again when one
+    /// fails. A job whose ranks go back, and may be more or fewer than before, goes on with so many.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers: Option<u32>,
 }
 
 /// Answer to [`ConnectService`].

@@ -69,11 +69,12 @@ impl Connected {
 
 /// ConnectService: returns when every rank has called it. With `peers` this worker listens for the others,
 /// for layers that are exchanged by factors. `hub_rank` is the rank in whose process all hubs run, if they
-/// do.
+/// do. `workers` is the number of ranks that have been started together, if a later start may have another.
 #[pyfunction]
 #[pyo3(signature = (
     url, namespace, secret, rank, *, transport = None, interfaces = None, shared_parameters = "never", spin_us = 0,
-    rendezvous_timeout = None, rack = None, host = None, peers = false, hub_rank = None
+    rendezvous_timeout = None, rack = None, host = None, peers = false, hub_rank = None,
+    workers = None
 ))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn connect(
@@ -91,6 +92,7 @@ pub(crate) fn connect(
     host: Option<String>,
     peers: bool,
     hub_rank: Option<u32>,
+    workers: Option<u32>,
 ) -> PyResult<Member> {
     refuse_in_child(py)?;
     let membership = join_options::membership(py, url, namespace, secret, rank)?;
@@ -105,6 +107,7 @@ pub(crate) fn connect(
         }
     };
     options.hub_rank = hub_rank;
+    options.started_workers = workers;
     options.spin = Duration::from_micros(spin_us);
     let peer_listener = peers.then(|| PeerListener::listen(&membership, PortRange::ANY)).transpose();
     let peer_listener = peer_listener.map_err(|error| errors::factors(py, &error))?;

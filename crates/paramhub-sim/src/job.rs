@@ -33,8 +33,6 @@ const CHUNK_BYTES: u32 = 1024;
 /// What is settled before the job begins.
 pub(crate) struct JobPlan {
     pub(crate) workers: u32,
-    /// The number of workers with which the job begins.
-    pub(crate) first_workers: u32,
     pub(crate) keys: u32,
     pub(crate) steps: u32,
     pub(crate) map: ChunkMap,
@@ -86,7 +84,6 @@ impl JobPlan {
         };
         JobPlan {
             workers: scenario.workers,
-            first_workers: options.first_workers(scenario.workers),
             keys: scenario.keys,
             steps: scenario.steps,
             map,

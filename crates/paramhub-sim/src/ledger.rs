@@ -70,9 +70,11 @@ impl Ledger {
         rewound_in: u64,
     ) -> u64 {
         sum.sort_unstable();
-        let may_lack = |rank: u32| !self.was_always_there(rank) && !self.rewinds.may_happen();
         let has = |rank: u32| sum.iter().any(|contribution| contribution.rank == rank);
-        let lacks_one = (0..self.workers).any(|rank| !may_lack(rank) && !has(rank));
+        let lacks_one = match self.rewinds.may_happen() {
+            true => (0..self.rewinds.workers_since(rewound_in).max(sum.len() as u32)).any(|rank| !has(rank)),
+            false => (0..self.workers).any(|rank| self.was_always_there(rank) && !has(rank)),
+        };
         let has_others =
             sum.iter().any(|contribution| contribution.step != step || contribution.epoch <= rewound_in);
         let has_one_twice = sum.windows(2).any(|pair| pair[0].rank == pair[1].rank);
@@ -151,7 +153,12 @@ impl Ledger {
 
     /// Whether the job has begun with this rank, and no hub has ever taken it for lost.
     pub(crate) fn was_always_there(&self, rank: u32) -> bool {
-        rank < self.first_workers && !self.was_lost(rank)
+        let first_workers = match self.rewinds.may_happen() {
+            // A start with another number of workers may have come before the job began.
+            true => self.rewinds.workers_since(0),
+            false => self.first_workers,
+        };
+        rank < first_workers && !self.was_lost(rank)
     }
 
     /// A hub has moved a chunk on to a version without an update.
@@ -184,8 +191,9 @@ impl Ledger {
     }
 
     /// A process that has a rank since an epoch begins at a step, if it joins a running job.
-    pub(crate) fn joined(&mut self, rank: u32, epoch: u64, step: Option<u32>) {
-        let checked = self.rewinds.joined(rank, epoch, step);
+    /// `workers` were started together with it, if this number may change.
+    pub(crate) fn joined(&mut self, rank: u32, epoch: u64, step: Option<u32>, workers: Option<u32>) {
+        let checked = self.rewinds.joined(rank, epoch, step, workers.unwrap_or(self.workers));
         self.check(checked);
     }
 

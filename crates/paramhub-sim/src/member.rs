@@ -33,6 +33,8 @@ pub(crate) struct Member {
     number: u8,
     /// How often it has begun again, each time as another process would.
     again: u8,
+    /// The number of workers that were started together with it, in a job in which this may change.
+    workers: Option<u32>,
 }
 
 /// What a worker that has joined knows of its job.
@@ -45,11 +47,11 @@ pub(crate) struct Joined {
 
 impl Member {
     /// The process of this number among those that were started for a rank.
-    pub(crate) fn new(rank: u32, number: u8, plan: &Arc<JobPlan>) -> Member {
+    pub(crate) fn new(rank: u32, number: u8, workers: Option<u32>, plan: &Arc<JobPlan>) -> Member {
         let process = Process::Worker(rank, number);
         let caller = Caller::new(process, Line::Member, RETRY_TIMEOUT);
-        let call = connect_service(rank, number, 0);
-        Member { process, plan: plan.clone(), call, caller, connected: None, number, again: 0 }
+        let call = ConnectService { workers, ..connect_service(rank, number, 0) };
+        Member { process, plan: plan.clone(), call, caller, connected: None, number, again: 0, workers }
     }
 
     /// All ranks go back to an earlier step: the process joins anew, after a while, as another of its rank would.
@@ -116,7 +118,7 @@ impl Member {
                     context.ledger.violate(|| format!("rank {rank} places the job otherwise than its hubs"));
                 }
                 let step = initialised.resumed_step;
-                context.ledger.joined(rank, connected.epoch, step);
+                context.ledger.joined(rank, connected.epoch, step, self.workers);
                 Some(Ok(Joined { composed, epoch: connected.epoch, step }))
             }
             (Ok(other), _) => {
@@ -192,5 +194,6 @@ fn connect_service(rank: u32, number: u8, again: u8) -> ConnectService {
         process: number.into(),
         place: Place::default(),
         peer_address: None,
+        workers: None,
     }
 }

@@ -38,7 +38,8 @@ pub struct Scenario {
     /// The least number of workers with which the job goes on, if it goes on when workers are lost
     /// (`--on-worker-loss continue`).
     pub min_workers: Option<u32>,
-    /// The number of workers with which the job begins, if others join while it runs. It is at least `min_workers`.
+    /// The number of workers with which the job begins, if others join while it runs or, in a job that goes back, more or fewer
+    /// may be started later. It is at least `min_workers`.
     pub start_workers: Option<u32>,
     /// The number of steps from one to which the job can go back to the next, if all its ranks go back when one is lost
     /// (`--on-worker-loss rewind`). Then `min_workers` is `None`.
@@ -104,6 +105,8 @@ pub enum Fault {
     Replace(u32, Duration),
     /// Another process of a rank is started beside the first.
     Rival(u32),
+    /// All processes of workers are killed, and so many are started after a while, for the ranks from 0 on.
+    Restart(u32, Duration),
 }
 
 /// Who learns at once that a stream was reset. The other end learns it when it sends.
@@ -166,6 +169,9 @@ impl Scenario {
             }
             30..60 => {
                 scenario.rewind_every = Some(1 + random.below(5) as u32);
+                if random.happens(40) {
+                    scenario.start_workers = Some(1 + random.below(workers.into()) as u32);
+                }
                 scenario.continues &= random.happens(30);
                 scenario.late_hellos = 0;
             }
@@ -178,7 +184,10 @@ impl Scenario {
             let fault = match random.happens(40) {
                 _ if scenario.outlives_workers() && random.happens(45) => {
                     let length = any_length(&mut random, 90, 20_000);
-                    Fault::Replace(random.below(workers.into()) as u32, length)
+                    match scenario.may_change_workers() && random.happens(60) {
+                        true => Fault::Restart(1 + random.below(workers.into()) as u32, length),
+                        false => Fault::Replace(random.below(workers.into()) as u32, length),
+                    }
                 }
                 true => Fault::of_manager(&mut random, workers, hubs),
                 false => Fault::of_streams(&mut random, workers, hubs),
@@ -199,6 +208,11 @@ impl Scenario {
     /// Whether the job goes on when a worker is lost.
     pub(crate) fn outlives_workers(&self) -> bool {
         self.min_workers.is_some() || self.rewind_every.is_some()
+    }
+
+    /// Whether more or fewer workers than before may be started when all are started again.
+    pub(crate) fn may_change_workers(&self) -> bool {
+        self.rewind_every.is_some() && self.start_workers.is_some()
     }
 }
 
@@ -253,7 +267,8 @@ impl Fault {
             Fault::Block(.., length)
             | Fault::Part(.., length)
             | Fault::Pause(_, length)
-            | Fault::Replace(_, length) => length,
+            | Fault::Replace(_, length)
+            | Fault::Restart(_, length) => length,
             Fault::Crash { away, .. } => away,
             Fault::Break(..)
             | Fault::Cut { .. }
@@ -281,7 +296,9 @@ impl Fault {
             }
             Fault::Pause(process, _) => process == Process::Manager,
             Fault::Crash { .. } | Fault::Rival(_) => true,
-            Fault::Cut { .. } | Fault::Kill(_) | Fault::Twin(_) | Fault::Replace(..) => false,
+            Fault::Cut { .. } | Fault::Kill(_) | Fault::Twin(_) | Fault::Replace(..) | Fault::Restart(..) => {
+                false
+            }
         }
     }
 }

@@ -73,6 +73,7 @@ impl Scenario {
                     // A twin that comes before its rank has opened all streams ends it, which the others outlive.
                     let is_outlived = |fault: &Fault| match fault {
                         Fault::Replace(..) => true,
+                        Fault::Restart(..) => self.rewind_every.is_some(),
                         Fault::Twin(_) => self.rewind_every.is_none(),
                         _ => false,
                     };
@@ -114,6 +115,7 @@ impl Scenario {
             | Fault::Kill(_)
             | Fault::Twin(_)
             | Fault::Replace(..)
+            | Fault::Restart(..)
             | Fault::Rival(_) => false,
         };
         let is_crash = |fault: &&Fault| matches!(fault, Fault::Crash { .. });
@@ -133,7 +135,7 @@ impl Scenario {
             Fault::Break(..) | Fault::Cut { .. } => true,
             Fault::Block(..) | Fault::Part(..) | Fault::Pause(..) => true,
             Fault::Twin(_) | Fault::Rival(_) | Fault::Crash { .. } => true,
-            Fault::Kill(_) | Fault::Replace(..) => false,
+            Fault::Kill(_) | Fault::Replace(..) | Fault::Restart(..) => false,
         };
         // A job that runs needs no manager, however long it is away, and for long not one that hears its hubs.
         let is_cut = |fault: &&Fault| fault.is_of_manager() && !matches!(fault, Fault::Crash { .. });

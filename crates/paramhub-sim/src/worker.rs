@@ -81,8 +81,15 @@ impl Progress<String> for LanesAndRequests<'_> {
 }
 
 impl Worker {
-    /// The process of this number among those that were started for a rank. It is about to join the job.
-    pub(crate) fn new(rank: u32, number: u8, plan: &Arc<JobPlan>, context: &mut Context<'_>) -> Worker {
+    /// The process of this number among those that were started for a rank, together with `workers` in all if this may change.
+    /// It is about to join the job.
+    pub(crate) fn new(
+        rank: u32,
+        number: u8,
+        workers: Option<u32>,
+        plan: &Arc<JobPlan>,
+        context: &mut Context<'_>,
+    ) -> Worker {
         let process = Process::Worker(rank, number);
         let wait = context.random.time(&context.starting.clone());
         context.wake_in(process, wait, Wake::Begin);
@@ -90,7 +97,7 @@ impl Worker {
             process,
             rank,
             plan: plan.clone(),
-            member: Member::new(rank, number, plan),
+            member: Member::new(rank, number, workers, plan),
             joined: None,
             job: WorkerJob::new(plan.resuming),
             requests: requests(plan),

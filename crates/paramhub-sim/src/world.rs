@@ -98,6 +98,8 @@ pub enum Plant {
     RewindsToOwnStep,
     /// What was contributed before a job went back stays in the sums.
     SumsKept,
+    /// After a job has gone back, hubs wait for as many workers as it can have.
+    AllWorkersAwaited,
 }
 
 /// What a process may use while it handles an event.
@@ -176,6 +178,10 @@ struct World<'a> {
     /// How many crashes keep the manager away.
     crashes: usize,
     restarts: u32,
+    /// How many faults keep all workers from being started again.
+    restarting: usize,
+    /// The number of workers that were started together last.
+    current_workers: u32,
     killed: BTreeSet<Process>,
     /// The events that wait for processes which stand still.
     paused: BTreeMap<Process, (usize, Vec<Event>)>,
@@ -207,6 +213,11 @@ pub fn run(scenario: &Scenario) -> Result<Summary, String> {
         manager: None,
         crashes: 0,
         restarts: 0,
+        restarting: 0,
+        current_workers: match scenario.may_change_workers() {
+            true => scenario.start_workers.unwrap_or(scenario.workers),
+            false => scenario.workers,
+        },
         killed: BTreeSet::new(),
         paused: BTreeMap::new(),
         broken: 0,
@@ -230,7 +241,7 @@ impl World<'_> {
             let hub = Hub::new(number, self.scenario.routes_per_hub, &plan, &mut self.context());
             self.hubs.insert(number, hub);
         }
-        for rank in 0..self.scenario.workers {
+        for rank in 0..self.current_workers {
             self.start_worker(rank);
         }
         while let Some(event) = self.agenda.take() {
@@ -261,7 +272,10 @@ impl World<'_> {
     /// All ranks go back to an earlier step: a launcher starts those again that had done their part.
     fn start_again_those_who_left(&mut self) {
         let rewound_in = self.ledger.newest_rewind();
-        if rewound_in == 0 || self.manager.as_ref().is_some_and(|manager| manager.settled().is_some()) {
+        if rewound_in == 0
+            || self.restarting > 0
+            || self.manager.as_ref().is_some_and(|manager| manager.settled().is_some())
+        {
             return;
         }
         let has_left = |rank: &u32| {
@@ -270,7 +284,7 @@ impl World<'_> {
                 worker.outcome() == Some(&Ok(())) && worker.epoch().is_some_and(|epoch| epoch < rewound_in)
             })
         };
-        let left: Vec<u32> = (0..self.scenario.workers).filter(has_left).collect();
+        let left: Vec<u32> = (0..self.current_workers).filter(has_left).collect();
         left.into_iter().for_each(|rank| self.start_worker(rank));
     }
 
@@ -286,7 +300,8 @@ impl World<'_> {
         let number =
             self.workers.keys().filter(|process| matches!(process, Process::Worker(of, _) if *of == rank));
         let number = number.count() as u8;
-        let worker = Worker::new(rank, number, &plan, &mut self.context());
+        let workers = self.scenario.may_change_workers().then_some(self.current_workers);
+        let worker = Worker::new(rank, number, workers, &plan, &mut self.context());
         self.workers.insert(Process::Worker(rank, number), worker);
     }
 

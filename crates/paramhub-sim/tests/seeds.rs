@@ -3,7 +3,7 @@
 use paramhub_sim::{Plant, Scenario, explore, run, shrunk};
 
 /// Faults of the program, and what is said of each when it is found.
-const PLANTS: [(Plant, &str); 12] = [
+const PLANTS: [(Plant, &str); 13] = [
     (Plant::RepeatCounted, "has the sum of"),
     (Plant::StaleStream, "although nobody died"),
     (Plant::RankTwice, "although nobody died"),
@@ -16,6 +16,7 @@ const PLANTS: [(Plant, &str); 12] = [
     (Plant::JoinsAtOwnStep, "joins between two steps"),
     (Plant::RewindsToOwnStep, "joins between two steps"),
     (Plant::SumsKept, "has the sum of"),
+    (Plant::AllWorkersAwaited, "the run is stuck"),
 ];
 
 #[test]

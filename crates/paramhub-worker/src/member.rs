@@ -93,6 +93,7 @@ impl Member {
                 host: options.host.clone().unwrap_or_else(host_identity),
             },
             peer_address: options.peer_address,
+            workers: options.started_workers,
         };
         let begun = Instant::now();
         let mut connected = loop {

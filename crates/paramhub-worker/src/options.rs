@@ -83,6 +83,9 @@ pub struct Options {
     pub host: Option<String>,
     /// The rank in whose process all hubs of the job run, if they do: errors about a lost hub name it.
     pub hub_rank: Option<u32>,
+    /// The number of ranks that a launcher has started together with this one, in a job whose ranks go back and may then
+    /// be more or fewer: see [`ConnectService::workers`](paramhub_core::service::ConnectService::workers).
+    pub started_workers: Option<u32>,
     /// The address at which this worker listens for the job's other workers, if they are to reach it: the
     /// connection manager gives it to them.
     pub peer_address: Option<SocketAddr>,
@@ -216,6 +219,7 @@ impl Default for Options {
             rack: None,
             host: None,
             hub_rank: None,
+            started_workers: None,
             peer_address: None,
             interfaces: Selector::Auto,
             shared_parameters: ParameterSharing::Never,

@@ -112,6 +112,7 @@ fn asked(config: &Config) -> Features {
         (Feature::UnnamedJob, section.name.is_none()),
         (Feature::MaxRestarts, section.max_restarts > 0),
         (Feature::JoinsRunningJob, section.join.is_some()),
+        (Feature::RunsMaxWorkers, section.max_workers.is_some()),
         (Feature::JobName, section.name.is_some()),
         (Feature::SeveralHosts, section.hosts > 1),
         (Feature::OneHost, section.hosts == 1),

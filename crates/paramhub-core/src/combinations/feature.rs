@@ -129,6 +129,7 @@ features! {
     RunningHub, "running-hub", "a hub that runs already";
     JobName, "job-name", "`--name`";
     JoinsRunningJob, "joins-running-job", "`--join`";
+    RunsMaxWorkers, "runs-max-workers", "`--max-workers` of `paramhub run`";
     UnnamedJob, "unnamed-job", "a missing `--name`";
     Workers, "workers", "`--workers`";
     MaxRestarts, "max-restarts", "`--max-restarts`";

@@ -7,6 +7,8 @@
 //! One copy of each chunk suffices where every step exchanges every chunk. Chunks then are at most one update apart, so
 //! that those which have replaced their copy for a newer one prove that all others have come as far. The step to go back
 //! to is the newest one of which no chunk has missed the copy: see [`Exchange::newest_rewind`].
+//!
+//! There may be more members then than before, or fewer: the first of them have processes, and steps end without the rest.
 
 use super::rules::{Exchange, MemberState, StepStage};
 use super::violation::CannotRewind;
@@ -67,11 +69,11 @@ impl Exchange {
         Ok(())
     }
 
-    /// Has all members begin again at `step`, which [`check_rewind`](Self::check_rewind) has allowed: whatever they have
-    /// contributed since, requested or left counts no more. The caller then calls [`Exchange::rewind_chunk`] for every slot.
-    pub fn rewind(&mut self, step: u32) {
-        self.departed.fill(false);
-        self.departures = 0;
+    /// Has this many members, counted from member 0, begin again at `step`, which [`check_rewind`](Self::check_rewind) has
+    /// allowed: whatever members have contributed since, requested or left counts no more. The caller then calls
+    /// [`Exchange::rewind_chunk`] for every slot.
+    pub fn rewind(&mut self, step: u32, members: u32) {
+        self.begin_with(members);
         self.forget_releases();
         self.joined_at.fill(step);
     }

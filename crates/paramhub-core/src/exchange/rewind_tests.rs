@@ -56,7 +56,7 @@ impl Route {
     }
 
     fn update(&mut self, slot: u32, update: Update) {
-        assert_eq!(update.contributions, self.exchange.rules.workers, "no update lacks a contribution");
+        assert_eq!(update.contributions, self.exchange.contributors(), "no update lacks a contribution");
         assert_eq!(self.parameters[slot as usize], update.step);
         if self.exchange.keeps_version(slot) {
             self.copies[slot as usize] = Some(self.parameters[slot as usize]);
@@ -72,8 +72,13 @@ impl Route {
     }
 
     fn rewind(&mut self, step: u32) {
+        self.rewind_with(step, self.exchange.rules.members);
+    }
+
+    fn rewind_with(&mut self, step: u32, members: u32) {
         self.exchange.check_rewind(step).unwrap();
-        self.exchange.rewind(step);
+        self.exchange.rewind(step, members);
+        assert_eq!(self.exchange.contributors(), members);
         for slot in 0..self.parameters.len() as u32 {
             let parameters = &mut self.parameters[slot as usize];
             if self.exchange.rewind_chunk(slot, step) == RewoundTo::Copy {
@@ -157,6 +162,58 @@ fn members_that_have_left_are_members_again() {
     assert_eq!(route.push(0, 0, 2), [0, 1]);
 }
 
+#[test]
+fn steps_end_with_those_that_are_there_after_more_or_fewer_have_begun_again() {
+    let elastic = Rules { first_members: 2, ..rules(4, 1) };
+    let mut route = Route::begun(elastic, 1, 0);
+    let make_step = |route: &mut Route, members: u32, step: u32| {
+        for member in 0..members {
+            assert_eq!(route.exchange.missing(0).collect::<Vec<_>>(), (member..members).collect::<Vec<_>>());
+            let answered = route.push(0, member, step);
+            assert_eq!(route.exchange.check_waits(0), Ok(()), "nobody waits for a member that is not there");
+            assert_eq!(answered.len(), if member + 1 == members { members as usize } else { 0 });
+        }
+    };
+    make_step(&mut route, 2, 0);
+    for (members, step) in [(4, 1), (3, 2), (1, 3), (4, 4)] {
+        route.rewind_with(step, members);
+        make_step(&mut route, members, step);
+    }
+    route.exchange.leave(3, |_, _, _| {}).unwrap();
+    route.push(0, 0, 5);
+    let awaited = LeftWhileAwaited { member: 3, awaited: Awaited::Contribution(5) };
+    assert_eq!(route.exchange.check_waits(0), Err(awaited));
+}
+
+#[test]
+fn a_reproducible_job_sums_those_that_are_there_in_their_order() {
+    let elastic = Rules { reproducible: true, first_members: 3, ..rules(4, 1) };
+    let mut exchange = Route::begun(elastic, 1, 0).exchange;
+    let push =
+        |exchange: &mut Exchange, member, step| exchange.push(0, member, step, Answer::Parameters).unwrap();
+    assert_eq!(push(&mut exchange, 2, 0).fold, Fold::Park);
+    assert_eq!(push(&mut exchange, 0, 0).fold, Fold::Sum { starts_sum: true, parked: 1..1 });
+    let last = push(&mut exchange, 1, 0);
+    assert_eq!(last.fold, Fold::Sum { starts_sum: false, parked: 2..3 });
+    assert_eq!(last.then, SumAction::Update(Update { step: 0, number: 1, contributions: 3 }));
+    exchange.rewind(1, 2);
+    exchange.rewind_chunk(0, 1);
+    assert_eq!(push(&mut exchange, 1, 1).fold, Fold::Park);
+    let last = push(&mut exchange, 0, 1);
+    assert_eq!(last.fold, Fold::Sum { starts_sum: true, parked: 1..2 });
+    assert_eq!(last.then, SumAction::Update(Update { step: 1, number: 2, contributions: 2 }));
+}
+
+#[test]
+fn a_step_of_two_phases_is_released_with_those_that_are_there() {
+    let elastic = Rules { two_phase: true, first_members: 1, ..rules(3, 1) };
+    let mut route = Route::begun(elastic, 1, 0);
+    route.push(0, 0, 0);
+    assert_eq!(route.exchange.held_step(), Some(0));
+    route.exchange.release(0, 0).unwrap();
+    assert_eq!(route.exchange.release_next(), Some((0, Update { step: 0, number: 1, contributions: 1 })));
+}
+
 /// A worker that exchanges all chunks of both routes in every step.
 struct Worker {
     step: u32,
@@ -179,26 +236,32 @@ proptest! {
         chunks in prop::array::uniform2(1u32..4),
         start in 0u32..3,
         choices in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 1200),
-        losses in prop::collection::vec(0usize..600, 0..6),
+        first in any::<prop::sample::Index>(),
+        losses in prop::collection::btree_map(0usize..600, any::<prop::sample::Index>(), 0..6),
     ) {
-        let mut routes = [0, 1].map(|route: usize| Route::begun(rules(workers, every), chunks[route], start));
-        let mut programs: Vec<Worker> = (0..workers).map(|_| worker(start, chunks)).collect();
+        // Each time that a member is lost, another number of them begins again.
+        let members_of = |index: prop::sample::Index| 1 + index.index(workers as usize) as u32;
+        let rules = Rules { first_members: members_of(first), ..rules(workers, every) };
+        let mut routes = [0, 1].map(|route: usize| Route::begun(rules, chunks[route], start));
+        let mut programs: Vec<Worker> = (0..rules.first_members).map(|_| worker(start, chunks)).collect();
         let mut newest = start;
         for (at, (who, what)) in choices.into_iter().enumerate() {
-            if losses.contains(&at) {
+            if let Some(&members) = losses.get(&at) {
+                let members = members_of(members);
                 let step = routes.iter().map(|route| route.exchange.newest_rewind().unwrap()).min().unwrap();
                 let reached = programs.iter().map(|program| program.step).min().unwrap();
                 prop_assert!(step + every > reached, "at most {every} steps are repeated: {step} after {reached}");
                 prop_assert!(step >= newest, "a later loss never goes further back");
                 newest = step;
-                routes.iter_mut().for_each(|route| route.rewind(step));
-                programs = (0..workers).map(|_| worker(step, chunks)).collect();
+                routes.iter_mut().for_each(|route| route.rewind_with(step, members));
+                programs = (0..members).map(|_| worker(step, chunks)).collect();
             }
             let end = start + PROGRAM_STEPS;
-            let busy: Vec<usize> = (0..workers as usize)
+            let busy: Vec<usize> = (0..programs.len())
                 .filter(|&member| programs[member].step < end && !programs[member].unpushed.is_empty())
                 .collect();
             if busy.is_empty() {
+                prop_assert!(programs.iter().all(|program| program.step == end), "nobody waits for ever");
                 break;
             }
             let member = busy[who.index(busy.len())];

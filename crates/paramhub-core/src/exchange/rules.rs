@@ -36,7 +36,8 @@ pub struct Rules {
     /// synchronous, has one phase and one site, and is not reproducible.
     pub quorum: Option<Quorum>,
     /// The number of members that are there from the beginning, counted from member 0. Others may take the places of the
-    /// rest while the job runs, in a job with the quorum [`Quorum::NotLost`].
+    /// rest while the job runs, in a job with the quorum [`Quorum::NotLost`], or when all [begin
+    /// again](super::Exchange::rewind).
     pub first_members: u32,
     /// In a job that goes [back](super::Exchange::rewind) when a member is lost: the number of updates from one copy of
     /// a chunk to the next. Such a job is synchronous, has one site, and has no quorum.
@@ -53,6 +54,9 @@ pub struct Exchange {
     /// For each member, whether it has left of its own accord or is lost.
     pub(super) departed: Vec<bool>,
     pub(super) departures: u32,
+    /// In a job without a quorum: the number of members, counted from the last one, whose places nobody has. Steps end
+    /// without them.
+    pub(super) absent: u32,
     /// For each member, whether a process has its place.
     pub(super) presence: Vec<Presence>,
     /// For each member, the first step to which it contributes: another process contributed to earlier ones.
@@ -271,9 +275,10 @@ impl Exchange {
         let mut exchange = Exchange {
             rules,
             members: vec![MemberState::default(); chunks.len() * rules.members as usize],
-            departed: (0..rules.members).map(|member| member >= rules.first_members).collect(),
-            departures: rules.members - rules.first_members.min(rules.members),
-            presence: (0..rules.members).map(|member| first_presence(rules, member)).collect(),
+            departed: vec![false; rules.members as usize],
+            departures: 0,
+            absent: 0,
+            presence: vec![Presence::Present; rules.members as usize],
             joined_at: vec![0; rules.members as usize],
             former_contributions: HashSet::new(),
             held: 0,
@@ -283,8 +288,24 @@ impl Exchange {
             left_out: vec![0; if rules.quorum.is_some() { rules.members as usize } else { 0 }],
             chunks,
         };
+        exchange.begin_with(rules.first_members);
         exchange.await_all();
         exchange
+    }
+
+    /// Gives the places of this many members, counted from member 0, to processes, and those of the others to nobody.
+    pub(super) fn begin_with(&mut self, members: u32) {
+        for (member, departed) in (0..).zip(&mut self.departed) {
+            *departed = member >= members;
+            self.presence[member as usize] = if *departed { Presence::NotYet } else { Presence::Present };
+        }
+        self.departures = self.rules.members.saturating_sub(members);
+        self.absent = if self.rules.quorum.is_none() { self.departures } else { 0 };
+    }
+
+    /// In a synchronous job without a quorum: the number of workers that contribute to each step.
+    pub fn contributors(&self) -> u32 {
+        self.rules.workers - self.absent
     }
 
     /// Bytes that this state takes.
@@ -450,7 +471,7 @@ impl Exchange {
         let state = self.member_mut(slot, member);
         (state.next_step, state.request) = (step + 1, MemberRequest::Waiting(answer));
         let (members_due, contributions_due) = match self.rules.consistency {
-            Consistency::Synchronous => (chunk.reach.members, self.rules.workers),
+            Consistency::Synchronous => (chunk.reach.members - self.absent, self.contributors()),
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => (1, 1),
         };
         let fold = self.fold(slot, member);
@@ -502,7 +523,7 @@ impl Exchange {
     pub fn made(&mut self, slot: u32) -> SumAction {
         let chunk = self.chunks[slot as usize];
         assert_eq!(chunk.stage, StepStage::SummingFactors, "the sum waits for no factors");
-        self.complete(slot, chunk.version as u32, self.rules.workers)
+        self.complete(slot, chunk.version as u32, self.contributors())
     }
 
     /// Notes that a member's stream was cut and another replaces it. Every answer that was owed to the member
@@ -533,7 +554,7 @@ impl Exchange {
         if chunk.stage != StepStage::SentUp || chunk.version != u64::from(step) {
             return Err(ProtocolViolation::NotAwaited(step));
         }
-        Ok(self.complete(slot, step, self.rules.workers))
+        Ok(self.complete(slot, step, self.contributors()))
     }
 
     /// Continues the step once the sum is complete.
@@ -567,10 +588,10 @@ impl Exchange {
     /// The next chunk of the release under way, most urgent first, and its update. The caller calls
     /// [`Exchange::mark_due_answers`] and runs the optimizer, in either order.
     pub fn release_next(&mut self) -> Option<(u32, Update)> {
-        let slot = self.release_at;
+        let (slot, contributors) = (self.release_at, self.contributors());
         let chunk = self.chunks.get_mut(slot as usize)?;
         self.release_at += 1;
-        Some((slot, chunk.update(chunk.version as u32, self.rules.workers)))
+        Some((slot, chunk.update(chunk.version as u32, contributors)))
     }
 
     /// Forgets which chunks are held or wait for their update.
@@ -676,7 +697,7 @@ impl Exchange {
     /// Fails if a member waits at this chunk for one that has left. The caller calls it after every pull, and
     /// after every push without an update.
     pub fn check_waits(&self, slot: u32) -> Result<(), LeftWhileAwaited> {
-        if self.departures == 0 {
+        if self.departures == self.absent {
             return Ok(());
         }
         let chunk = self.chunks[slot as usize];
@@ -718,7 +739,7 @@ impl Exchange {
     pub fn missing(&self, slot: u32) -> impl Iterator<Item = u32> + '_ {
         let chunk = self.chunks[slot as usize];
         let version = chunk.version;
-        (0..chunk.reach.members)
+        (0..chunk.reach.members - self.absent)
             .filter(move |&member| u64::from(self.member(slot, member).next_step) <= version)
     }
 
@@ -771,9 +792,4 @@ impl Exchange {
     pub(super) fn member_mut(&mut self, slot: u32, member: u32) -> &mut MemberState {
         &mut self.members[slot as usize * self.rules.members as usize + member as usize]
     }
-}
-
-/// Whether a process has a member's place at the beginning.
-fn first_presence(rules: Rules, member: u32) -> Presence {
-    if member < rules.first_members { Presence::Present } else { Presence::NotYet }
 }

@@ -45,6 +45,8 @@ pub(super) struct Job {
     pub(super) left_out: Vec<u64>,
     /// Whether all workers have left another hub of the job.
     pub(super) has_finished_elsewhere: bool,
+    /// In a job whose ranks go back: the number of those that take part, counted from rank 0, as far as this hub expects them.
+    pub(super) current_workers: u32,
 }
 
 /// How far a job has come, in this order. A job can fail in each phase before `Ending`.
@@ -77,6 +79,7 @@ impl Job {
     pub(super) fn new(terms: JobTerms) -> Job {
         let not_yet = terms.first_workers..terms.composed.composition.workers();
         Job {
+            current_workers: terms.first_workers,
             ranks: ChangedRanks::without(not_yet, terms.epoch),
             phase: Phase::Opening { routes: terms.routes.len() },
             terms,
@@ -124,7 +127,8 @@ impl Job {
         let left = self.left.iter().filter(|&port| is_away(port)).count() as u64;
         let lost = self.ranks.lost().count();
         let remain = self.terms.composed.composition.workers() - lost as u32;
-        let goes_on = left > 0 && self.terms.min_workers.is_none_or(|least| remain >= least);
+        let least = if self.terms.rewinds { Some(self.current_workers) } else { self.terms.min_workers };
+        let goes_on = left > 0 && least.is_none_or(|least| remain >= least);
         left + (lost * self.terms.routes.len()) as u64 == self.terms.streams()
             && (goes_on || self.has_finished_elsewhere)
     }

@@ -226,10 +226,10 @@ impl JobControl {
             self.outputs.push(Output::RefuseRank { namespace, rank, epoch });
         }
         job.left.clear();
+        job.current_workers = 0;
         let name = &job.terms.name;
         let message = format!(
-            "job `{name}` goes back to an earlier step: {reason}. It goes on when each of its {workers} ranks has a process \
-             again"
+            "job `{name}` goes back to an earlier step: {reason}. It goes on when each of its ranks has a process again"
         );
         let notice = Notice { rank: Some(lost), message: message.clone() };
         let cores = job.terms.cores();
@@ -244,6 +244,7 @@ impl JobControl {
         let cores = job.terms.cores().len();
         let Some(changed) = job.ranks.0.get(&rank) else { return };
         if changed.epoch < epoch && changed.phase == RankPhase::Lost {
+            job.current_workers = job.current_workers.max(rank + 1);
             job.ranks.begin(rank, epoch, RankPhase::Expected { cores, step: None });
             return self.change_rank(namespace, (rank, epoch), RankChange::Expect);
         }

@@ -150,6 +150,8 @@ pub struct Job {
     joins: BTreeMap<u32, PendingJoin>,
     /// Set while ranks are missing because all go back to an earlier step.
     rewind: Option<Rewind>,
+    /// In a job whose ranks go back: the number of those that take part, counted from rank 0.
+    current_workers: u32,
     /// The workers that the job has lost.
     loss_tally: LossTally,
     /// Since when the job has had fewer workers than it goes on with.
@@ -206,6 +208,7 @@ impl Job {
                 request.workers,
                 request.options.first_workers(request.workers),
             ),
+            current_workers: request.options.first_workers(request.workers),
             name: request.name,
             workers: request.workers,
             options: request.options,
@@ -322,6 +325,7 @@ impl Job {
             message: self.message.clone(),
             workers: self.workers,
             start_workers: self.options.start_workers,
+            current_workers: self.may_change_workers().then_some(self.current_workers),
             connected: self.assignments.connected(),
             lost: self.lost_after_start(),
             epoch: self.assignments.newest_epoch(),

@@ -77,6 +77,7 @@ fn connect(state: &mut Membership, namespace: Namespace, rank: u32, rack: &str, 
         process: 1,
         place: Place { rack: rack.to_string(), host: String::new() },
         peer_address: None,
+        workers: None,
     };
     state.connect(namespace, &call, now).unwrap();
 }

@@ -59,7 +59,8 @@ pub struct JobOptions {
     #[serde(skip_serializing_if = "is_one")]
     pub min_workers: u32,
     /// The number of ranks with which the job begins, 1 to the number of all its ranks, beginning with rank 0. The others
-    /// may join while it runs. `None` begins with all of them. Only with `on_worker_loss` `continue`.
+    /// may join while it runs with `on_worker_loss` `continue`; with `rewind` there may be another number of ranks, from rank
+    /// 0 on, whenever all of them have been started again. `None` begins with all of them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub start_workers: Option<u32>,
     /// With `on_worker_loss` `rewind`: the number of steps from one to which the job can go back to the next, 1 to

@@ -52,6 +52,9 @@ pub struct JobStatus {
     /// The number of ranks with which it began, if others may join while it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start_workers: Option<u32>,
+    /// The number of ranks that take part now, in a job whose ranks go back and may then be more or fewer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub current_workers: Option<u32>,
     /// Ranks that have connected, ascending.
     pub connected: Vec<u32>,
     /// The ranks that are lost, in a job that goes on without them.

@@ -10,7 +10,6 @@ use paramhub_core::wire::{Failure, Operation};
 use super::fault::Fault;
 use super::scheduler::WorkUnit;
 use super::{Core, CoreEvent, RELEASE_TURN_ELEMENTS};
-use crate::local::RankArenas;
 
 impl Core {
     /// Changes the membership of all chunks of a job here.
@@ -30,15 +29,11 @@ impl Core {
             let Some(port) = shard.plan().ports.of_rank(rank) else { continue };
             match change {
                 RankChange::Lose => self.lose(index, port, epoch, now),
-                RankChange::Expect if shard.rewinds() => {
-                    let (step, arenas) = shard.expect_after_rewind(port);
-                    named.push(step);
-                    free(arenas);
-                }
+                RankChange::Expect if shard.rewinds() => named.push(shard.expect_after_rewind(port)),
                 RankChange::Expect => {
                     let (step, arenas) = shard.expect(port);
                     named.push(Ok(step));
-                    free(arenas);
+                    unmap(arenas);
                 }
                 RankChange::Join { step } if shard.rewinds() => {
                     if let Err(reason) = shard.join_after_rewind(port, step) {
@@ -120,7 +115,7 @@ impl Core {
     }
 }
 
-/// Frees the arenas of a former process. Large memory takes long to unmap; if no thread can be started, this one does it.
-fn free(arenas: Option<RankArenas>) {
+/// Unmaps the arenas of former processes. Large memory takes long; if no thread can be started, this one does it.
+pub(super) fn unmap(arenas: impl Send + 'static) {
     let _ = std::thread::Builder::new().name("hub-unmap".into()).spawn(move || drop(arenas));
 }

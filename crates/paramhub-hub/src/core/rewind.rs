@@ -10,6 +10,7 @@ use paramhub_core::wire::{Notice, Operation};
 
 use super::fault::Fault;
 use super::lane::AcceptedStream;
+use super::ranks::unmap;
 use super::{Core, CoreEvent};
 
 impl Core {
@@ -26,12 +27,16 @@ impl Core {
             let begun: Vec<_> =
                 (0..hosted.lane_of.len() as u32).map(|port| hosted.shard.begun(port)).collect();
             let tokens = hosted.lane_of.clone();
-            if let Err(lost) = hosted.shard.stop_for_rewind() {
-                let (culprit, fault) = (hosted.shard.plan().ports.neighbour(0), Fault::LostBeforeStart(lost));
-                let culprit = notice.rank.map_or(culprit, paramhub_core::composition::Neighbour::Worker);
-                let message = fault.message(&hosted.shard.plan().name(culprit));
-                let cause = FaultCause::Kind(CauseKind::Known);
-                self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
+            match hosted.shard.stop_for_rewind() {
+                Ok(arenas) => unmap(arenas),
+                Err(lost) => {
+                    let (culprit, fault) =
+                        (hosted.shard.plan().ports.neighbour(0), Fault::LostBeforeStart(lost));
+                    let culprit = notice.rank.map_or(culprit, paramhub_core::composition::Neighbour::Worker);
+                    let message = fault.message(&hosted.shard.plan().name(culprit));
+                    let cause = FaultCause::Kind(CauseKind::Known);
+                    self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
+                }
             }
             for (token, begun) in tokens.into_iter().zip(begun) {
                 if let Some(lane) = token.and_then(|token| self.take_lane(token)) {

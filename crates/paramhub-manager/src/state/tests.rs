@@ -83,6 +83,7 @@ fn connecting() -> (ManagerState, u32, Namespace, WaitingCall) {
         process: 1,
         place: Place::default(),
         peer_address: None,
+        workers: None,
     };
     let waiting = state.membership.connect(namespace, &call, now()).unwrap();
     (state, hub, namespace, waiting)

@@ -58,9 +58,11 @@ impl HubJob {
         let own = own
             .filter(|&(id, route)| u32::from(route.hub) == ordered.hub && !placement.chunks(id).is_empty());
         let own: Vec<(RouteId, u16)> = own.map(|(id, route)| (id, route.interface)).collect();
+        // A start with another number of workers may have come before the job began.
+        let first_workers = ordered.options.first_workers(plan.workers);
         let route = |&(id, interface): &(RouteId, u16)| {
             let slots = placement.chunks(id);
-            (id, Route::new(plan, interface, slots))
+            (id, Route::new(plan, first_workers, interface, slots))
         };
         let streams = StreamTerms {
             name: ordered.name.clone(),
@@ -71,7 +73,7 @@ impl HubJob {
                 version_1_ranks: ordered.version_1_ranks.clone(),
             },
             composed: composed.clone(),
-            first_workers: plan.first_workers,
+            first_workers,
             site: ordered.site,
             ports: own
                 .iter()
@@ -95,7 +97,7 @@ impl HubJob {
             progress_timeout: None,
             continues: ordered.options.continues(),
             min_workers: ordered.options.least_workers(plan.workers),
-            first_workers: plan.first_workers,
+            first_workers,
             rewinds: ordered.options.rewinds(),
             epoch: ordered.epoch.number,
             stragglers: ordered.options.stragglers,

@@ -34,7 +34,7 @@ impl Hub {
             }
             let Some(job) = &mut self.job else { return };
             let route = job.route(id);
-            (route.rewind, route.rewound_in) = (Rewind::Awaited, epoch);
+            (route.rewind, route.rewound_in) = (Rewind::Awaited { workers: 0 }, epoch);
             route.notice = Some(notice.clone());
             if !route.has_begun() {
                 let cause = FaultCause::Kind(CauseKind::Known);
@@ -62,7 +62,12 @@ impl Hub {
                     self.lose_rank(id, rank, epoch, context);
                     continue;
                 }
-                RankChange::Expect => route.exchange.newest_rewind().map_err(|cannot| cannot.to_string()),
+                RankChange::Expect => {
+                    if let Rewind::Awaited { workers } = &mut route.rewind {
+                        *workers = (*workers).max(rank + 1);
+                    }
+                    route.exchange.newest_rewind().map_err(|cannot| cannot.to_string())
+                }
                 RankChange::Join { step } => {
                     route.ports[rank as usize].has_left = false;
                     let own = route.exchange.newest_rewind().unwrap_or(step);
@@ -70,7 +75,11 @@ impl Hub {
                     let step = if context.plant == Some(Plant::RewindsToOwnStep) { own } else { step };
                     let keeps_sums = context.plant == Some(Plant::SumsKept);
                     match route.rewind {
-                        Rewind::Awaited => route.begin_to_go_back(step, keeps_sums).map(|()| step),
+                        Rewind::Awaited { workers } => {
+                            let awaits_all = context.plant == Some(Plant::AllWorkersAwaited);
+                            let workers = if awaits_all { self.plan.workers } else { workers };
+                            route.begin_to_go_back(step, workers, keeps_sums).map(|()| step)
+                        }
                         Rewind::NotNeeded | Rewind::UnderWay { .. } => Ok(step),
                     }
                 }

@@ -35,8 +35,8 @@ pub(super) struct Route {
 pub(super) enum Rewind {
     /// All ranks take part, or none has been lost yet.
     NotNeeded,
-    /// A rank is lost. The step to go back to is not known.
-    Awaited,
+    /// A rank is lost. The step to go back to is not known. The first `workers` of the ranks are expected so far.
+    Awaited { workers: u32 },
     /// Chunks go back to `step`, from slot `next` on.
     UnderWay { step: u32, next: u32 },
 }
@@ -92,11 +92,11 @@ impl Chunk {
 }
 
 impl Route {
-    pub(super) fn new(plan: &JobPlan, core: u16, chunks: &[ChunkId]) -> Route {
+    pub(super) fn new(plan: &JobPlan, first_workers: u32, core: u16, chunks: &[ChunkId]) -> Route {
         let rules = Rules {
             workers: plan.workers,
             members: plan.workers,
-            first_members: plan.first_workers,
+            first_members: first_workers,
             first_site: plan.workers,
             rank_0: Some(0),
             consistency: Consistency::Synchronous,
@@ -187,10 +187,15 @@ impl Route {
         }
     }
 
-    /// Begins to take all chunks back to a step.
-    pub(super) fn begin_to_go_back(&mut self, step: u32, keeps_sums: bool) -> Result<(), String> {
+    /// Begins to take all chunks back to a step, with which the first `workers` ranks begin again.
+    pub(super) fn begin_to_go_back(
+        &mut self,
+        step: u32,
+        workers: u32,
+        keeps_sums: bool,
+    ) -> Result<(), String> {
         self.exchange.check_rewind(step).map_err(|cannot| cannot.to_string())?;
-        self.exchange.rewind(step);
+        self.exchange.rewind(step, workers);
         if !keeps_sums {
             self.drop_sums();
         }

@@ -9,6 +9,8 @@ pub(super) struct Rewinds {
     every: Option<u32>,
     /// The step at which the ranks have gone on, by the epoch that began with the loss.
     steps: BTreeMap<u64, Option<u32>>,
+    /// The number of ranks that take part, by the epoch that began with the loss; 0 stands for the beginning.
+    workers: BTreeMap<u64, u32>,
     /// The most steps of which a rank has had all parameters.
     reached: u32,
 }
@@ -43,9 +45,25 @@ impl Rewinds {
         self.reached = self.reached.max(step);
     }
 
-    /// A process that has a rank since an epoch begins at a step.
-    pub(super) fn joined(&mut self, rank: u32, epoch: u64, step: Option<u32>) -> Result<(), String> {
+    /// The number of ranks that take part since the ranks have gone back in an epoch; 0 if none has joined.
+    pub(super) fn workers_since(&self, rewound_in: u64) -> u32 {
+        self.workers.get(&rewound_in).copied().unwrap_or(0)
+    }
+
+    /// A process that has a rank since an epoch begins at a step, with so many ranks in all.
+    pub(super) fn joined(
+        &mut self,
+        rank: u32,
+        epoch: u64,
+        step: Option<u32>,
+        workers: u32,
+    ) -> Result<(), String> {
         let Some(every) = self.every else { return Ok(()) };
+        let since = self.steps.range(..epoch).next_back().map_or(0, |(&rewound_in, _)| rewound_in);
+        let others = *self.workers.entry(since).or_insert(workers);
+        if others != workers || rank >= workers {
+            return Err(format!("rank {rank} of {workers} joins, and others were started as {others} ranks"));
+        }
         let before = self.steps.range(..epoch).filter_map(|(_, &step)| step).max().unwrap_or(0);
         let Some((rewound_in, of_rewind)) = self.steps.range_mut(..epoch).next_back() else {
             return match step {

@@ -39,7 +39,12 @@ impl World<'_> {
                     self.kill(process);
                 }
             }
-            Fault::Rival(rank) => self.start_worker(rank),
+            Fault::Rival(rank) => self.start_worker_of_newest_start(rank),
+            Fault::Restart(..) => {
+                self.restarting += 1;
+                let all: Vec<Process> = self.workers.keys().copied().collect();
+                all.into_iter().for_each(|process| self.kill(process));
+            }
             Fault::Crash { keeps_last, .. } => {
                 self.crashes += 1;
                 if let Some(manager) = &mut self.manager {
@@ -68,7 +73,14 @@ impl World<'_> {
                 self.unblock(number, a, b);
                 self.unblock(number, b, a);
             }
-            Fault::Replace(rank, _) => self.start_worker(rank),
+            Fault::Replace(rank, _) => self.start_worker_of_newest_start(rank),
+            Fault::Restart(workers, _) => {
+                self.restarting -= 1;
+                if self.restarting == 0 {
+                    self.current_workers = workers;
+                    (0..workers).for_each(|rank| self.start_worker(rank));
+                }
+            }
             Fault::Crash { .. } => {
                 self.crashes -= 1;
                 if self.crashes == 0 {
@@ -102,6 +114,13 @@ impl World<'_> {
         match worker {
             Process::Worker(rank, _) => self.newest_of(rank).unwrap_or(worker),
             other => other,
+        }
+    }
+
+    /// Starts another process for a rank, unless all are about to be started again, or the newest start has no such rank.
+    fn start_worker_of_newest_start(&mut self, rank: u32) {
+        if self.restarting == 0 && (rank < self.current_workers || !self.scenario.may_change_workers()) {
+            self.start_worker(rank);
         }
     }
 

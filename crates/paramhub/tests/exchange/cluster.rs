@@ -147,9 +147,18 @@ impl Ticket {
     }
 
     pub(crate) fn join(&self, rank: u32, settings: Settings) -> Result<Job, WorkerError> {
+        self.join_with(rank, Options::default(), settings)
+    }
+
+    /// [`join`](Self::join) with other options than the default; the transport is that of the test.
+    pub(crate) fn join_with(
+        &self,
+        rank: u32,
+        options: Options,
+        settings: Settings,
+    ) -> Result<Job, WorkerError> {
         let transport = self.transports.of_rank(rank);
-        Member::connect_with(self.membership(rank), Options { transport, ..Default::default() })?
-            .init(settings)
+        Member::connect_with(self.membership(rank), Options { transport, ..options })?.init(settings)
     }
 
     /// Runs `work` as every rank at once and returns each rank's result, by rank. A rank whose work returns

@@ -98,6 +98,7 @@ impl Raw {
             process: 0,
             place: Default::default(),
             peer_address: None,
+            workers: None,
         };
         let connected = cluster.client.connect_service(namespace, &connect, WAIT_TIMEOUT).unwrap();
         let secret = connected.secrets.unwrap().rank;
@@ -122,6 +123,7 @@ impl Raw {
             process: 0,
             place: Default::default(),
             peer_address: None,
+            workers: None,
         };
         let connected = cluster.client.connect_service(namespace, &connect, WAIT_TIMEOUT).unwrap();
         assert!(connected.secrets.is_none());

@@ -10,8 +10,8 @@ use crate::combinations::Feature::{
     HubMembership, HubState, JobName, JoinedManager, JoinsRunningJob, LateLeftOut, Linger, ManagerAddress,
     ManagerTls, MinWorkers, Momentum, NoChaos, NoHostRank, NoHubs, OneHost, OptimizerAtOwner,
     OutstandingKeys, OwnHub, ProgressTimeout, Quantised, Reproducible, Resume, Rewinds, RunningHub,
-    SeveralHosts, SeveralHubs, SharedMemory, StartedByMpi, StartedByRun, Trace, UnnamedJob, WorkerInterfaces,
-    Workers,
+    RunsMaxWorkers, SeveralHosts, SeveralHubs, SharedMemory, StartedByMpi, StartedByRun, Trace, UnnamedJob,
+    WorkerInterfaces, Workers,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -230,6 +230,14 @@ pub(super) const LAUNCHERS: &[Rule] = &[
         verdict: Refused,
         why: "workers that join later could not find a hub that this command starts",
         remedy: "start `paramhub hub`, and name it with --hub URL",
+        callers: &[CommandLine],
+    },
+    Rule {
+        these: &[RunsMaxWorkers],
+        those: &[Rewinds],
+        verdict: Refused,
+        why: "the number of ranks of a job that goes back changes when all are started again, and this command starts single ones",
+        remedy: "use `on_worker_loss = continue`, or torchrun with `paramhub.torch.init(max_workers=)`",
         callers: &[CommandLine],
     },
     Rule {

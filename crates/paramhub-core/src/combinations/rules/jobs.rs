@@ -372,14 +372,6 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         callers: &[CreateService, CommandLine],
     },
     Rule {
-        these: &[Elastic],
-        those: &[Rewinds],
-        verdict: Refused,
-        why: "all ranks must have a process before the job goes back",
-        remedy: "use `on_worker_loss = continue`, or leave it out",
-        callers: &[CreateService, CommandLine],
-    },
-    Rule {
         these: &[ContinuesWithoutWorkers],
         those: &[LateLeftOut],
         verdict: Refused,

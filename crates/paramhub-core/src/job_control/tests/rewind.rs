@@ -81,7 +81,7 @@ fn all_ranks_are_lost_and_told_why() {
     for lost in 0..2 {
         assert!(has!(outputs, Output::RefuseRank { rank, epoch: 2, .. } if *rank == lost));
     }
-    let told = "job `job-1` goes back to an earlier step: rank 1 was lost. It goes on when each of its 2 ranks has a \
+    let told = "job `job-1` goes back to an earlier step: rank 1 was lost. It goes on when each of its ranks has a \
                 process again";
     let with_reason = outputs.iter().filter(|output| {
         matches!(output, Output::Rewind { epoch: 2, notice, .. } if notice.rank == Some(1) && notice.message == told)

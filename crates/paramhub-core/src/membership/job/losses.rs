@@ -301,7 +301,8 @@ impl Job {
             false => format!("rank {rank} is back: another process has it"),
         };
         let what = if is_first { "has joined" } else { "is back" };
-        Some(format!("rank {rank} {what}: {present} of {} workers", self.workers))
+        let workers = if self.options.rewinds() { self.current_workers } else { self.workers };
+        Some(format!("rank {rank} {what}: {present} of {workers} workers"))
     }
 
     /// Takes for lost the processes that were to take a rank and have gone, and fails a job that has waited long enough
@@ -384,12 +385,18 @@ impl Job {
 
     /// The least number of workers that make steps.
     fn least_workers(&self) -> u32 {
-        self.options.least_workers(self.workers).unwrap_or(self.workers)
+        self.options.least_workers(self.expected_workers()).unwrap_or(self.workers)
     }
 
     /// What the job has lost so far, if it goes on when a rank is lost.
     pub fn losses(&self, now: Now) -> Option<LossCounters> {
         self.options.outlives_workers().then(|| self.loss_tally.counters(now))
+    }
+
+    /// The number of workers without which the job counts as incomplete: that with which it begins or, if its ranks go back, of
+    /// those that take part now.
+    pub(super) fn expected_workers(&self) -> u32 {
+        if self.options.rewinds() { self.current_workers } else { self.first_workers() }
     }
 
     /// The number of workers with which the job begins.
@@ -400,13 +407,13 @@ impl Job {
     /// The ranks that had a process and are lost, ascending.
     pub(super) fn lost_after_start(&self) -> Vec<u32> {
         let is_nobody = |rank| self.assignments.holder(rank).is_some_and(RankHolder::is_nobody);
-        self.lost_ranks().into_iter().filter(|&rank| !is_nobody(rank)).collect()
+        self.lost_ranks().into_iter().filter(|&rank| !is_nobody(rank) && self.takes_part(rank)).collect()
     }
 
     /// Notes since when there are fewer workers than at the beginning, or too few, if so, and returns how many there are.
     pub(super) fn note_presence(&mut self, now: Now) -> u32 {
         let present = self.assignments.standing(Standing::Member).len() as u32;
-        self.loss_tally.note(present < self.first_workers(), now);
+        self.loss_tally.note(present < self.expected_workers(), now);
         self.waits_since = match present < self.least_workers() {
             true => self.waits_since.or(Some(now)),
             false => None,

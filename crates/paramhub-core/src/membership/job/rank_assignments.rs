@@ -106,18 +106,26 @@ impl RankAssignments {
     /// The ranks of a job of this many workers that begins with the first of them. The others are lost until a process
     /// takes them.
     pub(super) fn new(workers: u32, first_workers: u32) -> Self {
-        let assignment = |rank| match rank < first_workers {
-            true => RankAssignment::Unassigned,
-            false => RankAssignment::Assigned(RankHolder::nobody()),
-        };
-        let assignments = (0..workers).map(assignment).collect();
-        RankAssignments {
-            assignments,
-            assigned: workers - first_workers,
+        let mut assignments = RankAssignments {
+            assignments: (0..workers).map(|_| RankAssignment::Unassigned).collect(),
+            assigned: 0,
             submitted: 0,
             next_ticket: 1,
             newest_epoch: first_epoch(),
+        };
+        assignments.begin_with(first_workers);
+        assignments
+    }
+
+    /// Has a job that waits for its ranks wait for this many, beginning with rank 0, and for all of them anew.
+    pub(super) fn begin_with(&mut self, first_workers: u32) {
+        for (rank, assignment) in (0..).zip(&mut self.assignments) {
+            *assignment = match rank < first_workers {
+                true => RankAssignment::Unassigned,
+                false => RankAssignment::Assigned(RankHolder::nobody()),
+            };
         }
+        self.assigned = self.assignments.len() as u32 - first_workers;
     }
 
     /// The processes that hold the ranks, by rank, for the store. The processes of a job that is over are not recorded.

@@ -47,6 +47,9 @@ pub struct MembersRecord {
     /// Set while ranks are missing because all go back to an earlier step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     rewind: Option<Rewind>,
+    /// The number of ranks that take part, in a job whose ranks go back and which may have more or fewer than at first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    current_workers: Option<u32>,
     /// The place of each rank.
     places: Vec<Place>,
     /// The address of each rank for other ranks.
@@ -107,6 +110,7 @@ impl Job {
             recorded_at: now.unix_s,
             ranks: self.assignments.record(),
             rewind: self.rewind.clone(),
+            current_workers: self.may_change_workers().then_some(self.current_workers),
             places: self.places.clone(),
             peer_addresses: self.peer_addresses.clone(),
             hubs: self.job_hubs.iter().map(hub).collect(),
@@ -165,6 +169,7 @@ impl Job {
     fn restore_members(&mut self, state: JobState, members: MembersRecord, now: Now) {
         self.assignments.restore(members.ranks, now);
         self.rewind = members.rewind;
+        self.current_workers = members.current_workers.unwrap_or(self.current_workers).min(self.workers);
         self.places = members.places;
         self.peer_addresses = members.peer_addresses;
         let sites = members.composition.iter().flat_map(|composition| (0..).zip(&composition.sites));

@@ -45,7 +45,15 @@ impl Job {
         if self.assignments.holder(call.rank).is_none_or(|holder| holder.has_called(call)) {
             self.lease.renew(now.monotonic);
         }
+        self.take_number_of_workers(call)?;
         match self.assignments.holder(call.rank) {
+            Some(_) if self.state == JobState::Running && !self.takes_part(call.rank) => Err(refusal(
+                ErrorCode::Busy,
+                format!(
+                    "job `{}` has {} ranks now, and rank {} can join when all ranks go back",
+                    self.name, self.current_workers, call.rank
+                ),
+            )),
             Some(holder) if !holder.has_called(call) && self.may_replace(holder, now) => {
                 self.replace_rank(call, now)
             }

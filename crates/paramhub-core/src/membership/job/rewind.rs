@@ -6,6 +6,9 @@
 //!
 //! As long as the hubs were not asked, a process that goes away again concerns its own rank alone. After that all ranks
 //! are lost once more, since those that have joined may have contributed.
+//!
+//! A launcher that starts all ranks again may start more or fewer than before. Each of their calls says how many there are,
+//! and as long as the hubs were not asked, the job changes to that number. The ranks are those from 0 on.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +16,7 @@ use super::losses::MembershipChange;
 use super::rank_assignments::{Standing, list_ranks_with_verb};
 use super::{Job, Transition};
 use crate::membership::Now;
-use crate::service::{ErrorCode, ServiceError, refusal};
+use crate::service::{ConnectService, ErrorCode, JobState, ServiceError, refusal};
 
 /// All ranks are lost, and not all have joined again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,6 +73,57 @@ impl Job {
         Transition::MembershipChanged { changes, epoch, message }
     }
 
+    /// Takes the number of ranks that have been started together with a caller, if the job waits for its first ranks, or for
+    /// all ranks because they go back. The processes of an earlier start with another number count no more.
+    ///
+    /// Fails if the job cannot have so many.
+    pub(super) fn take_number_of_workers(&mut self, call: &ConnectService) -> Result<(), ServiceError> {
+        let Some(workers) = call.workers.filter(|_| self.options.rewinds()) else { return Ok(()) };
+        let most = if self.may_change_workers() { 1..=self.workers } else { self.workers..=self.workers };
+        if !most.contains(&workers) {
+            let message = match self.may_change_workers() {
+                true => format!(
+                    "{workers} ranks have been started, and job `{}` can have {} at most",
+                    self.name, self.workers
+                ),
+                false => format!(
+                    "{workers} ranks have been started, and job `{}` was created for {}: it must be created with a largest \
+                     number of workers (max_workers) if they are to be more or fewer",
+                    self.name, self.workers
+                ),
+            };
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+        let waits = match self.state {
+            JobState::Connecting => true,
+            _ => self.rewind.is_some() && !self.expects_all_ranks(),
+        };
+        if workers == self.current_workers || !waits {
+            return Ok(());
+        }
+        self.current_workers = workers;
+        if self.state == JobState::Connecting {
+            self.options.start_workers = Some(workers);
+            self.assignments.begin_with(workers);
+            return Ok(());
+        }
+        for rank in self.assignments.standing(Standing::Joining) {
+            self.assignments.holder_mut(rank).into_iter().for_each(|holder| holder.standing = Standing::Lost);
+        }
+        self.joins.clear();
+        Ok(())
+    }
+
+    /// Whether the ranks of a job that goes back may be more or fewer afterwards.
+    pub(super) fn may_change_workers(&self) -> bool {
+        self.options.rewinds() && self.options.start_workers.is_some()
+    }
+
+    /// Whether a rank takes part, or will when the job runs again.
+    pub(super) fn takes_part(&self, rank: u32) -> bool {
+        !self.options.rewinds() || rank < self.current_workers
+    }
+
     /// What hubs must hear while ranks are missing, in a job that goes back.
     pub(super) fn changes_of_rewind(&self) -> Vec<MembershipChange> {
         let Some(rewind) = &self.rewind else { return Vec::new() };
@@ -108,12 +162,13 @@ impl Job {
 
     /// The ranks that are lost and have no process that has handed in its settings.
     pub(super) fn ranks_without_process(&self) -> Vec<u32> {
-        self.lost_ranks().into_iter().filter(|rank| !self.joins.contains_key(rank)).collect()
+        let is_missing = |rank: &u32| self.takes_part(*rank) && !self.joins.contains_key(rank);
+        self.lost_ranks().into_iter().filter(is_missing).collect()
     }
 
     /// Notes that a rank has joined. When all have, the job has gone back.
     pub(super) fn note_joined_after_rewind(&mut self) {
-        if self.lost_ranks().is_empty() {
+        if !self.lost_ranks().into_iter().any(|rank| self.takes_part(rank)) {
             self.rewind = None;
         }
     }

@@ -291,3 +291,95 @@ fn a_job_that_has_finished_at_a_hub_goes_back_no_more() {
     let named = changes(job.rank_expected(1, (0, 3), 4));
     assert_eq!(named, [MembershipChange::Join { rank: 0, epoch: 3, step: 4 }]);
 }
+
+/// A running job of up to four workers that has begun with two, and goes back.
+fn elastic() -> Job {
+    let options = JobOptions {
+        on_worker_loss: OnWorkerLoss::Rewind,
+        start_workers: Some(2),
+        linger_s: 60.0,
+        ..JobOptions::default()
+    };
+    let mut job = running_with(4, 1, options);
+    job.hub_reserved(0, 0, 4);
+    job
+}
+
+/// The call of a process that was started together with others, this many in all.
+fn of_start(workers: u32, rank: u32, number: u8) -> crate::service::ConnectService {
+    crate::service::ConnectService { workers: Some(workers), ..call(rank, number) }
+}
+
+/// Processes of a start of this many ranks take them. Returns what hubs hear with the last.
+fn start(job: &mut Job, workers: u32, first_number: u8) -> Vec<MembershipChange> {
+    let come = |rank: u32| {
+        let number = first_number + rank as u8;
+        job.connect(&of_start(workers, rank, number), later(2.0)).unwrap();
+        submit(job, rank, number).0
+    };
+    (0..workers).map(come).last().unwrap()
+}
+
+#[test]
+fn a_start_of_more_or_fewer_ranks_goes_on_with_so_many() {
+    let mut job = elastic();
+    let status = |job: &Job| {
+        let status = job.status(later(3.0));
+        (status.connected, status.lost, status.current_workers)
+    };
+    assert_eq!(status(&job), (vec![0, 1], vec![], Some(2)));
+    for (workers, number) in [(4, 10), (1, 20), (3, 30)] {
+        let epoch = job.newest_epoch();
+        let since = if epoch == 1 { 1 } else { job.assignments.holder(0).unwrap().since };
+        assert_eq!(
+            changes(job.worker_lost((0, since), REASON, later(1.0))),
+            [MembershipChange::Rewind { rank: 0, epoch: epoch + 1, reason: REASON.into() }]
+        );
+        let told = start(&mut job, workers, number);
+        let expected: Vec<MembershipChange> =
+            (0..workers).map(|rank| expect((rank, epoch + 2 + u64::from(rank)))).collect();
+        assert_eq!(told[1..], expected);
+        for rank in 0..workers {
+            let epoch = epoch + 2 + u64::from(rank);
+            assert_eq!(changes(job.rank_expected(0, (rank, epoch), 8)).len(), 1);
+            assert!(changes(job.rank_joined(0, (rank, epoch), later(3.0))).is_empty());
+        }
+        assert_eq!(status(&job), ((0..workers).collect(), vec![], Some(workers)));
+        assert_eq!(job.check_time(later(200.0)), Transition::None, "it waits for nobody");
+        let (restored, _) = Job::restore(job.record(later(3.0)), later(3.0));
+        assert_eq!(status(&restored), status(&job));
+    }
+}
+
+#[test]
+fn the_processes_of_an_earlier_start_count_no_more() {
+    let mut job = elastic();
+    changes(job.worker_lost((0, 1), REASON, later(1.0)));
+    job.connect(&of_start(2, 1, 10), later(2.0)).unwrap();
+    assert!(submit(&mut job, 1, 10).0.is_empty());
+    let told = start(&mut job, 3, 20);
+    assert_eq!(told.len(), 4, "rank 1 of the earlier start is not awaited: {told:?}");
+    // The hubs know who is expected, so another number waits until these are lost.
+    let busy = job.connect(&of_start(4, 3, 30), later(2.0)).unwrap_err();
+    assert_eq!(busy.code, ErrorCode::Busy);
+    assert_eq!(busy.message, "job `x` has 3 ranks now, and rank 3 can join when all ranks go back");
+    // A process that does not say how many were started takes part in the start that there is.
+    changes(job.rank_lost_again(0, later(2.0)));
+    job.connect(&call(2, 40), later(2.0)).unwrap();
+    assert_eq!(job.status(now()).current_workers, Some(3));
+}
+
+#[test]
+fn a_job_has_no_more_ranks_than_it_was_created_for() {
+    let mut job = elastic();
+    changes(job.worker_lost((0, 1), REASON, later(1.0)));
+    for (workers, reason) in [(5, "job `x` can have 4 at most"), (0, "0 ranks have been started")] {
+        let refused = job.connect(&of_start(workers, 0, 10), later(2.0)).unwrap_err();
+        assert!(refused.code == ErrorCode::BadRequest && refused.message.contains(reason), "{refused}");
+    }
+    let refused = lost().connect(&of_start(2, 0, 10), later(2.0)).unwrap_err();
+    assert!(
+        refused.message.contains("was created for 3: it must be created with a largest number"),
+        "{refused}"
+    );
+}

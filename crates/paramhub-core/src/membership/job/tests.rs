@@ -46,6 +46,7 @@ pub(super) fn call(rank: u32, number: u8) -> ConnectService {
         process: u32::from(number),
         place: Default::default(),
         peer_address: None,
+        workers: None,
     }
 }
 

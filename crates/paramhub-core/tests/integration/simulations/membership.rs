@@ -327,6 +327,7 @@ impl Simulation {
             process: u32::from(number),
             place: Place { rack, host: String::new() },
             peer_address: Some(([127, 0, 0, 1], 1000 + rank as u16).into()),
+            workers: None,
         };
         let newest = self.jobs[&namespace].newest_calls.get(&rank);
         let is_other = |caller: &&Caller| caller.rank != Some((rank, call.incarnation)) && !caller.left;

@@ -7,10 +7,10 @@ use paramhub_core::exchange::{CannotRewind, LostBeforeStart, RewoundTo};
 use paramhub_kernels::shared;
 
 use super::Shard;
+use crate::core::arenas::Arenas;
 use crate::core::buffer::{Buffer, OutOfMemory, Pages};
 use crate::core::layout::{ChunkPlace, Layout};
 use crate::core::plan::ShardPlan;
-use crate::local::RankArenas;
 
 /// Copies of the parameters and the optimizer state of all chunks, at the offsets that these have in the model; empty
 /// if the job never goes back.
@@ -25,8 +25,8 @@ pub(in crate::core) struct Copies {
 pub(super) enum Rewind {
     /// All members take part, or none has been lost yet.
     NotNeeded,
-    /// A member is lost. The step to go back to is not known.
-    Awaited,
+    /// A member is lost. The step to go back to is not known. The first `workers` of the ranks are expected so far.
+    Awaited { workers: u32 },
     /// Chunks go back to `step`, from slot `next` on.
     UnderWay { step: u32, next: u32 },
 }
@@ -76,7 +76,8 @@ impl Shard {
     }
 
     /// Notes that a member is lost, so that all are to begin again at an earlier step. Nothing leaves by any port any more.
-    pub(crate) fn stop_for_rewind(&mut self) -> Result<(), LostBeforeStart> {
+    /// Returns the arenas of all, which no sum may read again.
+    pub(crate) fn stop_for_rewind(&mut self) -> Result<Arenas, LostBeforeStart> {
         if !(0..self.slots.len() as u32).all(|index| self.exchange.has_begun(index)) {
             return Err(LostBeforeStart);
         }
@@ -86,18 +87,21 @@ impl Shard {
         }
         (0..self.plan.ports.workers()).for_each(|worker| self.program_states.cut(worker));
         self.left.fill(true);
-        self.rewind = Rewind::Awaited;
-        Ok(())
+        self.rewind = Rewind::Awaited { workers: 0 };
+        Ok(std::mem::replace(&mut self.arenas, Arenas::new(self.plan.ports.workers())))
     }
 
-    /// Gives the place of a worker to another process. Returns the newest step to which these chunks can go back, or why
-    /// they cannot, and the arenas of the former process.
-    pub(crate) fn expect_after_rewind(&mut self, worker: u32) -> (Result<u32, String>, Option<RankArenas>) {
-        let arenas = self.arenas.detach(worker);
+    /// Gives the place of a worker to another process. The ranks that get one are the first of the job.
+    ///
+    /// Returns the newest step to which these chunks can go back, or why they cannot.
+    pub(crate) fn expect_after_rewind(&mut self, worker: u32) -> Result<u32, String> {
+        if let Rewind::Awaited { workers } = &mut self.rewind {
+            *workers = (*workers).max(worker + 1);
+        }
         let newest = self.exchange.newest_rewind().map_err(|cannot| self.describe(cannot));
         // A process could not go on from a step of which its program's state is missing.
         let saved = self.program_states.newest_common().unwrap_or(u32::MAX);
-        (newest.map(|step| step.min(saved)), arenas)
+        newest.map(|step| step.min(saved))
     }
 
     /// Lets the process that takes a worker's place begin at `step`. The first one takes the chunks back to it, for which
@@ -105,8 +109,8 @@ impl Shard {
     ///
     /// Fails if the chunks cannot go back to this step; the text says which cannot, and why.
     pub(crate) fn join_after_rewind(&mut self, worker: u32, step: u32) -> Result<(), String> {
-        if self.rewind == Rewind::Awaited {
-            self.begin_to_go_back(step).map_err(|cannot| self.describe(cannot))?;
+        if let Rewind::Awaited { workers } = self.rewind {
+            self.begin_to_go_back(step, workers).map_err(|cannot| self.describe(cannot))?;
         }
         self.left[worker as usize] = false;
         Ok(())
@@ -115,18 +119,23 @@ impl Shard {
     /// Takes chunks whose members are lost back to `step` for a last checkpoint of it. If they cannot go back to that, the
     /// error is the newest step to which they can. Chunks that no rank is to leave stay as they are.
     pub(super) fn go_back_for_snapshot(&mut self, step: u32) -> Result<(), u32> {
-        let Rewind::Awaited = self.rewind else { return Ok(()) };
+        let Rewind::Awaited { .. } = self.rewind else { return Ok(()) };
         // Chunks without a step in common have no checkpoint, and the snapshot misses them one by one.
         let Ok(newest) = self.exchange.newest_rewind() else { return Ok(()) };
         let newest = newest.min(self.program_states.newest_common().unwrap_or(u32::MAX));
-        if step > newest { Err(newest) } else { self.begin_to_go_back(step).map_err(|_| newest) }
+        if step > newest {
+            Err(newest)
+        } else {
+            self.begin_to_go_back(step, self.plan.workers()).map_err(|_| newest)
+        }
     }
 
-    fn begin_to_go_back(&mut self, step: u32) -> Result<(), CannotRewind> {
+    /// Has the first `workers` of the ranks begin again at `step`.
+    fn begin_to_go_back(&mut self, step: u32, workers: u32) -> Result<(), CannotRewind> {
         self.exchange.check_rewind(step)?;
-        self.exchange.rewind(step);
+        self.exchange.rewind(step, workers);
         self.sums.drop_parts();
-        self.program_states.forget_after(step);
+        self.program_states.begin_again(step, workers);
         // A snapshot of a later step would have chunks from before and from after.
         self.miss_snapshot();
         self.newest_step = step;

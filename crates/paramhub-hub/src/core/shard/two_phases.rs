@@ -16,7 +16,7 @@ impl Shard {
         let UpdateTiming::OnRelease(held) = &mut self.timing else {
             unreachable!("chunks are held in two phases only")
         };
-        let factor = mean_factor(self.plan.workers());
+        let factor = mean_factor(self.exchange.contributors());
         let blocks = slot.blocks(BLOCK_ELEMENTS);
         let total = blocks.map(|block| {
             squares(self.sums.part(slot.array_offset + block.start..slot.array_offset + block.end), factor)

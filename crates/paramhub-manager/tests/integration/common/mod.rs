@@ -111,6 +111,7 @@ impl Job {
             process: 1000 + rank,
             place: Default::default(),
             peer_address: None,
+            workers: None,
         }
     }
 
