@@ -78,7 +78,8 @@ def create_job(
     ``clip_norm``.
 
     With ``continue`` and ``max_workers`` the job has that many ranks, and begins with the first ``workers`` of them; processes
-    with the same ticket may join in the other ranks while it runs.
+    with the same ticket may join in the other ranks while it runs. With ``rewind`` and ``max_workers`` each start of all ranks
+    may have as many as that: see `connect`.
 
     With ``rewind`` all ranks go back to an earlier step instead, and go on from there when each rank has a process again, so
     that no update lacks a contribution. The requests of the other ranks fail with `Rewound`; they join anew. The hubs keep
@@ -134,7 +135,8 @@ def create_job(
         raise MisuseError(
             f"max_workers is {max_workers}, less than the {workers} workers with which the job begins"
         )
-    if max_workers is not None and max_workers != workers:
+    # With `rewind` a job that begins with all may have fewer later.
+    if max_workers is not None and (max_workers != workers or on_worker_loss == "rewind"):
         wishes["start_workers"] = workers
         workers = max_workers
     options |= {option: wish for option, wish in wishes.items() if wish is not None}

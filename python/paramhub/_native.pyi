@@ -71,6 +71,7 @@ def connect(
     host: str | None = None,
     peers: bool = False,
     hub_rank: int | None = None,
+    workers: int | None = None,
 ) -> Member: ...
 
 @final

@@ -37,6 +37,7 @@ def init(
     on_worker_loss: str | None = None,
     linger: float | None = None,
     rewind_every: int | None = None,
+    max_workers: int | None = None,
     program_state_bytes: int | None = None,
     checkpoints: str | None = None,
     checkpoint_every: str | None = None,
@@ -80,6 +81,10 @@ def init(
     else ``fail``, ``PARAMHUB_LINGER`` and ``PARAMHUB_REWIND_EVERY``. Rank 0's count. `paramhub.torch.State` carries the rest of a
     program's state, of at most ``program_state_bytes`` a rank (4 MiB; the hub counts four times as many).
 
+    With ``rewind`` and ``max_workers`` a launcher may start more or fewer ranks than before when it starts all of them again,
+    as torchrun does with ``--nnodes MIN:MAX``: up to so many. The hub counts memory for all of them. The default is
+    ``PARAMHUB_MAX_WORKERS``, else the number of ranks stays.
+
     With ``checkpoint_every`` (``"1000"`` steps or ``"30s"``) the hub of such a run also writes checkpoints, with what a `State`
     has saved. If all has ended at once, the hub too, the same command goes on from the newest one: the run is known again by
     ``PARAMHUB_RUN_ID`` or its Slurm job. A run that finished begins anew. The hub at that URL is to have a folder for
@@ -106,6 +111,7 @@ def init(
         on_worker_loss,
         linger,
         rewind_every,
+        max_workers,
         program_state_bytes,
         checkpoints,
         checkpoint_every,

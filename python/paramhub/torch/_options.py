@@ -23,6 +23,7 @@ class Options:
     on_worker_loss: str | None = None
     linger: float | None = None
     rewind_every: int | None = None
+    max_workers: int | None = None
     program_state_bytes: int | None = None
     checkpoints: str | None = None
     checkpoint_every: str | None = None

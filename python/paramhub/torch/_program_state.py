@@ -46,7 +46,8 @@ class State:
     texts, and lists, tuples and dictionaries of these.
 
     Make it after the optimizer, and after everything whose state it has. If the ranks have gone back to a step, or were started
-    again, it then has what the rank had saved at that step. In a job without ``on_worker_loss="rewind"`` it keeps nothing.
+    again, it then has what the rank had saved at that step. Where more ranks are started than before (``init(max_workers=)``),
+    those that are new have what rank 0 had saved, but for the random numbers. In a job without ``on_worker_loss="rewind"`` it keeps nothing.
 
     Raises MisuseError for what cannot be saved.
     """
@@ -165,7 +166,8 @@ class State:
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
-        state = {"objects": objects, "values": self._values, "groups": groups}
+        rank = self._optimizer._job.rank
+        state = {"rank": rank, "objects": objects, "values": self._values, "groups": groups}
         if self._has_random:
             state["random"] = _random_state()
         return state
@@ -186,7 +188,8 @@ class State:
         self._values.update(state["values"])
         for group, saved_group in zip(self._optimizer.param_groups, state["groups"], strict=True):
             group.update(saved_group)
-        if "random" in state and self._has_random:
+        # A rank that was not there before gets the state of another, and must not draw the same numbers.
+        if "random" in state and self._has_random and state["rank"] == self._optimizer._job.rank:
             _set_random_state(state["random"])
 
     def _check(self, saved: io.BytesIO) -> None:

@@ -34,7 +34,8 @@ def run(state: Rejoins) -> Callable[[Callable[Arguments, Result]], Callable[Argu
 
     So the loop begins where ``state`` says, and not where it began at first. Ranks that are started again call it in the same
     way. It needs ``init(on_worker_loss="rewind")``, or ``paramhub run --on-worker-loss rewind``; otherwise the loop is only
-    called.
+    called. With ``init(max_workers=)`` the process ends with `paramhub.Rewound` instead, since its launcher starts all ranks
+    again, perhaps more or fewer.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

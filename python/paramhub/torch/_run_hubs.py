@@ -51,6 +51,8 @@ class HubAccess:
     """Seconds for which they stay, if not the manager's default."""
     rewind_every: int | None = None
     """With ``rewind``, the number of steps from one to which they can go back to the next, if not the manager's default."""
+    max_workers: int | None = None
+    """With ``rewind``, the most ranks that a later start may have, if their number may change."""
     program_state_bytes: int | None = None
     """The largest program state of a rank, if not the default."""
     checkpoint_every: str | None = None
@@ -73,6 +75,7 @@ class _Lasting(NamedTuple):
     on_worker_loss: str
     linger: float | None
     rewind_every: int | None
+    max_workers: int | None
     program_state_bytes: int | None
     checkpoint_every: str | None
 
@@ -130,10 +133,16 @@ class RunHubs:
             run = secrets.token_hex(8)
             return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for())
         run = self._record.name(self._assignment.launcher, policy)
+        most = max_workers(self._options.max_workers)
+        if most is not None and policy != "rewind":
+            raise MisuseError(
+                f'max_workers is {most}, but on_worker_loss is `{policy}`: a launcher can start more or fewer ranks with "rewind"'
+            )
         lasting = _Lasting(
             policy,
             linger(self._options.linger),
             rewind_every(self._options.rewind_every),
+            most,
             self._options.program_state_bytes,
             every,
         )
@@ -310,11 +319,21 @@ def linger(given: float | None) -> float | None:
 
 def rewind_every(given: int | None) -> int | None:
     """The number of steps from one to which jobs can go back to the next: ``given``, else ``PARAMHUB_REWIND_EVERY``."""
-    text = os.environ.get("PARAMHUB_REWIND_EVERY", "").strip()
+    return _number(given, "PARAMHUB_REWIND_EVERY", "steps")
+
+
+def max_workers(given: int | None) -> int | None:
+    """The most ranks that a later start of the run may have, if their number may change: ``given``, else
+    ``PARAMHUB_MAX_WORKERS``."""
+    return _number(given, "PARAMHUB_MAX_WORKERS", "ranks")
+
+
+def _number(given: int | None, variable: str, what: str) -> int | None:
+    text = os.environ.get(variable, "").strip()
     if given is not None or not text:
         return given
     if not (text.isascii() and text.isdigit()):
-        raise MisuseError(f"PARAMHUB_REWIND_EVERY is {text!r}: a number of steps")
+        raise MisuseError(f"{variable} is {text!r}: a number of {what}")
     return int(text)
 
 

@@ -101,7 +101,7 @@ class RunJobs:
             if hub.is_embedded and self._hubs.is_on_one_host and 0 in members
             else None,
         )
-        job = self._join(opening)
+        job = self._join(opening, len(members) if stays and hub.on_worker_loss == "rewind" else None)
         self._say_what_has_ended(job)
         if stays and hub.on_worker_loss == "continue":
             self._check_steps(label, job, members)
@@ -133,7 +133,8 @@ class RunJobs:
         self.close(job, abandon=True)
         return self._join(opening)
 
-    def _join(self, opening: _Opening) -> _native.Job:
+    def _join(self, opening: _Opening, workers: int | None = None) -> _native.Job:
+        """Joins a job. ``workers`` is the number of ranks that have been started together, if this process begins with it."""
         hub = self._hubs.access
         while True:
             try:
@@ -151,10 +152,13 @@ class RunJobs:
                     rendezvous_timeout=self._options.timeout + 30.0,
                     peers=opening.peers,
                     hub_rank=opening.hub_rank,
+                    workers=workers,
                 )
                 job = member.init(opening.settings)
             except Rewound:
-                # Another rank was lost while this one joined. The manager bounds how long the job waits for its ranks.
+                # Another rank was lost while this one joined. The manager bounds how long the job waits for its ranks. If a
+                # launcher has started all again, their number counts, and not that of this start.
+                workers = None
                 continue
             self._openings[job] = opening
             return job
@@ -204,6 +208,7 @@ class RunJobs:
             lasting = {"on_worker_loss": hub.on_worker_loss, "linger": hub.linger}
             if hub.on_worker_loss == "rewind":
                 lasting["rewind_every"] = hub.rewind_every
+                lasting["max_workers"] = hub.max_workers
                 lasting["program_state_bytes"] = hub.program_state_bytes or PROGRAM_STATE_BYTES
             else:
                 # All ranks are started again together, and meet in other groups, too, so none goes on without the others.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paramhub import _native
-from paramhub.errors import JobFailedError, MisuseError
+from paramhub.errors import JobFailedError, MisuseError, Rewound
 from paramhub.optimizers import Optimizer
 from paramhub.torch import (
     _ddp_conflict,
@@ -480,12 +480,18 @@ class HubOptimizer(torch.optim.Optimizer):
         """Joins the job again after `paramhub.Rewound`. Returns when each rank has a process that has joined. The parameters are
         then those of `resumed_step`, to which all ranks have gone back, and the gradients of the step under way are forgotten.
 
-        `paramhub.torch.run` calls it. ``param_groups`` stay as they are; `paramhub.torch.State` sets them back.
+        `paramhub.torch.run` calls it. ``param_groups`` stay as they are; `paramhub.torch.State` sets them back. With
+        ``init(max_workers=)`` it raises Rewound again, since the ranks that come may be more or fewer.
         """
         if self._used_parameters is not None:
             raise MisuseError(
                 "rejoin() cannot be had with find_unused_parameters, whose exchange cannot be joined again: let the process end, "
                 "so that its launcher starts it again"
+            )
+        if self._world.hubs.access.max_workers is not None:
+            # This process cannot know how many ranks there will be, and launchers such as torchrun wait for its end.
+            raise Rewound(
+                f"rank {self._world.rank} ends, so that its launcher starts all ranks again: their number may change (max_workers)"
             )
         job, stage = self._step.job, self._step.stage
         for exchange in self._exchanges:
