@@ -1,202 +1,165 @@
-"""Kills and stops the processes of jobs that outlive their workers, and checks every step that they make.
+"""Makes real jobs suffer faults that a seed chooses, and checks every step that they make and every line that names a fault.
 
     python bench/soak/faults.py --paramhub target/release/paramhub --runs 100 --faults 10 --seed 1
 
-Each run has a connection manager that keeps its state, two hubs, and ``paramhub run --on-worker-loss`` with four workers in
-Python, which needs the package and numpy. The seed chooses what befalls them, one fault after the other: SIGKILL for
-a worker, SIGSTOP for a worker for up to four seconds (it counts as lost after two), or SIGKILL for the manager, which is
-started again up to three seconds later. A third of the jobs go on with any one worker (``continue``), a third need all of
-them, and in a third all go back when one is lost (``rewind``).
+Each run has a connection manager that keeps its state, two hubs with checkpoints, and ``paramhub run --on-worker-loss`` with
+four workers in Python, which needs the package and numpy. A third of the jobs go on with any one worker (``continue``), a third
+need all of them, and in a third all go back when one is lost (``rewind``). The seed chooses what befalls them, one fault after
+the other:
+
+- kill: SIGKILL for a worker.
+- stop: SIGSTOP for a worker, for up to four seconds. It counts as lost after two.
+- manager: SIGKILL for the manager, which is started again up to three seconds later.
+- launcher: SIGKILL for the launcher. All workers end with it. The same command is given again up to three seconds later, and the
+  job goes on from its newest checkpoint.
+- cut: the connections of a worker to one hub or both are reset, at one of their ends. The worker dials again within the step.
+- partition: packets to a worker's host, from it, or both are dropped without a word, for up to four seconds.
+- disk: the disk of the manager's state or that of the checkpoints is full, for up to three seconds.
+
+The last three need root and are left out without it. Cuts and partitions also need workers on hosts of their own, which are
+network namespaces. The seed puts a third of the runs on one host, where workers and hubs share memory.
 
 Each worker contributes a value of its own. So the change of a chunk tells who is in the mean: the worker itself, once. In jobs
-that need all workers, every fault may cost a part of one step, and all other steps have every worker; in those that go back
-every step has every worker. A run is right if no
-worker sees anything else, all end with equal parameters, and the launcher ends well within a bound. Each run prints its seed;
-the exit code is 1 if any run was wrong. This program ends all processes that it starts.
+that need all workers, each kill, stop and partition may cost a part of one step, and all other steps have every worker; in those
+that go back every step has every worker, and the parameters at the end are known. A run is right if
+
+- no worker sees anything else, and all end with equal parameters;
+- the launcher ends well within a bound;
+- a worker whose connections were cut goes on in the same process;
+- a job that is launched again goes on from the newest checkpoint that was whole, or a later one;
+- a line of hub, manager, launcher or worker names each fault within five seconds of when it can be noticed: at once, or when
+  the silent worker counts as lost. A stop, a partition or an absence of the manager that was over before may go without. So may a
+  full disk on which nothing was to be written, and a worker's second cut within ten seconds. The program counts the runs in which
+  the manager could not write.
+
+Each run prints its seed; one with the same seed draws the same faults. The exit code is 1 if any run was wrong. The program
+ends all processes that it starts, and removes their namespaces and disks.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kills import free_ports
-from processes import end_all
+from faults_log import NAMED_WITHIN_S
+from faults_network import Network, cannot
+from faults_plan import LOSING, OF_NETWORK, OF_ROOT, WEIGHTS, WORKERS, Fault, draw
+from faults_programs import Programs
+from faults_run import Run
 
-WORKERS = 4
 BOUND_S = 120.0
-"""Seconds within which the job must end after its last fault."""
-PAUSES_S = (0.05, 1.0)
-"""Seconds between two faults, at least and at most."""
-POLICIES = (("continue", 1), ("continue", WORKERS), ("rewind", WORKERS))
-"""What becomes of a job that loses a worker, and the workers that it needs for a step."""
-FAULTS = ("kill", "kill", "stop", "manager")
-WORKER = Path(__file__).with_name("faults_worker.py")
+"""Seconds within which the job must end after its last fault. The next fault must also find something to befall so soon."""
 
 
-class Run:
-    """The processes of one run, in a folder of its own."""
+@dataclass
+class Totals:
+    """What all runs together have had."""
 
-    def __init__(self, paramhub: str, seed: int, steps: int, folder: Path) -> None:
-        self.random = random.Random(seed)
-        self.paramhub, self.folder = paramhub, folder
-        self.policy, self.least = self.random.choice(POLICIES)
-        self.addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
-        self.url = f"http://{self.addresses[0]}"
-        self.log = folder / "log"
-        self.output = self.log.open("wb")
-        self.manager = self._start_manager()
-        until = time.monotonic() + BOUND_S
-        while "manager ready" not in self.text() and time.monotonic() < until:
-            time.sleep(0.02)
-        joined = ["--join", self.url]
-        self.hubs = [self._start(["hub", "--listen", address, *joined]) for address in self.addresses[1:]]
-        how = ["--on-worker-loss", self.policy, "--dead-after", "2"]
-        if self.policy == "continue":
-            how += ["--min-workers", str(self.least)]
-        else:
-            how += ["--rewind-every", str(self.random.choice((1, 5)))]
-        job = ["run", "--hub", self.url, "--hubs", "2", "-n", str(WORKERS), "--name", "faults", *how]
-        again = ["--linger", "60", "--max-restarts", "1000"]
-        worker = [sys.executable, str(WORKER), str(steps), self.policy]
-        self.launcher = self._start([*job, *again, "--", *worker])
-        self.stopped: list[tuple[float, int]] = []
-        self.manager_back_at = 0.0
-
-    def _start_manager(self) -> subprocess.Popen[bytes]:
-        state = ["--state", str(self.folder / "state")]
-        return self._start(["manager", "--listen", self.addresses[0], *state])
-
-    def _start(self, arguments: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([self.paramhub, *arguments], stdout=self.output, stderr=self.output)
-
-    def has_begun(self) -> bool:
-        """Returns whether every worker has made a step. Before that a job does not outlive a worker."""
-        return len(set(re.findall(r"rank (\d) has begun", self.text()))) == WORKERS
-
-    def keep_up(self) -> None:
-        """Wakes workers that have been stopped for long enough, and starts a manager that was killed."""
-        now = time.monotonic()
-        for due in [each for each in self.stopped if each[0] <= now]:
-            self.stopped.remove(due)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(due[1], signal.SIGCONT)
-        if self.manager.poll() is not None and now >= self.manager_back_at:
-            self.manager = self._start_manager()
-
-    def strike(self) -> str | None:
-        """Does what the seed chooses next. Returns what that was, or None if nobody was there for it."""
-        fault = self.random.choice(FAULTS)
-        seconds, choice = self.random.random(), self.random.random()
-        if fault == "manager":
-            if self.manager.poll() is not None:
-                return None
-            self.manager.kill()
-            self.manager_back_at = time.monotonic() + 3 * seconds
-            return fault
-        stopped = {process for _, process in self.stopped}
-        workers = [process for process in self._workers() if process not in stopped]
-        if not workers:
-            return None
-        worker = workers[int(choice * len(workers))]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-        if fault == "stop":
-            self.stopped.append((time.monotonic() + 4 * seconds, worker))
-        return fault
-
-    def _workers(self) -> list[int]:
-        """The processes of ranks."""
-        found = []
-        for process in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                is_worker = (
-                    process.name.isdigit()
-                    and (process / "cmdline").read_bytes().split(b"\0")[1:2] == [str(WORKER).encode()]
-                    and str(self.folder).encode() in (process / "environ").read_bytes()
-                )
-                if is_worker:
-                    found.append(int(process.name))
-        return sorted(found)
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def close(self) -> None:
-        for _, process in self.stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGCONT)
-        end_all((self.launcher, *self.hubs, self.manager))
-        self.output.close()
+    done: Counter[str] = field(default_factory=Counter)
+    longest_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of each kind, the longest time until a line named a fault."""
+    named: Counter[str] = field(default_factory=Counter)
+    unnamed: int = 0
+    full_states: int = 0
 
 
-def disturbed(arguments: argparse.Namespace, seed: int) -> str | None:
+def disturbed(arguments: argparse.Namespace, seed: int, is_root: bool, totals: Totals) -> str | None:
     """Runs a job with faults. Returns what was wrong with it, or None."""
+    chooser = random.Random(f"faults of {seed}")
+    has_hosts = chooser.random() < 2 / 3 and is_root
+    left_out = () if has_hosts else OF_NETWORK if is_root else OF_ROOT
+    plan = draw(chooser, arguments.faults, [kind for kind in WEIGHTS if kind not in left_out])
     done: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(prefix="paramhub-faults-") as folder:
-        # The workers of this run are known by it.
-        os.environ["PARAMHUB_TEST_FAULTS"] = folder
-        run = Run(arguments.paramhub, seed, arguments.steps, Path(folder))
-        began = time.monotonic()
-        problem = None
-        try:
-            problem = play(run, arguments.faults, done)
-        finally:
-            run.close()
-        if problem is not None:
-            print(run.text()[-8000:], file=sys.stderr)
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paramhub-faults-")))
+        network = stack.enter_context(contextlib.closing(Network(WORKERS))) if has_hosts else None
+        programs = Programs(arguments.paramhub, seed, folder, network)
+        stack.enter_context(contextlib.closing(programs))
+        if is_root:
+            programs.make_disks()
+        run = stack.enter_context(contextlib.closing(Run(programs)))
+        run.start()
+        problem = play(run, plan, arguments.steps, done)
+        if problem is not None and arguments.logs is not None:
+            (arguments.logs / f"{seed}.log").write_text("\n".join(run.log.lines))
+        elif problem is not None:
+            print("\n".join(run.log.lines[-100:]), file=sys.stderr)
+    count(run, done, totals)
     faults = ", ".join(f"{count} x {fault}" for fault, count in sorted(done.items()))
     seconds = time.monotonic() - began
+    where = "hosts of their own" if has_hosts else "one host"
     print(
-        f"seed {seed}, {run.policy} with {run.least} or more workers: {faults}; {seconds:.0f} s: {problem or 'right'}",
+        f"seed {seed}, {programs.policy} with {programs.least} or more workers on {where}: {faults}; {seconds:.0f} s: "
+        f"{problem or 'right'}",
         flush=True,
     )
-    if problem is None and done.total() < arguments.faults:
-        problem = f"it ended after {done.total()} faults: give --steps more"
-        print(problem, flush=True)
     return problem
 
 
-def play(run: Run, faults: int, done: Counter[str]) -> str | None:
-    until = time.monotonic() + BOUND_S
-    while not run.has_begun():
-        if time.monotonic() > until or run.launcher.poll() is not None:
-            return "the job has not begun"
-        time.sleep(0.02)
-    while done.total() < faults and run.launcher.poll() is None:
-        until = time.monotonic() + run.random.uniform(*PAUSES_S)
+def count(run: Run, done: Counter[str], totals: Totals) -> None:
+    totals.done += done
+    for kind, seconds in run.log.named_after_s.items():
+        totals.longest_s[kind] = max(totals.longest_s[kind], *seconds)
+        totals.named[kind] += len(seconds)
+    totals.unnamed += len(run.log.unnamed)
+    totals.full_states += run.full_states > 0
+
+
+def play(run: Run, plan: list[Fault], steps: int, done: Counter[str]) -> str | None:
+    """Lets the faults happen one after the other, and the job end. Returns what was wrong."""
+    for fault in plan:
+        until = time.monotonic() + fault.pause_s
         while time.monotonic() < until:
             run.keep_up()
             time.sleep(0.02)
-        if (fault := run.strike()) is not None:
-            done[fault] += 1
+        until = time.monotonic() + BOUND_S
+        while not run.has_ended() and not (run.has_begun() and run.strike(fault)):
+            if time.monotonic() > until:
+                return f"for {BOUND_S:.0f} s there was nothing for the next fault to befall: {fault}"
+            run.keep_up()
+            time.sleep(0.02)
+        if run.has_ended():
+            break
+        done[fault.kind] += 1
+    run.end_after(steps)
     until = time.monotonic() + BOUND_S
-    while run.launcher.poll() is None:
-        run.keep_up()
+    while not run.has_ended():
         if time.monotonic() > until:
             return f"the job has not ended {BOUND_S:.0f} s after the last fault"
-        time.sleep(0.05)
-    text = run.text()
+        run.keep_up()
+        time.sleep(0.02)
+    run.await_names()
+    return verdict(run, plan, done)
+
+
+def verdict(run: Run, plan: list[Fault], done: Counter[str]) -> str | None:
+    text = "\n".join(run.log.lines)
     if wrong := re.findall(r"WRONG.*", text):
-        return wrong[0]
+        return str(wrong[0])
     lacking = set(re.findall(r"step (\d+) lacks a rank", text))
-    if run.least == WORKERS and len(lacking) > done["kill"] + done["stop"]:
+    if run.programs.least == WORKERS and len(lacking) > sum(done[kind] for kind in LOSING):
         return f"{len(lacking)} steps lack a rank, of a job that needs all"
-    if run.launcher.returncode != 0:
-        return f"the launcher has ended with {run.launcher.returncode}"
+    if run.programs.launcher is None or run.programs.launcher.returncode != 0:
+        return f"the launcher has ended with {run.programs.launcher and run.programs.launcher.returncode}"
+    if run.problems:
+        return run.problems[0]
     ends = set(re.findall(r"rank \d ends with (\w+)", text))
     if len(ends) != 1:
         return f"the ranks end with {len(ends)} different parameters"
+    if run.log.unnamed:
+        return f"not named within {NAMED_WITHIN_S:.0f} s: {'; '.join(run.log.unnamed)}"
+    if done.total() < len(plan):
+        return f"it has ended after {done.total()} faults"
     return None
 
 
@@ -205,19 +168,33 @@ def main() -> int:
     parser.add_argument("--paramhub", default="paramhub", help="the program")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--faults", type=int, default=10, help="of each run")
-    parser.add_argument(
-        "--steps", type=int, default=1500, help="of the job: it must not end before the last fault"
-    )
+    parser.add_argument("--steps", type=int, default=500, help="that the job makes after the last fault")
     parser.add_argument(
         "--seed", type=int, default=None, help="of the first run; each further one has the next"
     )
-    arguments = parser.parse_args()
-    first = arguments.seed if arguments.seed is not None else random.randrange(1 << 32)
-    wrong = [seed for seed in range(first, first + arguments.runs) if disturbed(arguments, seed)]
-    print(
-        f"{arguments.runs} runs of {arguments.faults} faults: {len(wrong)} wrong"
-        f"{f', seeds {wrong}' if wrong else ''}"
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        help="the folder for the whole logs of wrong runs, of which otherwise the end is printed",
     )
+    arguments = parser.parse_args()
+    # What has been made is removed also if this program is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    why = cannot()
+    if why is not None:
+        print(f"left out: {', '.join(OF_ROOT)}; {why}", flush=True)
+    first = arguments.seed if arguments.seed is not None else random.randrange(1 << 32)
+    totals = Totals()
+    seeds = range(first, first + arguments.runs)
+    wrong = [seed for seed in seeds if disturbed(arguments, seed, why is None, totals)]
+    kinds = ", ".join(f"{count} x {fault}" for fault, count in sorted(totals.done.items()))
+    print(f"{totals.done.total()} faults: {kinds}")
+    longest = ", ".join(
+        f"{kind} {seconds:.2f} s ({totals.named[kind]})" for kind, seconds in sorted(totals.longest_s.items())
+    )
+    print(f"named at the latest after, by kind and number: {longest}; {totals.unnamed} not named in time")
+    print(f"the manager could not write its state in {totals.full_states} runs")
+    print(f"{arguments.runs} runs: {len(wrong)} wrong{f', seeds {wrong}' if wrong else ''}")
     return 1 if wrong else 0
 
 

@@ -7,10 +7,12 @@ contributed. All elements of a chunk fall by the same, and the change tells who 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import time
 import zlib
+from pathlib import Path
 
 import numpy
 
@@ -34,16 +36,25 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    steps, goes_back = int(sys.argv[1]), sys.argv[2] == "rewind"
+    end, goes_back, every = Path(sys.argv[1]), sys.argv[2] == "rewind", int(sys.argv[3])
     while True:
         try:
-            return train(steps, goes_back)
+            return train(end, goes_back, every)
         except paramhub.Rewound as rewound:
-            say(f"goes back: {rewound}")
+            say(f"rank {os.environ['RANK']} goes back: {rewound}")
 
 
-def train(steps: int, goes_back: bool) -> None:
-    """Makes all steps from the one at which this rank joins the job. Raises Rewound when another rank is lost."""
+def last_step(end: Path) -> float:
+    """The number of steps that the job is to make. It is unknown until the file is there, far ahead of the step under way."""
+    try:
+        return int(end.read_text())
+    except FileNotFoundError:
+        return math.inf
+
+
+def train(end: Path, goes_back: bool, every: int) -> None:
+    """Makes all steps from the one at which this rank joins the job. It says when it has made the first one, and each one after
+    which a checkpoint is due. Raises Rewound when another rank is lost."""
     values = {name: numpy.zeros(elements, "f4") for name, elements in SHAPES.items()}
     with paramhub.connect() as job:
         job.init(values, optimizer=paramhub.SGD(lr=1.0))
@@ -53,7 +64,8 @@ def train(steps: int, goes_back: bool) -> None:
         complete = sum(4.0**rank for rank in range(ranks)) / ranks
         if goes_back:
             allowed = numpy.array([complete])
-        while (step := job.next_step("first")) < steps:
+        has_begun = False
+        while (step := job.next_step("first")) < last_step(end):
             sign = 1.0 if step % 2 == 0 else -1.0
             before = {name: value.copy() for name, value in values.items()}
             waiting = [
@@ -62,6 +74,7 @@ def train(steps: int, goes_back: bool) -> None:
             ]
             for handle in waiting:
                 handle.wait()
+            is_complete = True
             for name, value in values.items():
                 change = sign * (before[name] - value)
                 for chunk in range(0, len(change), CHUNK):
@@ -72,11 +85,20 @@ def train(steps: int, goes_back: bool) -> None:
                             f"WRONG: step {step} changes chunk {chunk // CHUNK} of {name} by {part.min()} to {part.max()} "
                             f"at rank {job.rank}"
                         )
-                    if abs(part[0] - complete) > 0.01:
-                        say(f"rank {job.rank}: step {step} lacks a rank")
-            if step == 0:
-                say(f"rank {job.rank} has begun")
+                    is_complete &= abs(part[0] - complete) <= 0.01
+            if not is_complete:
+                say(f"rank {job.rank}: step {step} lacks a rank")
+            if not has_begun:
+                say(f"rank {job.rank} has begun at step {step}, process {os.getpid()}")
+                has_begun = True
+            if (step + 1) % every == 0:
+                say(f"rank {job.rank} has made step {step + 1}")
             time.sleep(0.002)
+        if goes_back:
+            # Steps of both signs cancel each other, whatever has been made twice.
+            for name, value in values.items():
+                if (value != -complete * (step % 2)).any():
+                    say(f"WRONG: {name} ends with {value.min()} to {value.max()} at rank {job.rank}")
         text = b"".join(value.tobytes() for value in values.values())
         say(f"rank {job.rank} ends with {zlib.crc32(text):08x}")
 

@@ -15,6 +15,9 @@ from paramhub.optimizers import Mean, Optimizer, settings_of
 if TYPE_CHECKING:
     from paramhub._native import Handle, Tensor
 
+_REASON_MAX = 1000
+"""The most characters of an error message that this rank sends to the others."""
+
 
 def connect(
     url: str | None = None,
@@ -97,7 +100,8 @@ def _number(text: str) -> int:
 class Job:
     """A worker's part in a job. `connect` makes it, `init` gives it its tensors, then the worker exchanges them.
 
-    As a context manager it leaves the job at the end of the block. Several threads may use it.
+    As a context manager it leaves the job at the end of the block. If the block raises, it gives up: the rank is lost, and the
+    others hear why. ``sys.exit`` leaves. Several threads may use it.
     """
 
     def __init__(self, member: _native.Member) -> None:
@@ -373,6 +377,9 @@ class Job:
             self.leave()
             return
         # leave() could raise another error, which would hide the one that ends the block.
+        if self._native is not None and not isinstance(error, SystemExit):
+            reason = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+            self._native.give_up(f"its program has failed: {reason}"[:_REASON_MAX])
         self._native = None
         self._member = None
 

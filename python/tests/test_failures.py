@@ -75,7 +75,7 @@ def raises_in_a_step(rank: Rank, ticket: paramhub.JobTicket) -> str:
 def test_a_worker_that_raises_takes_the_others_along(hub: paramhub.Hub, team: Team) -> None:
     results = team(raises_in_a_step, new_job(hub, 2), ranks=2, dies=[1])
     assert results[1] == Died(1)
-    assert "rank 1 left the job" in results[0]
+    assert "rank 1 gave up: its program has failed: ValueError: on purpose" in results[0]
 
 
 def keeps_the_others_waiting(rank: Rank, ticket: paramhub.JobTicket) -> str:

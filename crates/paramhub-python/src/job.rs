@@ -513,6 +513,16 @@ impl Job {
         std::mem::forget(self.job.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
+    /// Gives up: the hubs take this rank for lost, and the other ranks hear the reason. Does nothing if the job was left
+    /// before, or is over.
+    fn give_up(&self, py: Python<'_>, reason: &str) {
+        let Some(parts) = self.job.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        py.detach(move || {
+            parts.job.abort_handle().abort(reason);
+            drop(parts);
+        });
+    }
+
     /// Waits for the requests under way and leaves the job. Does nothing if the job was left before.
     fn leave(&self, py: Python<'_>) -> PyResult<()> {
         refuse_in_child(py)?;

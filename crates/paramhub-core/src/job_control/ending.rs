@@ -3,7 +3,7 @@
 //! first cause counts.
 //!
 //! If a launcher says that the workers' processes have ended, the hub is concluding: their streams tell within
-//! [`OUTCOME_TIMEOUT`] whether the job has finished.
+//! [`OUTCOME_TIMEOUT`] whether the job has finished. Where all of them are lost already, the job soon fails.
 
 use std::time::Duration;
 
@@ -17,6 +17,10 @@ use crate::wire::Failure;
 /// The time that the last checkpoint of a job whose workers have left may take to be in memory. It waits until
 /// an earlier checkpoint is written, which takes minutes if that is large.
 pub const LAST_CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// The time that a hub to which all workers are lost waits to hear whether they have left another hub, once their processes
+/// have ended.
+const ELSEWHERE_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl JobControl {
     /// The manager ends a job.
@@ -33,7 +37,7 @@ impl JobControl {
             (Some(job), StopWhen::WorkersEnded) => {
                 // Each stream brings a Leave or an end without one, and both decide the job's outcome.
                 let until = now + OUTCOME_TIMEOUT;
-                job.concluding.get_or_insert(Concluding { until, reason });
+                job.concluding.get_or_insert(Concluding { since: now, until, reason });
             }
         }
     }
@@ -57,12 +61,14 @@ impl JobControl {
 
     /// Ends the jobs that have not finished although the processes of their workers ended long enough ago.
     pub(super) fn check_concluding(&mut self, now: Duration) {
-        let is_over = |concluding: &mut Concluding| now >= concluding.until;
         let over: Vec<(Namespace, String)> = self
             .jobs
             .iter_mut()
             .filter_map(|(&namespace, job)| {
-                let concluding = job.concluding.take_if(is_over)?;
+                let are_all_lost = job.are_all_lost();
+                let concluding = job.concluding.take_if(|concluding| {
+                    now >= concluding.until || are_all_lost && now >= concluding.since + ELSEWHERE_TIMEOUT
+                })?;
                 (!job.is_finishing()).then_some((namespace, concluding.reason))
             })
             .collect();

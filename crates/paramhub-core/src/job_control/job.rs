@@ -70,6 +70,7 @@ pub(super) enum Phase {
 
 /// The wait for the frames of workers whose processes have ended.
 pub(super) struct Concluding {
+    pub(super) since: Duration,
     pub(super) until: Duration,
     /// Why the job has failed if it has not finished by then.
     pub(super) reason: String,
@@ -131,6 +132,11 @@ impl Job {
         let goes_on = left > 0 && least.is_none_or(|least| remain >= least);
         left + (lost * self.terms.routes.len()) as u64 == self.terms.streams()
             && (goes_on || self.has_finished_elsewhere)
+    }
+
+    /// Whether all workers are lost, so that no stream can bring anything more.
+    pub(super) fn are_all_lost(&self) -> bool {
+        self.ranks.lost().count() == self.terms.composed.composition.workers() as usize
     }
 
     /// Adds what a closed route has counted.

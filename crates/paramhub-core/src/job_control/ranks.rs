@@ -158,13 +158,20 @@ impl JobControl {
         self.report(HubEvent::WorkerLeft { namespace, rank, epoch });
     }
 
-    /// Reports once more what the manager has not decided, and who has left: it has restarted, and may not have had the
-    /// report.
+    /// Reports once more who is lost, and who has left: the manager has restarted, and may not have had the report. It may also
+    /// have forgotten that it has decided so, if its disk was full then or it was killed before it had written that.
     pub(super) fn report_lost_workers_again(&mut self, namespace: Namespace) {
         let Some(job) = self.jobs.get(&namespace) else { return };
         let reported = job.ranks.0.iter().filter_map(|(&rank, changed)| match &changed.phase {
             RankPhase::Reported(reason) => {
                 Some(HubEvent::WorkerLost { namespace, rank, epoch: changed.epoch, reason: reason.clone() })
+            }
+            RankPhase::Lost => {
+                let reason = format!("rank {rank} was lost");
+                Some(HubEvent::WorkerLost { namespace, rank, epoch: changed.epoch, reason })
+            }
+            RankPhase::Named { step } => {
+                Some(HubEvent::RankExpected { namespace, rank, epoch: changed.epoch, step: *step })
             }
             _ => None,
         });

@@ -139,7 +139,7 @@ impl Membership {
             }
             HubEvent::RankExpected { namespace, rank, epoch, step } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
-                (namespace, job.rank_expected(hub, (rank, epoch), step))
+                (namespace, job.process_expected(hub, (rank, epoch), step, now))
             }
             HubEvent::RankJoined { namespace, rank, epoch } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };

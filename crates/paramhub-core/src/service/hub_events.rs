@@ -59,7 +59,8 @@ pub enum HubEvent {
         namespace: Namespace,
         /// The rank.
         rank: u32,
-        /// The epoch since which its process has had the rank.
+        /// The epoch since which its process has had the rank. Towards a manager that has restarted also the epoch since
+        /// which the rank is lost, as an earlier manager has decided.
         epoch: u64,
         /// What has happened to it, beginning with its name.
         reason: String,

@@ -271,19 +271,22 @@ fn newest_first(found: Vec<FoundCheckpoint>) -> Vec<FoundCheckpoint> {
     found.into_iter().map(|(_, found)| found).collect()
 }
 
-/// Removes manifests first: a checkpoint that is half removed must not look whole.
+/// Removes manifests first: a checkpoint that is half removed must not look whole. Another hub may remove it at the same time.
 fn remove(step: &Path) -> io::Result<()> {
     let gone = |result: io::Result<()>| match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         result => result,
     };
-    for entry in fs::read_dir(step)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "json") {
-            gone(fs::remove_file(path))?;
+    let remove_manifests = || {
+        for entry in fs::read_dir(step)? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "json") {
+                gone(fs::remove_file(path))?;
+            }
         }
-    }
-    sync_folder(step)?;
+        sync_folder(step)
+    };
+    gone(remove_manifests())?;
     gone(fs::remove_dir_all(step))
 }
 

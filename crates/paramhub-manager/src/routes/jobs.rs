@@ -8,8 +8,9 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use paramhub_core::auth::Purpose;
 use paramhub_core::service::{
-    ConnectService, CreateService, InitService, JobStatus, LeaveService, ReplaceSecret, ServiceConnected,
-    ServiceCreated, ServiceError, ServiceInitialised, StopService, StopWhen,
+    ConnectService, CreateService, InitService, JobStatus, LeaveService, ReplaceSecret,
+    STOP_REASON_CHARS_MAX, ServiceConnected, ServiceCreated, ServiceError, ServiceInitialised, StopService,
+    StopWhen,
 };
 use paramhub_core::teams::full_name;
 
@@ -294,6 +295,14 @@ pub(crate) async fn stop(
         let job = state.membership.find_for(by.team.as_deref(), &job)?;
         Ok::<_, ServiceError>((job.name.clone(), job.namespace))
     })?;
-    audit(&by, format_args!("asked to stop job `{name}`"));
+    match &stop.reason {
+        None => audit(&by, format_args!("asked to stop job `{name}`")),
+        // The job may end long after its launcher has said why. The reason has not been checked yet.
+        Some(reason) => {
+            let why: String =
+                reason.chars().take(STOP_REASON_CHARS_MAX).flat_map(char::escape_debug).collect();
+            audit(&by, format_args!("asked to stop job `{name}`: {why}"));
+        }
+    }
     Ok(Json(registry.stop_job(namespace, stop).await?))
 }

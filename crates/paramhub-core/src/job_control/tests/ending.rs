@@ -110,6 +110,17 @@ fn a_job_whose_workers_have_ended_has_some_time_to_receive_what_they_sent() {
 }
 
 #[test]
+fn a_job_that_has_lost_all_workers_is_soon_concluded() {
+    let mut hub = Hub::running(|terms| terms.min_workers = Some(1));
+    for (rank, epoch) in [(0, 2), (1, 3)] {
+        let reason = format!("rank {rank} was lost");
+        hub.handle(Event::LoseRank { namespace: job(1), rank, epoch, reason });
+    }
+    hub.stop(StopWhen::WorkersEnded);
+    assert!(failure(&hub.reach(seconds(2.0))).ends_with("enough"), "they may have left another hub before");
+}
+
+#[test]
 fn a_job_whose_workers_are_about_to_be_ended_goes_on_after_a_last_checkpoint() {
     let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
     let outputs = hub.stop(StopWhen::WorkersEnding);

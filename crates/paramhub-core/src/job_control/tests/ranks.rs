@@ -159,6 +159,18 @@ fn a_manager_that_has_restarted_answers_a_process_later() {
 }
 
 #[test]
+fn a_manager_that_has_restarted_hears_of_the_losses_that_were_decided_before() {
+    let mut hub = outliving();
+    lost(&mut hub);
+    lose(&mut hub, 2);
+    let outputs = hub.handle(Event::ReportJobs { question: 7 });
+    assert!(has!(outputs, Output::Report(HubEvent::WorkerLost { rank: 1, epoch: 2, .. })), "{outputs:?}");
+    expect(&mut hub, 3);
+    let outputs = hub.handle(Event::ReportJobs { question: 8 });
+    assert!(!has!(outputs, Output::Report(HubEvent::WorkerLost { .. })), "a process takes it: {outputs:?}");
+}
+
+#[test]
 fn a_process_may_be_lost_before_it_has_joined() {
     for answers in 0..2 {
         let mut hub = outliving();

@@ -78,6 +78,23 @@ fn a_lost_rank_begins_an_epoch_once() {
 }
 
 #[test]
+fn what_an_earlier_manager_could_not_save_is_decided_again() {
+    let mut job = outliving(1);
+    assert_eq!(changes(lose(&mut job, 1, 2)), lost(1, 3), "a hub knows since epoch 2 that it is lost");
+    assert_eq!(lose(&mut job, 1, 2), Transition::None, "the other hub reports it, too");
+    assert_eq!(changes(lose(&mut job, 1, 7)), lost(1, 8), "a process that is not known had taken it");
+    job.connect(&call(1, 7), now()).unwrap();
+    assert_eq!(lose(&mut job, 1, 8), Transition::None);
+    // The hubs expect a process that is not known.
+    let mut job = outliving(1);
+    let Transition::MembershipChanged { changes, .. } = job.process_expected(0, (1, 3), 8, now()) else {
+        panic!()
+    };
+    assert!(matches!(changes[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]), "{changes:?}");
+    assert_eq!(job.process_expected(1, (1, 3), 8, now()), Transition::None, "the other hub expects it, too");
+}
+
+#[test]
 fn another_process_takes_the_rank_of_one_that_has_left() {
     let mut job = outliving(1);
     job.worker_left((1, 7));

@@ -60,13 +60,41 @@ impl MembershipChange {
 }
 
 impl Job {
-    /// A hub has lost the process that has had a rank since this epoch.
+    /// A hub has lost the process that has had a rank since this epoch, or knows since this epoch that it is lost. If the
+    /// epoch is newer than what is known of the rank, a manager before this one has begun it and could not save that: the
+    /// process that is known has gone.
     pub(crate) fn worker_lost(&mut self, (rank, epoch): (u32, u64), reason: &str, now: Now) -> Transition {
-        let is_current = |holder: &RankHolder| holder.since == epoch && holder.standing != Standing::Lost;
-        if !self.may_lose_ranks() || !self.assignments.holder(rank).is_some_and(is_current) {
+        let Some(holder) = self.assignments.holder(rank) else { return Transition::None };
+        let is_forgotten = holder.since < epoch;
+        let is_current = holder.since == epoch && holder.standing != Standing::Lost;
+        if !self.may_lose_ranks() || !is_forgotten && !is_current {
             return Transition::None;
         }
+        if is_forgotten {
+            // Hubs obey no epoch that they know already, and those of a job that goes back may have come further than
+            // this manager knows.
+            self.assignments.reach_epoch(epoch);
+            self.rewind = None;
+        }
         self.lose(rank, reason, now)
+    }
+
+    /// A hub has named the first step of the process that takes a rank since this epoch. If the epoch is newer than what is
+    /// known of the rank, a manager before this one has let the process take it and could not save that.
+    pub(crate) fn process_expected(
+        &mut self,
+        hub: u32,
+        (rank, epoch): (u32, u64),
+        step: u32,
+        now: Now,
+    ) -> Transition {
+        if self.assignments.holder(rank).is_some_and(|holder| holder.since < epoch) {
+            let reason = format!(
+                "rank {rank} was lost: the connection manager has restarted, and does not know the process that was to take it"
+            );
+            return self.worker_lost((rank, epoch), &reason, now);
+        }
+        self.rank_expected(hub, (rank, epoch), step)
     }
 
     /// The process that has had a rank since this epoch has left a hub.

@@ -260,6 +260,11 @@ impl RankAssignments {
         self.newest_epoch
     }
 
+    /// Begins no epoch up to this one any more: there has been one.
+    pub(super) fn reach_epoch(&mut self, epoch: u64) {
+        self.newest_epoch = self.newest_epoch.max(epoch);
+    }
+
     /// Gives an assigned rank's newest call its ticket; older calls cannot change the assignment any more.
     pub(super) fn renew_ticket(&mut self, rank: u32) -> u64 {
         let ticket = self.draw_ticket();

@@ -1,0 +1,143 @@
+"""The programs of one run with faults: how they are started, found and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from faults_disk import Disk
+from faults_network import Network
+from faults_plan import DISKS, WORKERS
+from kills import free_ports
+from processes import end_all
+
+POLICIES = (("continue", 1), ("continue", WORKERS), ("rewind", WORKERS))
+"""What becomes of a job that loses a worker, and the workers that it needs for a step."""
+DEAD_AFTER_S = 2.0
+WORKERS_END_S = 5.0
+"""Seconds within which the workers of a launcher that was killed have ended."""
+WORKER = Path(__file__).with_name("faults_worker.py")
+NAME = "faults"
+TOKEN = "0123456789abcdef0123456789abcdef"
+"""A manager that other hosts reach asks for a token."""
+
+
+class Programs:
+    """Manager, hubs, launcher and workers, with a folder of their own for log, state and checkpoints."""
+
+    def __init__(self, paramhub: str, seed: int, folder: Path, network: Network | None) -> None:
+        chooser = random.Random(f"programs of {seed}")
+        self.paramhub, self.folder, self.network = paramhub, folder, network
+        self.policy, self.least = chooser.choice(POLICIES)
+        self.rewind_every, self.checkpoint_every = chooser.choice((1, 5)), chooser.choice((50, 200))
+        self.environment = {**os.environ, "PARAMHUB_TEST_FAULTS": str(folder)}
+        self.ports = free_ports(3)
+        host, scheme = "127.0.0.1", "http"
+        if network is not None:
+            host, scheme = network.address, "https"
+            self.environment["PARAMHUB_ADMIN_TOKEN"] = TOKEN
+        self.addresses = [f"{host}:{port}" for port in self.ports]
+        self.url = f"{scheme}://{self.addresses[0]}"
+        self.disks: dict[str, Disk] = {}
+        self.servers: list[subprocess.Popen[bytes]] = []
+        """The hubs, and behind them the manager."""
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self.output = self.log.open("wb")
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def manager(self) -> subprocess.Popen[bytes]:
+        return self.servers[-1]
+
+    def make_disks(self) -> None:
+        for name in DISKS:
+            self.disks[name] = Disk(self.folder / name)
+
+    def start_manager(self) -> None:
+        """Starts the manager, or another one in place of one that has ended."""
+        state = ["--state", str(self.folder / "state")]
+        self.servers[-1:] = [self._start(["manager", "--listen", self.addresses[0], *state])]
+
+    def start_hubs(self) -> None:
+        kept = ["--checkpoints", str(self.folder / "checkpoints")]
+        for address in self.addresses[1:]:
+            hub = self._start(["hub", "--listen", address, "--join", self.url, *kept])
+            self.servers.insert(0, hub)
+
+    def launch(self) -> None:
+        how = ["--on-worker-loss", self.policy, "--dead-after", f"{DEAD_AFTER_S:.0f}"]
+        if self.policy == "continue":
+            how += ["--min-workers", str(self.least)]
+        else:
+            how += ["--rewind-every", str(self.rewind_every)]
+        job = ["run", "--hub", self.url, "--hubs", "2", "-n", str(WORKERS), "--name", NAME, *how]
+        again = ["--linger", "60", "--max-restarts", "1000"]
+        kept = ["--checkpoint-every", str(self.checkpoint_every), "--resume=auto"]
+        own = [] if self.network is None else self.network.inside_own()
+        worker = [
+            sys.executable,
+            str(WORKER),
+            str(self.folder / "end"),
+            self.policy,
+            str(self.checkpoint_every),
+        ]
+        self.launcher = self._start([*job, *again, *kept, "--", *own, *worker])
+
+    def _start(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        inside = [] if self.network is None else self.network.inside("servers")
+        command = [*inside, self.paramhub, *arguments]
+        return subprocess.Popen(command, stdout=self.output, stderr=self.output, env=self.environment)
+
+    def end_after(self, steps: int) -> None:
+        """Lets the workers end when the job has made so many steps. No worker may have come so far yet."""
+        written = self.folder / "end.new"
+        written.write_text(str(steps))
+        written.rename(self.folder / "end")
+
+    def launcher_has_ended(self) -> bool:
+        return self.launcher is None or self.launcher.poll() is not None
+
+    def workers(self) -> dict[int, int]:
+        """The processes of the ranks that have one."""
+        found = {}
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if not process.name.isdigit():
+                    continue
+                if (process / "cmdline").read_bytes().split(b"\0")[1:2] != [str(WORKER).encode()]:
+                    continue
+                variables = (process / "environ").read_bytes().split(b"\0")
+                if f"PARAMHUB_TEST_FAULTS={self.folder}".encode() in variables:
+                    rank = next(each for each in variables if each.startswith(b"RANK="))
+                    found[int(rank.partition(b"=")[2])] = int(process.name)
+        return found
+
+    def newest_checkpoint(self) -> int:
+        """The newest step of which both hubs have written a checkpoint. 0 if there is none."""
+        steps = (self.folder / "checkpoints" / NAME).glob("step-*")
+        whole = [step for step in steps if all((step / f"hub-{hub}.json").exists() for hub in range(2))]
+        return max((int(step.name.partition("-")[2].partition(".")[0]) for step in whole), default=0)
+
+    def close(self) -> None:
+        """Ends all that this run has started, and removes its disks."""
+        end_all([each for each in (self.launcher, *self.servers) if each is not None])
+        until = time.monotonic() + WORKERS_END_S
+        while self.workers() and time.monotonic() < until:
+            time.sleep(0.05)
+        while workers := self.workers():
+            for process in workers.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
+        for disk in self.disks.values():
+            disk.close()
+        self.output.close()

@@ -1,0 +1,270 @@
+"""What befalls the programs of one run, how it is undone, and what the log must say of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from faults_log import NO_MANAGER, Log
+from faults_plan import LOSING, WORKERS, Fault
+from faults_programs import DEAD_AFTER_S, NAME, Programs
+
+SURELY_LOST_S = 3.0
+"""Seconds of silence after which a worker counts as lost for sure: hubs look now and then, and the last sign of life that was
+under way counts. After less it may be lost or not."""
+SURELY_AWAY_S = 1.5
+"""Seconds after which every hub has called a manager that is away."""
+CHECKPOINT_S = 1.0
+"""Seconds in which a hub has tried to write a checkpoint that is due."""
+NOT_WRITTEN = "cannot be written to"
+START_PAUSE_S = 0.5
+"""Seconds before a program that does not begin is started again."""
+CUT_IS_OVER_S = 3.0
+"""Seconds after which a worker whose connections were cut has gone on, or will not."""
+CUTS_NAMED_AGAIN_S = 11.0
+"""Seconds without a cut after which hubs name a worker's next one for sure. They do not repeat themselves sooner."""
+LOSS_IS_OVER_S = 10.0
+"""Seconds after which nothing that happens to a worker is due to an earlier fault any more."""
+
+
+@dataclass
+class Undo:
+    """What is to happen when a fault has lasted long enough."""
+
+    at: float
+    rank: int | None
+    """The worker that the fault has befallen, if any."""
+    how: Callable[[], None]
+
+
+class Run:
+    """Strikes the programs of one run, and keeps them going."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self.log = Log(programs.log)
+        self.undoes: list[Undo] = []
+        self.begun: dict[int, int] = {}
+        """The processes of ranks that have made a step since they joined the job."""
+        self.launched_with: set[int] = set()
+        """The ranks that have made a step since the launcher was started last."""
+        self.is_launcher_killed = False
+        self.manager_back_at = self.launcher_back_at = 0.0
+        self.least_step: int | None = None
+        """The step from which a job that is launched again must go on at least. None while it has gone on."""
+        self.cuts: list[tuple[float, int, int]] = []
+        """When a worker must have gone on whose connections were cut, its rank and its process."""
+        self.last_cut: dict[int, float] = {}
+        """When connections of this rank were cut last."""
+        self.last_loss: dict[int, float] = {}
+        """When a fault began last that may cost this rank."""
+        self.newest_step = 0
+        """The newest step of which a worker has said that it has made it."""
+        self.filled_at = self.not_written_at = 0.0
+        """When a disk was filled last, and when a hub has said last that it cannot write a checkpoint."""
+        self.problems: list[str] = []
+        self.full_states = 0
+        """How often the manager has said that it cannot write its state."""
+
+    def start(self) -> None:
+        """Starts all programs."""
+        self._start_manager()
+        until = time.monotonic() + 30
+        while not any("manager ready" in line for line in self.log.lines) and time.monotonic() < until:
+            self.log.poll(self._heed)
+            time.sleep(0.02)
+        self.programs.start_hubs()
+        self._launch()
+
+    def _start_manager(self) -> None:
+        self.manager_back_at = time.monotonic() + START_PAUSE_S
+        self.programs.start_manager()
+
+    def _launch(self) -> None:
+        self.is_launcher_killed, self.launcher_back_at = False, time.monotonic() + START_PAUSE_S
+        self.programs.launch()
+
+    def has_begun(self) -> bool:
+        """Returns whether every worker has made a step since the launch. Before that a job does not outlive a worker."""
+        return len(self.launched_with) == WORKERS
+
+    def has_ended(self) -> bool:
+        """Returns whether the launcher has ended by itself, after its job has begun."""
+        has_begun = bool(self.launched_with) and not self.is_launcher_killed
+        return has_begun and self.programs.launcher_has_ended()
+
+    def keep_up(self) -> None:
+        """Reads the log, undoes what has lasted long enough, and starts programs again that were killed."""
+        self.log.poll(self._heed)
+        now = time.monotonic()
+        for due in [each for each in self.undoes if each.at <= now]:
+            self.undoes.remove(due)
+            due.how()
+        for disk in self.programs.disks.values():
+            if disk.is_full:
+                disk.fill()
+        for at, rank, process in [each for each in self.cuts if each[0] <= now]:
+            self.cuts.remove((at, rank, process))
+            if self.programs.workers().get(rank) != process and not self.has_ended():
+                self.problems.append(f"process {process} of rank {rank} has not gone on after a cut")
+        if self.programs.manager.poll() is not None and now >= self.manager_back_at:
+            self._start_manager()
+        is_gone = self.programs.launcher_has_ended() and not self.has_ended()
+        if is_gone and now >= self.launcher_back_at:
+            self._launch()
+
+    def end_after(self, steps: int) -> None:
+        """Lets the job end when it has made about so many more steps. Workers say after every checkpoint where they are."""
+        self.programs.end_after(self.newest_step + self.programs.checkpoint_every + steps)
+
+    def await_names(self) -> None:
+        """Waits until all faults are named, or have not been in time."""
+        while self.log.expected:
+            self.log.poll(self._heed)
+            time.sleep(0.02)
+
+    def _heed(self, line: str) -> None:
+        """Takes from a line what is known about the workers."""
+        if begun := re.search(r"rank (\d) has begun at step (\d+), process (\d+)", line):
+            rank, step, process = (int(each) for each in begun.groups())
+            if not self.launched_with and self.least_step is not None:
+                if step < self.least_step:
+                    self.problems.append(
+                        f"the job goes on at step {step}, after a checkpoint of step {self.least_step}"
+                    )
+                self.least_step = None
+            self.begun[rank] = process
+            self.launched_with.add(rank)
+        elif back := re.search(r"rank (\d) goes back", line):
+            self.begun.pop(int(back[1]), None)
+        elif end := re.search(r"rank (\d) ends with", line):
+            self._forget_cuts(int(end[1]))
+        elif "cannot say that this run has begun" in line:
+            # The documents say that a later launch does not know then where this one was.
+            self.least_step = None
+        elif NOT_WRITTEN in line:
+            self.not_written_at = time.monotonic()
+        elif re.search(r"checkpoint of step \d+ written", line):
+            # A slow hub has left out the one that was due while there was no room.
+            self.log.excuse(("disk",))
+        elif "cannot save the jobs' states" in line:
+            self.full_states += 1
+        elif made := re.search(r"rank \d has made step (\d+)", line):
+            self.newest_step = max(self.newest_step, int(made[1]))
+            self._expect_checkpoint()
+
+    def _expect_checkpoint(self) -> None:
+        """Expects that a hub says that it cannot write a checkpoint that has just become due."""
+        disk = self.programs.disks.get("checkpoints")
+        is_expected = any(each.kind == "disk" for each in self.log.expected)
+        if disk is not None and disk.is_full and not is_expected:
+            frees = [each.at for each in self.undoes if each.how == disk.free]
+            if frees and frees[0] > time.monotonic() + CHECKPOINT_S:
+                # The hub may have been faster than the worker that has said which step it has made.
+                is_named = self.not_written_at > self.filled_at
+                self.log.expect("disk", None, NOT_WRITTEN, is_named=is_named)
+
+    def strike(self, fault: Fault) -> bool:
+        """Does a fault. Returns whether everything was there that it befalls."""
+        if fault.befalls_worker:
+            process = self.programs.workers().get(fault.rank)
+            is_struck = any(each.rank == fault.rank for each in self.undoes)
+            return process is not None and not is_struck and self._strike_worker(fault, process)
+        now = time.monotonic()
+        if fault.kind == "disk":
+            disk = self.programs.disks[fault.disk]
+            if disk.is_full:
+                return False
+            disk.fill()
+            self.filled_at = now
+            self.undoes.append(Undo(now + fault.seconds, None, disk.free))
+            return True
+        if self.programs.manager.poll() is not None or now < self.manager_back_at:
+            return False
+        if fault.kind == "manager":
+            kill(self.programs.manager)
+            self.manager_back_at = now + fault.seconds
+            if fault.seconds > SURELY_AWAY_S:
+                # A hub that has said so, and has not heard a manager since, says nothing again.
+                self.log.expect("manager", None, NO_MANAGER, is_named=self.log.outages > 0)
+            return True
+        return self._strike_launcher(fault)
+
+    def _strike_launcher(self, fault: Fault) -> bool:
+        self.least_step = self.programs.newest_checkpoint()
+        if self.programs.launcher is not None:
+            kill(self.programs.launcher)
+        self.is_launcher_killed, self.launcher_back_at = True, time.monotonic() + fault.seconds
+        self.begun.clear()
+        self.launched_with.clear()
+        self.cuts.clear()
+        # All workers of this launch end, and so does the job.
+        self.log.excuse(("stop", "partition", "cut", "disk"))
+        self.log.expect("launcher", None, "its launcher was killed")
+        return True
+
+    def _strike_worker(self, fault: Fault, process: int) -> bool:
+        rank, now = fault.rank, time.monotonic()
+        takes_part = self.begun.get(rank) == process
+        lost = rf"rank {rank} was lost|rank {rank} gave up|worker {rank} (was killed|exited|had ended)"
+        if fault.kind in LOSING:
+            self.last_loss[rank] = now
+            self._forget_cuts(rank)
+        network = self.programs.network
+        if fault.kind == "kill":
+            signal_process(process, signal.SIGKILL)
+            self.log.expect("kill", rank, lost)
+            return True
+        if fault.kind == "cut":
+            ports = self.programs.ports[1 : 1 + fault.hubs]
+            if network is None or not takes_part or not network.cut(rank, ports, fault.at_hub):
+                return False
+            if now > self.last_cut.get(rank, 0.0) + CUTS_NAMED_AGAIN_S:
+                self.log.expect("cut", rank, rf"rank {rank} (of job `{NAME}` )?goes on over|{lost}")
+            self.last_cut[rank] = now
+            if now > self.last_loss.get(rank, 0.0) + LOSS_IS_OVER_S:
+                self.cuts.append((now + CUT_IS_OVER_S, rank, process))
+            return True
+        if fault.kind == "stop":
+            signal_process(process, signal.SIGSTOP)
+            wake = Undo(now + fault.seconds, rank, lambda: signal_process(process, signal.SIGCONT))
+            self.undoes.append(wake)
+        elif network is not None:
+            network.partition(rank, fault.way)
+            self.undoes.append(Undo(now + fault.seconds, rank, lambda: network.heal(rank)))
+        if takes_part and fault.seconds > SURELY_LOST_S:
+            silent = rf"{lost}|rank {rank} of job `{NAME}` (has not been heard|is awaited)|{missing(rank)}"
+            self.log.expect(fault.kind, rank, silent, DEAD_AFTER_S)
+        return True
+
+    def _forget_cuts(self, rank: int) -> None:
+        self.cuts = [each for each in self.cuts if each[1] != rank]
+
+    def close(self) -> None:
+        """Undoes what still lasts, so that the programs can end."""
+        for each in self.undoes:
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
+                each.how()
+        self.log.close()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def missing(rank: int) -> str:
+    """The pattern of a line that says that a job waits for this rank, and perhaps for others."""
+    ranges = [f"{first} to {last}" for first in range(rank + 1) for last in range(rank, WORKERS)]
+    return rf"ranks? [^;]*\b({'|'.join([str(rank), *ranges])})\b[^;]* (is|are) missing"
+
+
+def signal_process(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
