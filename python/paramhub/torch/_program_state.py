@@ -47,7 +47,8 @@ class State:
 
     Make it after the optimizer, and after everything whose state it has. If the ranks have gone back to a step, or were started
     again, it then has what the rank had saved at that step. Where more ranks are started than before (``init(max_workers=)``),
-    those that are new have what rank 0 had saved, but for the random numbers. In a job without ``on_worker_loss="rewind"`` it keeps nothing.
+    those that are new have what rank 0 had saved, but for the random numbers. In a job without ``on_worker_loss="rewind"`` it
+    keeps nothing.
 
     Raises MisuseError for what cannot be saved.
     """

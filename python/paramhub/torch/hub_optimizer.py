@@ -491,7 +491,8 @@ class HubOptimizer(torch.optim.Optimizer):
         if self._world.hubs.access.max_workers is not None:
             # This process cannot know how many ranks there will be, and launchers such as torchrun wait for its end.
             raise Rewound(
-                f"rank {self._world.rank} ends, so that its launcher starts all ranks again: their number may change (max_workers)"
+                f"rank {self._world.rank} ends, so that its launcher starts all ranks again, whose number may change "
+                "(max_workers)"
             )
         job, stage = self._step.job, self._step.stage
         for exchange in self._exchanges:

@@ -147,7 +147,11 @@ def initialise(rank: Rank, arguments: dict[str, str | int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "reason"),
     [
-        ({"on_worker_loss": "continue", "max_workers": 4}, {}, "max_workers is 4, but on_worker_loss is `continue`"),
+        (
+            {"on_worker_loss": "continue", "max_workers": 4},
+            {},
+            "max_workers is 4, but on_worker_loss is `continue`",
+        ),
         ({"on_worker_loss": "rewind"}, {"PARAMHUB_MAX_WORKERS": "many"}, "PARAMHUB_MAX_WORKERS is 'many'"),
         ({"on_worker_loss": "rewind", "max_workers": 1}, {}, "max_workers is 1, less than the 2 workers"),
     ],

@@ -158,8 +158,8 @@ impl JobControl {
         self.report(HubEvent::WorkerLeft { namespace, rank, epoch });
     }
 
-    /// Reports once more who is lost, and who has left: the manager has restarted, and may not have had the report. It may also
-    /// have forgotten that it has decided so, if its disk was full then or it was killed before it had written that.
+    /// Reports once more who is lost, and who has left: the manager has restarted, and may not have had the report. The one before
+    /// it may also have decided so and not saved that, if its disk was full.
     pub(super) fn report_lost_workers_again(&mut self, namespace: Namespace) {
         let Some(job) = self.jobs.get(&namespace) else { return };
         let reported = job.ranks.0.iter().filter_map(|(&rank, changed)| match &changed.phase {

@@ -88,11 +88,12 @@ fn all_ranks_are_lost_and_told_why() {
     });
     assert_eq!(with_reason.count(), ROUTES.len());
     assert!(failures(&outputs).is_empty() && matches!(hub.phase(1), Phase::Running));
-    // A manager that has restarted says so again, and needs no report of it.
+    // A manager that has restarted says so again, and hears it in case that the one before could not save it.
     assert!(rewind(&mut hub, 2).is_empty());
     assert!(reports(&hub.fault(FaultCause::Silence)).is_empty(), "it is known");
     let again = hub.handle(Event::ReportJobs { question: 1 });
-    assert!(!has!(again, Output::Report(HubEvent::WorkerLost { .. })));
+    assert!(has!(again, Output::Report(HubEvent::WorkerLost { epoch: 2, .. })));
+    assert!(!has!(again, Output::Report(HubEvent::WorkerLost { epoch: 1, .. })), "{again:?}");
 }
 
 #[test]
@@ -198,4 +199,16 @@ fn ranks_that_have_left_must_leave_again() {
     rewind(&mut hub, 2);
     hub.handle(Event::Finish { namespace: job(1) });
     assert!(end(&hub.close(1)).finished);
+}
+
+#[test]
+fn a_job_that_goes_on_with_fewer_ranks_has_finished_when_these_have_left() {
+    let mut hub = rewinding();
+    rewind(&mut hub, 2);
+    expect(&mut hub, (0, 3));
+    [9, 5].into_iter().for_each(|step| drop(named(&mut hub, (0, 3), step)));
+    join(&mut hub, (0, 3), 4);
+    (0..2).for_each(|_| drop(joined(&mut hub, (0, 3))));
+    ROUTES.iter().for_each(|&route| drop(hub.core(1, CoreEvent::Left { route, port: 0 })));
+    assert!(end(&hub.close(1)).finished, "rank 1 takes no part any more");
 }

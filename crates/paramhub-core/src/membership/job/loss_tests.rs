@@ -83,6 +83,7 @@ fn what_an_earlier_manager_could_not_save_is_decided_again() {
     assert_eq!(changes(lose(&mut job, 1, 2)), lost(1, 3), "a hub knows since epoch 2 that it is lost");
     assert_eq!(lose(&mut job, 1, 2), Transition::None, "the other hub reports it, too");
     assert_eq!(changes(lose(&mut job, 1, 7)), lost(1, 8), "a process that is not known had taken it");
+    assert_eq!(lose(&mut job, 1, u64::MAX), Transition::None, "no manager has begun so many epochs");
     job.connect(&call(1, 7), now()).unwrap();
     assert_eq!(lose(&mut job, 1, 8), Transition::None);
     // The hubs expect a process that is not known.

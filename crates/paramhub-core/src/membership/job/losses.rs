@@ -16,6 +16,9 @@ use crate::auth::Namespace;
 use crate::membership::Now;
 use crate::service::{ConnectService, ErrorCode, HubCommand, JobState, LossCounters, ServiceError, refusal};
 
+/// The number of epochs of a rank that a manager may have begun and not saved. A hub that names a later one is wrong.
+const FORGOTTEN_EPOCHS_MAX: u64 = 1 << 32;
+
 /// A process that joins a running job.
 #[derive(Debug, Default)]
 pub(super) struct PendingJoin {
@@ -65,7 +68,7 @@ impl Job {
     /// process that is known has gone.
     pub(crate) fn worker_lost(&mut self, (rank, epoch): (u32, u64), reason: &str, now: Now) -> Transition {
         let Some(holder) = self.assignments.holder(rank) else { return Transition::None };
-        let is_forgotten = holder.since < epoch;
+        let is_forgotten = (1..=FORGOTTEN_EPOCHS_MAX).contains(&epoch.saturating_sub(holder.since));
         let is_current = holder.since == epoch && holder.standing != Standing::Lost;
         if !self.may_lose_ranks() || !is_forgotten && !is_current {
             return Transition::None;
