@@ -14,6 +14,8 @@ from typing import NamedTuple
 from team import clean_environment
 
 PYTHON = sys.executable
+AWAITED_S = 120.0
+"""Seconds within which a program must have come as far as a test expects. On a busy machine importing torch takes a minute."""
 PARAMHUB = (PYTHON, "-m", "paramhub")
 TORCHRUN = (
     PYTHON,
@@ -57,7 +59,7 @@ class Program:
         """Returns the output so far."""
         return self._output.read_text(errors="replace")
 
-    def await_output(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
+    def await_output(self, pattern: str, timeout: float = AWAITED_S) -> re.Match[str]:
         """Waits until it has printed text that matches."""
         deadline = time.monotonic() + timeout
         while True:
@@ -75,7 +77,7 @@ class Program:
                 )
             time.sleep(0.01)
 
-    def await_sleep(self, timeout: float = 60.0) -> None:
+    def await_sleep(self, timeout: float = AWAITED_S) -> None:
         """Waits until its main thread has slept for a while, so that it has certainly reached the wait."""
         deadline, since, last = time.monotonic() + timeout, time.monotonic(), ""
         while time.monotonic() < since + 0.5:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import PARAMHUB, PYTHON, TORCHRUN, Ended, Program
+from launching import AWAITED_S, PARAMHUB, PYTHON, TORCHRUN, Ended, Program
 
 PROGRAM = """
 import os, random, sys, time, zlib
@@ -157,7 +157,7 @@ def test_all_ranks_end_with_one_that_is_not_started_again(start: Start, program:
 
 def newest_process(program: Program, pattern: str, killed: list[int]) -> int:
     """The process in the newest line with this pattern, once it is none of those that were killed."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + AWAITED_S
     while True:
         program.await_output(pattern)
         found = [int(process) for process in re.findall(pattern, program.output())]
