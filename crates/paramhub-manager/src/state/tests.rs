@@ -191,6 +191,7 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
     }
     let rewinds = JobOptions { on_worker_loss: OnWorkerLoss::Rewind, ..usual };
     assert_eq!(refusal(JobOptions { rewind_every: 1000, linger_s: 5.0, ..rewinds }), None);
+    assert_eq!(refusal(JobOptions { start_workers: Some(2), ..rewinds }), None);
     for rewind_every in [0, 1001] {
         let refused = refusal(JobOptions { rewind_every, ..rewinds }).unwrap().to_string();
         assert!(refused.ends_with("1 to 1000 steps are possible"), "{refused}");
@@ -208,7 +209,6 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         JobOptions { hubs: Some(0), weight: 2, ..usual },
         JobOptions { min_workers: 2, ..usual },
         JobOptions { start_workers: Some(2), ..usual },
-        JobOptions { start_workers: Some(2), ..rewinds },
         JobOptions { stragglers: Stragglers::Backup(1), ..outlives },
         JobOptions { min_workers: 2, ..rewinds },
         JobOptions { rewind_every: 2, ..usual },
