@@ -164,9 +164,10 @@ fn start_all(ticket: &Ticket, settings: &Settings, workers: u32, until: u32) -> 
         }
         assert!(model.iter().all(|&value| value == model[0]));
         have_made_it.wait();
-        match until == LAST {
-            true => drop(job.leave().unwrap()),
-            false => job.abort_handle().abort("its launcher ends all ranks"),
+        if until == LAST {
+            job.leave().unwrap();
+        } else {
+            job.abort_handle().abort("its launcher ends all ranks");
         }
         Seen { resumed_step, state, value: model[0] }
     };
