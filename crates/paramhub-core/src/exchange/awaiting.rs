@@ -1,6 +1,6 @@
 //! These functions find what members wait for at a chunk, and which member must send it.
 
-use super::rules::{Exchange, MemberRequest, StepStage};
+use super::state::{Exchange, MemberRequest, StepStage};
 use super::violation::Awaited;
 use crate::consistency::Consistency;
 
@@ -48,7 +48,7 @@ impl Exchange {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rules::{Answer, ChunkReach, Rules, SumAction};
+    use super::super::{Answer, ChunkReach, Rules, SumAction};
     use super::*;
 
     fn rules(consistency: Consistency, two_phase: bool) -> Rules {

@@ -15,7 +15,7 @@
 //! If all members are lost, their successors make the steps under way [again](Exchange::begin_steps_again), all from
 //! the same parameters. Only a step that some chunks have made and others have not is lost at those others.
 
-use super::rules::{Exchange, MemberRequest, Presence};
+use super::state::{Exchange, MemberRequest, Presence};
 use super::violation::LostBeforeStart;
 use crate::stragglers::Quorum;
 
@@ -122,6 +122,11 @@ impl Exchange {
     /// process that is lost if no other has taken its place.
     pub fn has_contributed(&self, slot: u32, member: u32, step: u32) -> bool {
         step >= self.joined_at[member as usize] && self.member(slot, member).next_step > step
+    }
+
+    /// The first step to which the process contributes that has the member's place, 0 if it was there from the beginning.
+    pub fn joined_at(&self, member: u32) -> u32 {
+        self.joined_at[member as usize]
     }
 
     /// Returns whether a member is lost and no other process has taken its place, or no process has had it yet.

@@ -37,17 +37,26 @@
 //! In a job of several [sites](crate::composition), members are workers and sites alike. A sum that is
 //! complete here goes to the site above, if there is one, and the step continues with that site's answer.
 
+mod actions;
+mod answers;
 mod awaiting;
+mod contributions;
 mod gathering;
+mod leaving;
 mod losses;
+mod releases;
 mod rewind;
 mod rules;
+mod start;
+mod state;
 mod stragglers;
 mod violation;
 
+pub use actions::{Answer, Arrival, Fold, SumAction, Update};
 pub use gathering::{Gathered, GatheredLayer, Gathering};
 pub use rewind::RewoundTo;
-pub use rules::{Answer, Arrival, ChunkReach, Exchange, Fold, Rules, SumAction, Update};
+pub use rules::{ChunkReach, Rules};
+pub use state::Exchange;
 pub use violation::{Awaited, CannotRewind, LeftWhileAwaited, LostBeforeStart, ProtocolViolation};
 
 #[cfg(test)]

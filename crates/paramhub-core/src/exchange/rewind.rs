@@ -10,7 +10,7 @@
 //!
 //! There may be more members then than before, or fewer: the first of them have processes, and steps end without the rest.
 
-use super::rules::{Exchange, MemberState, StepStage};
+use super::state::{Exchange, MemberState, StepStage};
 use super::violation::CannotRewind;
 
 /// What the exchange knows of the copy that the caller keeps of a chunk.

@@ -12,9 +12,8 @@
 //! member in its turn: the chain would never end. A late member cannot take the place of a prompt one in this
 //! argument, so prompt members are counted apart.
 
-use super::rules::{
-    Answer, Arrival, Exchange, Fold, MemberRequest, MemberState, Presence, SumAction, Update,
-};
+use super::actions::{Answer, Arrival, Fold, SumAction, Update};
+use super::state::{Exchange, MemberRequest, MemberState, Presence};
 use super::violation::ProtocolViolation;
 use crate::stragglers::Quorum;
 

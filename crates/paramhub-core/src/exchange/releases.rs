@@ -1,0 +1,44 @@
+//! Steps in two phases: chunks are held until rank 0 releases the step.
+
+use super::actions::Update;
+use super::state::Exchange;
+use super::violation::ProtocolViolation;
+
+impl Exchange {
+    /// The step at which all chunks are held, if they are: its norm is due.
+    pub fn held_step(&self) -> Option<u32> {
+        let all = self.rules.two_phase && self.held as usize == self.chunks.len();
+        all.then(|| self.chunks[0].version as u32)
+    }
+
+    /// Takes rank 0's release of the step at which all chunks are held. The caller then asks for the chunks'
+    /// updates, a few at a time: see [`Exchange::release_next`].
+    pub fn release(&mut self, member: u32, step: u32) -> Result<(), ProtocolViolation> {
+        if self.rules.rank_0 != Some(member) || self.held_step() != Some(step) {
+            return Err(ProtocolViolation::Released(step));
+        }
+        self.held = 0;
+        self.release_at = 0;
+        Ok(())
+    }
+
+    /// The next chunk of the release under way, most urgent first, and its update. The caller calls
+    /// [`Exchange::mark_due_answers`] and runs the optimizer, in either order.
+    pub fn release_next(&mut self) -> Option<(u32, Update)> {
+        let (slot, contributors) = (self.release_at, self.contributors());
+        let chunk = self.chunks.get_mut(slot as usize)?;
+        self.release_at += 1;
+        Some((slot, chunk.update(chunk.version as u32, contributors)))
+    }
+
+    /// Returns whether chunks of a released step wait for their update.
+    pub fn is_releasing(&self) -> bool {
+        (self.release_at as usize) < self.chunks.len()
+    }
+
+    /// Forgets which chunks are held or wait for their update.
+    pub(super) fn forget_releases(&mut self) {
+        self.held = 0;
+        self.release_at = self.chunks.len() as u32;
+    }
+}

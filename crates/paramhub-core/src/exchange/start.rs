@@ -1,0 +1,90 @@
+//! The initial parameters and optimizer state, which rank 0 sends.
+
+use super::actions::Answer;
+use super::state::{ChunkState, Exchange, MemberRequest};
+use super::violation::ProtocolViolation;
+use crate::limits::STATE_UPDATES_MAX;
+
+impl Exchange {
+    /// Takes the initial parameters, at `version`, from a member or, if `None`, from the site above.
+    ///
+    /// Returns whether the caller must copy them into the model and call [`Exchange::mark_due_answers`]; `false`: they
+    /// were here already when the member's stream was cut.
+    pub fn initialise(
+        &mut self,
+        slot: u32,
+        member: Option<u32>,
+        version: u32,
+    ) -> Result<bool, ProtocolViolation> {
+        let chunk = self.chunks[slot as usize];
+        if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0)
+            && chunk.initialised
+            && self.rules.has_parameters
+            && chunk.version == u64::from(version)
+            && self.member(slot, rank_0).request == MemberRequest::Cut
+        {
+            self.member_mut(slot, rank_0).request = MemberRequest::Waiting(Answer::Applied);
+            return Ok(false);
+        }
+        if chunk.initialised || !self.speaks_for_rank_0(member) {
+            return Err(ProtocolViolation::Initialised);
+        }
+        if member.is_some_and(|member| self.is_unanswered(slot, member)) {
+            return Err(ProtocolViolation::Unanswered);
+        }
+        let expected = self.start_version.unwrap_or(version);
+        if self.rules.two_phase && version != expected {
+            return Err(ProtocolViolation::Versions { expected, got: version });
+        }
+        self.start_version = Some(expected);
+        self.chunks[slot as usize] = ChunkState {
+            version: u64::from(version),
+            updates: chunk.updates,
+            takes_factors: chunk.takes_factors,
+            ..ChunkState::new(chunk.reach, true)
+        };
+        for member in 0..self.rules.members {
+            let member_state = self.member_mut(slot, member);
+            (member_state.next_step, member_state.is_prompt) = (version, true);
+        }
+        self.count_awaited(slot);
+        if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
+            self.member_mut(slot, rank_0).request = MemberRequest::Waiting(Answer::Applied);
+        }
+        Ok(true)
+    }
+
+    /// Takes a slot of the optimizer's initial state, which has had `updates` updates; the count that
+    /// comes with the last slot is kept. On `Ok` the caller copies the state and owes rank 0 an acknowledgement
+    /// at once.
+    ///
+    /// The state comes before the parameters. No other member may contribute or is answered before the
+    /// parameters are here, so none sees a chunk with restored parameters and without its restored state.
+    pub fn initialise_state(
+        &mut self,
+        slot: u32,
+        member: Option<u32>,
+        updates: u64,
+    ) -> Result<(), ProtocolViolation> {
+        if self.chunks[slot as usize].initialised || !self.speaks_for_rank_0(member) {
+            return Err(ProtocolViolation::StateInitialised);
+        }
+        if member.is_some_and(|member| self.is_unanswered(slot, member)) {
+            return Err(ProtocolViolation::Unanswered);
+        }
+        if updates > STATE_UPDATES_MAX {
+            return Err(ProtocolViolation::StateUpdates(updates));
+        }
+        self.chunks[slot as usize].updates = updates;
+        if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
+            self.member_mut(slot, rank_0).request = MemberRequest::Sendable(Answer::Applied);
+        }
+        Ok(())
+    }
+
+    /// Returns whether `member` may send what only rank 0 may send: it is rank 0, or a site that passes it
+    /// on.
+    fn speaks_for_rank_0(&self, member: Option<u32>) -> bool {
+        member.is_none_or(|member| self.rules.rank_0 == Some(member) || member >= self.rules.first_site)
+    }
+}
