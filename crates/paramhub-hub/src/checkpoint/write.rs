@@ -3,13 +3,16 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::folder::{JobFolder, settle, temporary_of, write_whole};
 use super::manifest::{FileEntry, Manifest, ProgramStateEntry, TensorContents, TensorEntry};
 use super::tensors::{self, Put, Shape};
 use crate::core::{ChunkMark, Snapshot};
+
+/// The number of times that a hub makes the folder of a checkpoint that other hubs have removed.
+const BEGINNINGS_MAX: usize = 100;
 
 /// A chunk of a tensor: the number of its snapshot, and its number there.
 type Source = (usize, usize);
@@ -18,12 +21,30 @@ type Source = (usize, usize);
 /// completes `about`. Files that a failure leaves behind do not count, and are removed if possible.
 pub(super) fn write(folder: &JobFolder, snapshots: &[Snapshot], mut about: Manifest) -> io::Result<Manifest> {
     let path = folder.of_step(about.step, about.namespace);
-    let written = folder.make(&path).and_then(|()| fill(&path, snapshots, &mut about));
+    let written = begin(folder, &path, about.hub).and_then(|()| fill(&path, snapshots, &mut about));
     if let Err(error) = written {
         clear(&path, about.hub);
         return Err(error);
     }
     Ok(about)
+}
+
+/// Makes the folder of a checkpoint and this hub's first file in it. From then on another hub whose part has failed cannot
+/// remove the folder, which it does as long as that is empty.
+fn begin(folder: &JobFolder, path: &Path, hub: u32) -> io::Result<()> {
+    let manifest = temporary_of(&manifest_of(path, hub));
+    for _ in 0..BEGINNINGS_MAX {
+        folder.make(path)?;
+        match File::create(&manifest) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            created => return created.map(drop),
+        }
+    }
+    Err(io::Error::other("other hubs, whose parts have failed, remove the folder again and again"))
+}
+
+fn manifest_of(path: &Path, hub: u32) -> PathBuf {
+    path.join(format!("hub-{hub}.json"))
 }
 
 fn fill(path: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result<()> {
@@ -66,7 +87,7 @@ fn fill(path: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result
     about.tensors = tensors;
     write_program_states(path, snapshots, about)?;
     about.written_ms = now_ms();
-    write_whole(&path.join(format!("hub-{}.json", about.hub)), &about.encode())
+    write_whole(&manifest_of(path, about.hub), &about.encode())
 }
 
 /// Writes the program states of the ranks one behind the other, if this hub keeps any.
@@ -199,4 +220,25 @@ fn clear(path: &Path, hub: u32) {
 pub(super) fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use paramhub_core::auth::Namespace;
+
+    #[test]
+    fn a_hub_whose_part_has_failed_leaves_the_folder_to_those_that_have_begun() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = JobFolder::new(scratch.path(), "job");
+        let path = folder.of_step(7, Namespace([1; 16]));
+        for hub in [0, 1] {
+            begin(&folder, &path, hub).unwrap();
+        }
+        clear(&path, 1);
+        write_whole(&manifest_of(&path, 0), "{}").unwrap();
+        clear(&path, 0);
+        assert!(!path.exists(), "the last one removes it");
+        begin(&folder, &path, 1).unwrap();
+    }
 }
