@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -100,8 +103,8 @@ def _number(text: str) -> int:
 class Job:
     """A worker's part in a job. `connect` makes it, `init` gives it its tensors, then the worker exchanges them.
 
-    As a context manager it leaves the job at the end of the block. If the block raises, it gives up: the rank is lost, and the
-    others hear why. ``sys.exit`` leaves. Several threads may use it.
+    As a context manager it leaves the job at the end of the block. If the block raises, or the program ends by an exception
+    before it has left, it gives up: the rank is lost, and the others hear why. ``sys.exit`` leaves. Several threads may use it.
     """
 
     def __init__(self, member: _native.Member) -> None:
@@ -113,6 +116,7 @@ class Job:
         self.name = member.name
         self.rank = member.rank
         self.workers = member.workers
+        _made.add(self)
 
     def init(
         self,
@@ -308,7 +312,8 @@ class Job:
         """Changes hyperparameters from step ``first_step`` on, by the hub's names (``learning_rate=0.01``).
 
         Any one rank calls it, before it pushes ``first_step``: then the change applies from that step of a synchronous job.
-        Where layers are exchanged as factors, rank 0 calls it.
+        Where layers are exchanged as factors, rank 0 calls it. In a job with ``on_worker_loss="continue"`` all ranks call it:
+        the changes of the rank hold that has been there for longest, among several the lowest.
         """
         numbers = {**self._optimizer.hyperparameters, **changed}
         self._running().set_hyperparameters(first_step, json.dumps(settings_of(numbers)))
@@ -377,11 +382,15 @@ class Job:
             self.leave()
             return
         # leave() could raise another error, which would hide the one that ends the block.
-        if self._native is not None and not isinstance(error, SystemExit):
-            reason = f"{kind.__name__}: {error}" if str(error) else kind.__name__
-            self._native.give_up(f"its program has failed: {reason}"[:_REASON_MAX])
+        if error is not None and not isinstance(error, SystemExit):
+            self._give_up(error)
         self._native = None
         self._member = None
+
+    def _give_up(self, error: BaseException) -> None:
+        if self._native is not None:
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self._native.give_up(f"its program has failed: {reason}"[:_REASON_MAX])
 
     def __repr__(self) -> str:
         return f"<paramhub.Job {self.name!r} rank {self.rank} of {self.workers}>"
@@ -457,3 +466,19 @@ class _Key:
         self.number = number
         self.dtype = dtype
         self.nbytes = nbytes
+
+
+_made: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    # The interpreter stores the exception that ends it. Without this the job would be left when it is freed.
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is not None:
+        for job in list(_made):
+            job._give_up(error)
+
+
+atexit.register(_at_exit)
+# A forked child has copies of its parent's jobs, which only the parent may give up.
+os.register_at_fork(after_in_child=_made.clear)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy
 import pytest
-from launching import PARAMHUB, Program
+from launching import PARAMHUB, PYTHON, Program
 from team import Died, Rank, Team
 from workers import TIMEOUT, new_job
 
@@ -76,6 +76,29 @@ def test_a_worker_that_raises_takes_the_others_along(hub: paramhub.Hub, team: Te
     results = team(raises_in_a_step, new_job(hub, 2), ranks=2, dies=[1])
     assert results[1] == Died(1)
     assert "rank 1 gave up: its program has failed: ValueError: on purpose" in results[0]
+
+
+ENDS_BY_AN_EXCEPTION = """
+import sys
+import numpy
+import paramhub
+
+job = paramhub.connect(*sys.argv[1:], rank=1).init({"w": numpy.zeros(1000, "f4")})
+raise ValueError("on purpose")
+"""
+
+
+def test_a_program_that_ends_by_an_exception_takes_the_others_along(
+    hub: paramhub.Hub, start: Callable[..., Program]
+) -> None:
+    ticket = new_job(hub, 2)
+    other = start(PYTHON, "-c", ENDS_BY_AN_EXCEPTION, *ticket)
+    weight = numpy.zeros(1000, "f4")
+    why = "rank 1 gave up: its program has failed: ValueError: on purpose"
+    with pytest.raises(paramhub.JobFailedError, match=why), paramhub.connect(*ticket, 0) as job:
+        job.init({"w": weight})
+        job.push_pull("w", weight, out=weight).wait(ENOUGH)
+    assert other.wait().code == 1
 
 
 def keeps_the_others_waiting(rank: Rank, ticket: paramhub.JobTicket) -> str:
