@@ -1,10 +1,12 @@
 //! The numbers of an optimizer, and the step from which they hold.
 
+mod changes_of_members;
 mod extra;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use changes_of_members::{Change, ChangesOfMembers};
 pub use extra::{EXTRA_NAME_BYTES_MAX, EXTRA_VALUES_MAX, ExtraValues};
 
 /// The built-in values by name, in the order of the wire form.

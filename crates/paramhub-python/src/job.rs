@@ -245,6 +245,12 @@ impl Job {
         Ok(self.job(py)?.rewind_every())
     }
 
+    /// Whether the job goes on without ranks that are lost.
+    #[getter]
+    fn loses_workers(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.job(py)?.loses_workers())
+    }
+
     /// The number of state values that the job's optimizer keeps for each parameter; its slots are counted
     /// from 0.
     #[getter]

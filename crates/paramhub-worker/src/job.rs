@@ -60,6 +60,7 @@ pub(crate) struct Shared {
     pub(crate) joined_running: bool,
     pub(crate) has_checkpoints: bool,
     pub(crate) rewind_every: Option<u32>,
+    pub(crate) loses_workers: bool,
     /// The largest number of bytes of a program state; 0 if none can be saved.
     pub(crate) program_state_bytes: u32,
     pub(crate) imbalance: Imbalance,
@@ -142,6 +143,11 @@ impl Job {
     /// They can go back to the step at which this worker has begun.
     pub fn rewind_every(&self) -> Option<u32> {
         self.shared.rewind_every
+    }
+
+    /// Whether the job goes on without workers that are lost.
+    pub fn loses_workers(&self) -> bool {
+        self.shared.loses_workers
     }
 
     /// The number of the key with this name.
@@ -317,6 +323,9 @@ impl Job {
     /// Changes the hyperparameters of group 0, which has all keys where the job has no other groups, from
     /// `first_step` on. The change leaves before every push made after this call: if any one rank makes it
     /// before its push of `first_step`, it holds for that step of a synchronous job.
+    ///
+    /// In a job that goes on without lost workers all ranks make it. The changes of the rank hold that has been in the job
+    /// for longest, among several the lowest, so that the others' are there when it is lost.
     pub fn set_hyperparameters(
         &self,
         first_step: u32,

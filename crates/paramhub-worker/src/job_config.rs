@@ -21,7 +21,7 @@ use paramhub_core::program_states::payload_bytes_max;
 use paramhub_core::requests::Requests;
 use paramhub_core::resuming::{ResumeNotices, ResumeTerms, Retunes};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
-use paramhub_core::service::JobOptions;
+use paramhub_core::service::{JobOptions, OnWorkerLoss};
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{
     Attempt, Caller, Capabilities, Direction, FACTORS_HEAD_BYTES, Hello, Refusal, State,
@@ -175,6 +175,7 @@ impl JobConfig {
             joined_running: self.joined_running,
             has_checkpoints: self.job_options.checkpoint_every.is_some(),
             rewind_every: self.job_options.rewinds().then_some(self.job_options.rewind_every),
+            loses_workers: self.job_options.on_worker_loss == OnWorkerLoss::Continue,
             program_state_bytes: self.job_options.program_state_bytes,
             arena: arena.clone(),
             inbox: JobInbox::new(waker.clone(), RETUNES_MAX),

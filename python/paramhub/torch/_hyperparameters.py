@@ -64,7 +64,11 @@ def as_json(numbers: dict[str, float | bool]) -> str:
 
 
 class HyperparameterSync:
-    """Sends changed hyperparameters of the parameter groups to the hub, with the first step of each group that uses them."""
+    """Sends changed hyperparameters of the parameter groups to the hub, with the first step of each group that uses them.
+
+    Rank 0 does so. In a job that goes on without lost ranks all do, since rank 0 may be lost; of changes that differ the hub
+    takes those of the rank that has been there for longest.
+    """
 
     def __init__(
         self,
@@ -85,13 +89,14 @@ class HyperparameterSync:
         self._sent = [{} if resumes else group_hyperparameters(group, names) for group in groups]
 
     def begin_step(self) -> None:
-        """Called before a step's first gradient is sent. Rank 0 sends the groups' values, which apply from this step on."""
+        """Called before a step's first gradient is sent. The groups' values apply from this step on."""
         for number, group in enumerate(self._groups):
             numbers = group_hyperparameters(group, self._names)
             if numbers == self._sent[number]:
                 continue
             self._sent[number] = numbers
-            if self._job.rank == 0 and self._members[number]:
+            sends = self._job.rank == 0 or self._job.loses_workers
+            if sends and self._members[number]:
                 self._job.set_hyperparameters(self._first_step(number), as_json(numbers), number)
 
     def _first_step(self, number: int) -> int:

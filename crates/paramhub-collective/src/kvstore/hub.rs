@@ -283,7 +283,7 @@ impl KvStore for HubStore {
         if let Some(job) = &state.job {
             // A step counts from the moment its push begins, so every push must have left the engine's queue.
             self.engine.wait_for_all()?;
-            if job.rank() == 0 {
+            if job.rank() == 0 || job.loses_workers() {
                 job.set_hyperparameters(job.next_step(0)?, &hyperparameters)?;
             }
         }

@@ -75,6 +75,11 @@ impl ShardPlan {
         self.composed.composition.optimize_at == OptimizeAt::EverySite
     }
 
+    /// Returns whether the job goes on without workers that are lost.
+    pub(crate) fn loses_workers(&self) -> bool {
+        matches!(self.quorum, Some(Quorum::NotLost { .. }))
+    }
+
     /// The name of the neighbour at the other end of a port, for people.
     pub(crate) fn name(&self, neighbour: Neighbour) -> String {
         self.composed.composition.name_of(neighbour)

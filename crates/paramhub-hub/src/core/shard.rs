@@ -22,7 +22,7 @@ mod two_phases;
 use std::time::Instant;
 
 use paramhub_core::exchange::{Answer, Exchange, LeftWhileAwaited, ProtocolViolation, SumAction, Update};
-use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
+use paramhub_core::hyperparameters::{ChangesOfMembers, Hyperparameters, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
 use paramhub_core::ports::Side;
 use paramhub_core::program_states::ProgramStates;
@@ -57,6 +57,8 @@ pub(crate) struct Shard {
     exchange: Exchange,
     /// The schedule of each group.
     schedules: Vec<Schedule>,
+    /// For each group, which worker's changes hold; empty unless the job goes on without lost workers.
+    changes_of_members: Vec<ChangesOfMembers>,
     /// The newest step that was updated.
     newest_step: u32,
     model: Model,
@@ -114,6 +116,10 @@ impl Shard {
         let mut shard = Shard {
             exchange,
             schedules: groups.iter().copied().map(Schedule::new).collect(),
+            changes_of_members: match plan.loses_workers() {
+                true => vec![ChangesOfMembers::default(); groups.len()],
+                false => Vec::new(),
+            },
             newest_step: 0,
             model: Model::new(&plan, &layout)?,
             sums: Sums::new(&plan, &layout)?,

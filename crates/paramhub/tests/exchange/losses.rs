@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use paramhub_core::service::{CreateService, ErrorCode, JobOptions, JobState, OnWorkerLoss};
-use paramhub_core::settings::Settings;
+use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_worker::{Job, Member, Options};
 
 use crate::cluster::{Cluster, Ticket, Transports, keys, sgd};
@@ -17,6 +17,7 @@ over_transports!(
     all_ranks_may_be_replaced_and_find_parameters_and_state,
     a_rank_may_be_lost_again_and_again,
     a_rank_that_has_left_may_be_taken_while_the_job_lives,
+    the_schedule_goes_on_when_the_rank_that_set_it_is_lost,
 );
 
 /// Five chunks, the last of them short, on two cores.
@@ -372,4 +373,66 @@ fn a_rank_that_has_left_may_be_taken_while_the_job_lives(transports: Transports)
     let model = run(9, [true, true], Some(5));
     assert_eq!(model, undisturbed(&cluster, 2, settings, 9));
     assert_eq!(cluster.await_end("left").state, JobState::Finished);
+}
+
+/// The learning rate of a step.
+fn rate(step: u32) -> f64 {
+    match step {
+        ..4 => 1.0,
+        4..8 => 0.5,
+        8..24 => 0.25,
+        24.. => 0.125,
+    }
+}
+
+/// Makes steps with the same gradient at each rank, and sets their learning rate where it changes.
+fn train_by_schedule(job: &Job, mut model: Vec<f32>, until: u32, rate: fn(u32) -> f64) -> Vec<f32> {
+    while job.next_step(0).unwrap() < until {
+        let step = job.next_step(0).unwrap();
+        if step > 0 && rate(step) != rate(step - 1) {
+            let OptimizerChoice { hyperparameters, .. } = sgd(rate(step), 0.0);
+            job.set_hyperparameters(step, &hyperparameters.unwrap()).unwrap();
+        }
+        model = whole(job.push_pull(0, vec![1.0; ELEMENTS], model).unwrap().wait().unwrap().1);
+    }
+    model
+}
+
+fn the_schedule_goes_on_when_the_rank_that_set_it_is_lost(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
+    let ticket = &cluster.job_with("schedule", 3, options(1));
+    let (settings, has_successor) = (&settings(), &Barrier::new(3));
+    let ends = std::thread::scope(|scope| {
+        // Rank 1 decides when rank 0 is lost, and is lost itself.
+        let others = [(1, 20), (2, 30)].map(|(rank, last)| {
+            scope.spawn(move || {
+                let job = take(ticket, rank, settings);
+                let model = train_by_schedule(&job, start(&job), 10, rate);
+                has_successor.wait();
+                let model = train_by_schedule(&job, model, last, rate);
+                match last {
+                    30 => job.leave().unwrap(),
+                    _ => die(job),
+                }
+                model
+            })
+        });
+        let lost = take(ticket, 0, settings);
+        // It is lost before it sets the rate of step 4, which the others may have set already.
+        train_by_schedule(&lost, start(&lost), 4, rate);
+        die(lost);
+        cluster.await_job("schedule", |status| status.lost == [0]);
+        let successor = take(ticket, 0, settings);
+        let model = start(&successor);
+        assert!(successor.resumed_step().is_some_and(|step| step >= 4), "{:?}", successor.resumed_step());
+        has_successor.wait();
+        // It has begun its schedule anew, so that nothing of it may hold.
+        let model = train_by_schedule(&successor, model, 30, |step| f64::from(step) * 100.0);
+        successor.leave().unwrap();
+        let [_, at_rank_2] = others.map(|other| other.join().unwrap());
+        [model, at_rank_2]
+    });
+    let expected = -(0..30).map(rate).sum::<f64>() as f32;
+    assert!(ends.iter().all(|model| model[..] == [expected; ELEMENTS]), "{} {}", ends[0][0], ends[1][0]);
+    assert_eq!(cluster.await_end("schedule").state, JobState::Finished);
 }

@@ -3,6 +3,7 @@
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Answer, SumAction};
+use paramhub_core::hyperparameters::Change;
 use paramhub_core::ports::Side;
 use paramhub_core::wire::{Header, Operation, Retune};
 use paramhub_kernels::convert;
@@ -55,7 +56,8 @@ impl Shard {
         Ok((index, slot, then))
     }
 
-    /// Takes new hyperparameters and sends them to the sites around, except to the one from which they came.
+    /// Takes new hyperparameters, unless those of [another worker](Self::note_change) hold, and sends them to the sites
+    /// around, except to the one from which they came.
     /// They arrive before any frame of the step from which they hold, because their sender contributes to
     /// that step only afterwards.
     pub(super) fn retune(&mut self, port: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
@@ -73,6 +75,9 @@ impl Shard {
         // would begin at zero here.
         let checked = self.plan.optimizer.check_change(initial, &next);
         checked.map_err(|error| refused(error.to_string()))?;
+        if !self.note_change(port, group, Change { first_step, hyperparameters: next }) {
+            return Ok(());
+        }
         let schedule = &mut self.schedules[group as usize];
         if schedule.has_change(first_step, &next) {
             return Ok(());
@@ -95,6 +100,7 @@ impl Shard {
         self.left[port as usize] = true;
         let ports = self.plan.ports.clone();
         let (Side::Worker(member) | Side::Below(member)) = ports.side(port) else { return Ok(()) };
+        self.forget_changes(member);
         let is_of_member = |&port: &u32| match ports.side(port) {
             Side::Worker(other) | Side::Below(other) => other == member,
             Side::Above => false,

@@ -3,6 +3,7 @@
 //! Such a job has one site: a worker's port is its number as a member, and its rank.
 
 use paramhub_core::exchange::LostBeforeStart;
+use paramhub_core::hyperparameters::Change;
 
 use super::Shard;
 use crate::local::RankArenas;
@@ -15,8 +16,27 @@ impl Shard {
         self.outboxes[worker as usize].start_again();
         self.program_states.cut(worker);
         self.left[worker as usize] = true;
+        self.forget_changes(worker);
         self.look_for_steps_to_end();
         Ok(())
+    }
+
+    /// Notes a change of hyperparameters that a worker has sent. Returns whether it holds: in a job that may lose workers
+    /// it does not if an [earlier or lower one](paramhub_core::hyperparameters::ChangesOfMembers) sends them.
+    pub(super) fn note_change(&mut self, port: u32, group: u32, change: Change) -> bool {
+        let Some(changes) = self.changes_of_members.get_mut(group as usize) else { return true };
+        changes.note(port, self.exchange.joined_at(port), change)
+    }
+
+    /// Notes that a worker sends no changes of hyperparameters any more. If its changes held, those of another hold from
+    /// now on, which has sent the same, or is about to.
+    pub(super) fn forget_changes(&mut self, worker: u32) {
+        for (changes, schedule) in self.changes_of_members.iter_mut().zip(&mut self.schedules) {
+            if let Some(Change { first_step, hyperparameters }) = changes.forget(worker) {
+                // A schedule without room is full of later changes, which the worker had sent before.
+                let _ = schedule.change(self.newest_step, first_step, hyperparameters);
+            }
+        }
     }
 
     /// Gives the place of a lost worker to another process. Returns the first step to which that may contribute here,

@@ -1,7 +1,7 @@
 //! This part takes and gives back a shard's memory: in parts, between the turns of other jobs.
 
 use paramhub_core::exchange::Exchange;
-use paramhub_core::hyperparameters::Schedule;
+use paramhub_core::hyperparameters::{ChangesOfMembers, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
 use paramhub_core::wire::HEADER_BYTES;
 use paramhub_transport::encryption::Encryption;
@@ -35,7 +35,8 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let encryption = if plan.encrypts { Encryption::memory_bytes(frame_bytes_max + HEADER_BYTES) } else { 0 };
     let streams =
         u64::from(plan.ports.len()) * (layout.payload_bytes_max + frame_bytes_max + encryption) as u64;
-    let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
+    let changes = if plan.loses_workers() { ChangesOfMembers::memory_bytes(plan.ports.workers()) } else { 0 };
+    let schedules = plan.groups.len() as u64 * (Schedule::MEMORY_BYTES + changes);
     let deadlines =
         if plan.stragglers.leaves_out() { Deadlines::memory_bytes(layout.slots.len()) } else { 0 };
     let snapshot = if plan.checkpoints { Snapshot::memory_bytes(plan, &layout) } else { 0 };
