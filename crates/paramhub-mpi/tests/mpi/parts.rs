@@ -234,11 +234,21 @@ fn a_second_thread() {
     match mpi.rank() {
         0 => {
             std::thread::scope(|scope| {
-                // The barrier itself is refused where it begins during one of the attempts below.
-                scope.spawn(|| while waits.barrier().is_err() {});
+                let barrier = scope.spawn(|| waits.barrier());
                 // There is nothing to sum: the call only asks for a permit.
                 let attempt = || tries.allreduce("g", &mut [], Dtype::F32);
-                let error: CommunicatorError = (0..).find_map(|_| attempt().err()).unwrap();
+                let error: CommunicatorError = loop {
+                    if let Err(error) = attempt() {
+                        break error;
+                    }
+                    if barrier.is_finished() {
+                        // The barrier began during one of the attempts, so that it was refused itself. The other rank waits in
+                        // vain, and mpirun ends it.
+                        println!("{}", barrier.join().unwrap().unwrap_err());
+                        std::fs::write(&refused, "").unwrap();
+                        std::process::exit(1);
+                    }
+                };
                 println!("{error}");
                 std::fs::write(&refused, "").unwrap();
             });
