@@ -393,7 +393,7 @@ fn train_by_schedule(job: &Job, mut model: Vec<f32>, until: u32, rate: fn(u32) -
             let OptimizerChoice { hyperparameters, .. } = sgd(rate(step), 0.0);
             job.set_hyperparameters(step, &hyperparameters.unwrap()).unwrap();
         }
-        model = whole(job.push_pull(0, vec![1.0; ELEMENTS], model).unwrap().wait().unwrap().1);
+        model = whole(job.push_pull(0, vec![1.0f32; ELEMENTS], model).unwrap().wait().unwrap().1);
     }
     model
 }
@@ -401,14 +401,16 @@ fn train_by_schedule(job: &Job, mut model: Vec<f32>, until: u32, rate: fn(u32) -
 fn the_schedule_goes_on_when_the_rank_that_set_it_is_lost(transports: Transports) {
     let cluster = Cluster::new(transports, 2);
     let ticket = &cluster.job_with("schedule", 3, options(1));
-    let (settings, has_successor) = (&settings(), &Barrier::new(3));
+    let (settings, meets) = (&settings(), &Barrier::new(3));
     let ends = std::thread::scope(|scope| {
         // Rank 1 decides when rank 0 is lost, and is lost itself.
         let others = [(1, 20), (2, 30)].map(|(rank, last)| {
             scope.spawn(move || {
                 let job = take(ticket, rank, settings);
                 let model = train_by_schedule(&job, start(&job), 10, rate);
-                has_successor.wait();
+                // From its first step on the others wait for the successor of rank 0.
+                meets.wait();
+                meets.wait();
                 let model = train_by_schedule(&job, model, last, rate);
                 match last {
                     30 => job.leave().unwrap(),
@@ -422,10 +424,11 @@ fn the_schedule_goes_on_when_the_rank_that_set_it_is_lost(transports: Transports
         train_by_schedule(&lost, start(&lost), 4, rate);
         die(lost);
         cluster.await_job("schedule", |status| status.lost == [0]);
+        meets.wait();
         let successor = take(ticket, 0, settings);
         let model = start(&successor);
-        assert!(successor.resumed_step().is_some_and(|step| step >= 4), "{:?}", successor.resumed_step());
-        has_successor.wait();
+        assert_eq!(successor.resumed_step(), Some(10));
+        meets.wait();
         // It has begun its schedule anew, so that nothing of it may hold.
         let model = train_by_schedule(&successor, model, 30, |step| f64::from(step) * 100.0);
         successor.leave().unwrap();
