@@ -333,6 +333,11 @@ impl Schedule {
         self.changes.get(at).is_some_and(|(first, change)| *first == first_step && change == hyperparameters)
     }
 
+    /// The changes for `step` and later steps. Those for step 0 may be the initial numbers.
+    pub fn changes_from(&self, step: u32) -> impl Iterator<Item = &(u32, Hyperparameters)> {
+        self.changes[self.changes.partition_point(|&(first, _)| first < step)..].iter()
+    }
+
     /// The numbers that hold at `step`.
     pub fn at(&self, step: u32) -> &Hyperparameters {
         let next = self.changes.partition_point(|&(first, _)| first <= step);
@@ -356,6 +361,18 @@ mod tests {
         schedule.change(0, 20, rate(0.3)).unwrap();
         let rates: Vec<f64> = [0, 9, 10, 19, 20, 21].map(|step| schedule.at(step).learning_rate).into();
         assert_eq!(rates, [1.0, 1.0, 0.1, 0.1, 0.3, 0.3]);
+    }
+
+    #[test]
+    fn changes_are_listed_from_the_step_for_which_they_were_set() {
+        let mut schedule = Schedule::new(rate(1.0));
+        schedule.change(0, 20, rate(0.2)).unwrap();
+        schedule.change(0, 10, rate(0.1)).unwrap();
+        let from = |step| schedule.changes_from(step).map(|&(first, _)| first).collect::<Vec<_>>();
+        assert_eq!(
+            [0, 1, 10, 11, 21].map(from),
+            [vec![0, 10, 20], vec![10, 20], vec![10, 20], vec![20], vec![]]
+        );
     }
 
     #[test]

@@ -157,7 +157,7 @@ impl JobController {
         })
     }
 
-    /// The event that a core's report is to the rules; none for a snapshot.
+    /// The event that a core's report is to the rules; none for a snapshot and a cut stream.
     fn core_event(&mut self, event: CoreEvent) -> Option<Event> {
         use job_control::CoreEvent as Reported;
         let (namespace, event) = match event {
@@ -179,6 +179,10 @@ impl JobController {
             CoreEvent::Left { namespace, route, port } => (namespace, Reported::Left { route, port }),
             CoreEvent::Silence { namespace, neighbour, seconds } => {
                 (namespace, Reported::Silence { neighbour, seconds })
+            }
+            CoreEvent::CutFromAbove { namespace, route, port, attempt, until } => {
+                self.dial_again(namespace, route, port, attempt, until);
+                return None;
             }
             CoreEvent::Moved { namespace, neighbour, by } => (namespace, Reported::Moved { neighbour, by }),
             CoreEvent::RankExpected { namespace, rank, epoch, step } => {

@@ -1,5 +1,5 @@
-//! Opens a job's streams to the sites above: dials their hubs as workers do, and passes each stream to the
-//! core whose sums it carries.
+//! Opens a job's streams to the sites above, and opens those again that were cut: dials their hubs as workers do, and passes
+//! each stream to the core whose sums it carries.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::placement::RouteId;
 use paramhub_core::ports::{Ports, Side};
+use paramhub_core::resuming::{AfterRound, Attempts};
 use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
 use paramhub_transport::dialling::{dial, dial_first};
@@ -46,6 +47,11 @@ impl ParentStream {
         }
         above
     }
+
+    /// Returns whether this is the stream of a port of a route.
+    pub(crate) fn is_at(&self, route: RouteId, port: u32) -> bool {
+        (self.route, self.port) == (route, port)
+    }
 }
 
 /// The data that opens them.
@@ -67,27 +73,50 @@ impl ParentDialler {
     /// Opens all streams, or returns which one cannot be opened.
     pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), String> {
         for above in above {
-            let opened = self.open(above).map_err(|reason| {
+            let opened = self.open(above, 0, self.deadline).map_err(|reason| {
                 let name = self.composed.composition.name(above.site);
                 format!("{name} cannot be reached at {} to bring sums there: {reason}", above.address)
             });
-            let (namespace, route, port) = (self.namespace, above.route, above.port);
-            let stream = opened?;
-            self.cores[&above.route].send(CoreCommand::Adopt {
-                namespace,
-                route,
-                port,
-                stream,
-                epoch: self.secrets.epoch.number,
-                attempt: 0,
-                resumed_by: None,
-            });
+            self.pass_on(above, opened?, 0);
         }
         Ok(())
     }
 
-    fn open(&self, above: &ParentStream) -> Result<AcceptedStream, String> {
-        let dialled = dial_first(&above.address, self.deadline, dial);
+    /// Opens a stream again that was cut, with this number and, if that fails, the next ones. It gives up at the deadline.
+    pub(crate) fn dial_again(&self, above: &ParentStream, first_attempt: u32) {
+        let begun = Instant::now();
+        let attempts = Attempts::new(begun, self.deadline.saturating_duration_since(begun));
+        for attempt in first_attempt.. {
+            let connected_by = attempts.by(Instant::now(), attempts.connect_timeout());
+            if let Ok(stream) = self.open(above, attempt, connected_by) {
+                return self.pass_on(above, stream, attempt);
+            }
+            match attempts.after_round(Instant::now(), false, false) {
+                AfterRound::Again(pause) => std::thread::sleep(pause),
+                AfterRound::GiveUp => return,
+            }
+        }
+    }
+
+    fn pass_on(&self, above: &ParentStream, stream: AcceptedStream, attempt: u32) {
+        self.cores[&above.route].send(CoreCommand::Adopt {
+            namespace: self.namespace,
+            route: above.route,
+            port: above.port,
+            stream,
+            epoch: self.secrets.epoch.number,
+            attempt,
+            resumed_by: (attempt > 0).then_some(above.interface),
+        });
+    }
+
+    fn open(
+        &self,
+        above: &ParentStream,
+        attempt: u32,
+        connected_by: Instant,
+    ) -> Result<AcceptedStream, String> {
+        let dialled = dial_first(&above.address, connected_by, dial);
         let mut socket = dialled.map_err(|error| error.to_string())?;
         let hello = Hello {
             caller: Caller::Hub { site: self.site, route: above.route },
@@ -95,7 +124,7 @@ impl ParentDialler {
             core: above.core,
             offered: Capabilities::default(),
             required: Capabilities::default(),
-            attempt: Attempt::first(self.secrets.epoch.number),
+            attempt: Attempt::Numbered { epoch: self.secrets.epoch.number, number: attempt },
             namespace: self.namespace,
             incarnation: Incarnation([0; 16]),
             placement: *self.composed.hash().as_bytes(),

@@ -1,5 +1,5 @@
-//! Connections between workers and a hub that are reset on their way, which costs a job nothing, and processes that die,
-//! which is noticed at once.
+//! Connections between workers and hubs, and between hubs, that are reset on their way, which costs a job nothing, and
+//! processes that die, which is noticed at once.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -9,19 +9,23 @@ use std::thread::JoinHandle;
 
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobOptions, JobState, JobStatus, OnWorkerLoss};
+use paramhub_core::composition::Reduction;
 use rustix::process::Signal;
 
-use crate::common::{Process, example, hub, wait_until};
+use crate::common::{Process, example, hub, paramhub, wait_until};
 
-const WORKERS: u32 = 3;
-/// The hub's cores, to each of which every worker has a stream.
+const WORKERS: u32 = 4;
+/// A hub's cores, to each of which every worker has a stream.
 const CORES: usize = 2;
+/// The racks of a job at one hub for all.
+const NO_RACKS: &[&str] = &[""];
 /// More bytes than wait anywhere on the way: when so many have passed, steps have been made.
 const SOME_STEPS: u64 = 8 << 20;
 /// More seconds than any test waits: a death that is noticed by waiting for so long fails its test.
 const PATIENT: f64 = 60.0;
 
-/// Something on the path between workers and a hub that keeps state of each connection, and can forget it.
+/// Something on the paths to a hub that keeps state of each connection, and can forget it. The callers are workers and hubs of
+/// other racks.
 struct Relay {
     address: SocketAddr,
     hub: Arc<Mutex<Option<SocketAddr>>>,
@@ -33,7 +37,7 @@ struct Relay {
 
 /// A connection through the relay.
 struct Connection {
-    worker: TcpStream,
+    caller: TcpStream,
     hub: TcpStream,
     /// The relay has forgotten it: who sends over it gets a reset.
     is_forgotten: Arc<AtomicBool>,
@@ -43,12 +47,12 @@ struct Connection {
 #[derive(Clone, Copy, Debug)]
 enum Learns {
     Both,
-    Worker,
+    Caller,
     Hub,
 }
 
 impl Relay {
-    /// A relay that awaits workers. Its hub must be known before they come.
+    /// A relay that awaits callers. Its hub must be known before they come.
     fn new() -> Relay {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut relay = Relay {
@@ -63,14 +67,14 @@ impl Relay {
             (relay.hub.clone(), relay.connections.clone(), relay.is_over.clone());
         let passed = relay.passed.clone();
         let acceptor = std::thread::spawn(move || {
-            for worker in listener.incoming().map_while(Result::ok) {
+            for caller in listener.incoming().map_while(Result::ok) {
                 if is_over.load(Ordering::Relaxed) {
                     return;
                 }
-                let address = hub.lock().unwrap().expect("workers come when the hub is known");
+                let address = hub.lock().unwrap().expect("callers come when the hub is known");
                 match TcpStream::connect(address) {
-                    Ok(hub) => connections.lock().unwrap().push(Connection::passing(worker, hub, &passed)),
-                    Err(_) => reset(&worker),
+                    Ok(hub) => connections.lock().unwrap().push(Connection::passing(caller, hub, &passed)),
+                    Err(_) => reset(&caller),
                 }
             }
         });
@@ -81,7 +85,7 @@ impl Relay {
     /// The number of connections that work.
     fn connections(&self) -> usize {
         let mut connections = self.connections.lock().unwrap();
-        connections.retain(|connection| connection.worker.peer_addr().is_ok());
+        connections.retain(|connection| connection.caller.peer_addr().is_ok());
         connections.len()
     }
 
@@ -101,10 +105,10 @@ impl Relay {
                 vec![connections.remove(nth)]
             }
         };
-        for Connection { worker, hub, is_forgotten } in &forgotten {
+        for Connection { caller, hub, is_forgotten } in &forgotten {
             is_forgotten.store(true, Ordering::Release);
-            if matches!(learns, Learns::Both | Learns::Worker) {
-                reset(worker);
+            if matches!(learns, Learns::Both | Learns::Caller) {
+                reset(caller);
             }
             if matches!(learns, Learns::Both | Learns::Hub) {
                 reset(hub);
@@ -123,15 +127,15 @@ impl Drop for Relay {
 }
 
 impl Connection {
-    fn passing(worker: TcpStream, hub: TcpStream, passed: &Arc<AtomicU64>) -> Connection {
+    fn passing(caller: TcpStream, hub: TcpStream, passed: &Arc<AtomicU64>) -> Connection {
         let is_forgotten = Arc::new(AtomicBool::new(false));
-        for (from, to) in [(&worker, &hub), (&hub, &worker)] {
+        for (from, to) in [(&caller, &hub), (&hub, &caller)] {
             from.set_nodelay(true).unwrap();
             let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
             let (is_forgotten, passed) = (is_forgotten.clone(), passed.clone());
             std::thread::spawn(move || pass(&from, &to, &is_forgotten, &passed));
         }
-        Connection { worker, hub, is_forgotten }
+        Connection { caller, hub, is_forgotten }
     }
 }
 
@@ -166,26 +170,47 @@ fn reset(socket: &TcpStream) {
     let _ = rustix::net::connect_unspec(socket);
 }
 
-/// A job whose workers reach their hub over a relay.
+/// A job each of whose hubs is reached over a relay.
 struct Job {
-    hub: Process,
-    relay: Relay,
+    hubs: Vec<Process>,
+    relays: Vec<Relay>,
     client: ManagerClient,
     name: String,
     workers: Vec<Process>,
 }
 
 impl Job {
-    fn start(options: JobOptions, arguments: &[&str]) -> Job {
-        let relay = Relay::new();
-        let advertised = relay.address.to_string();
-        let (hub, url) =
-            hub(["--cores", &CORES.to_string(), "--no-shared-memory", "--advertise", &advertised]);
-        let ready = hub.wait_for("hub ready: ");
-        let listens = ready.split_whitespace().skip_while(|word| *word != "data").nth(1).unwrap();
-        *relay.hub.lock().unwrap() = Some(listens.parse().unwrap());
+    /// A job with a hub for each of these racks. The ranks are in one after the other.
+    fn start(racks: &[&str], options: JobOptions, arguments: &[&str]) -> Job {
+        let (mut hubs, mut relays, mut url): (Vec<Process>, Vec<Relay>, _) = (Vec::new(), Vec::new(), None);
+        for rack in racks {
+            let relay = Relay::new();
+            let (cores, advertised) = (CORES.to_string(), relay.address.to_string());
+            let mut flags = vec!["--cores", &cores, "--no-shared-memory", "--advertise", &advertised];
+            if !rack.is_empty() {
+                flags.extend(["--rack", rack]);
+            }
+            let hub = match &url {
+                None => {
+                    let (hub, its_url) = hub(flags);
+                    url = Some(its_url);
+                    hub
+                }
+                Some(url) => {
+                    let joins = ["hub", "--listen", "127.0.0.1:0", "--manager", url];
+                    paramhub(joins.into_iter().chain(flags)).start()
+                }
+            };
+            let ready = hub.wait_for("hub ready: ");
+            let listens = ready.split_whitespace().skip_while(|word| *word != "data").nth(1).unwrap();
+            *relay.hub.lock().unwrap() = Some(listens.parse().unwrap());
+            hubs.push(hub);
+            relays.push(relay);
+        }
+        let url = url.expect("a job has a hub");
         let client = ManagerClient::new(&url, None).unwrap();
-        let name = format!("redials-{}", options.on_worker_loss);
+        let name = format!("redials-{}-{}", options.on_worker_loss, options.reduction);
+        let options = JobOptions { hubs: Some(racks.len() as u32), ..options };
         let created =
             client.create_service(&CreateService { name: name.clone(), workers: WORKERS, options }).unwrap();
         let start = |rank: u32| {
@@ -193,12 +218,13 @@ impl Job {
                 .env("PARAMHUB_URL", &url)
                 .env("PARAMHUB_JOB", &created.namespace.to_string())
                 .env("PARAMHUB_SECRET", &String::from(created.secret()))
+                .env("PARAMHUB_RACK", racks[rank as usize % racks.len()])
                 .env("RANK", &rank.to_string())
                 .start()
         };
         let workers: Vec<Process> = (0..WORKERS).map(start).collect();
         workers.iter().for_each(|worker| drop(worker.wait_for(" keys")));
-        Job { hub, relay, client, name, workers }
+        Job { hubs, relays, client, name, workers }
     }
 
     fn status(&self) -> JobStatus {
@@ -207,25 +233,28 @@ impl Job {
 
     /// Cuts connections in every way, while steps are made. Each time the job goes on. Returns how many were cut.
     fn cut_often(&self) -> usize {
-        let all = WORKERS as usize * CORES;
+        self.relays.iter().for_each(Relay::await_some_steps);
+        let all: Vec<usize> = self.relays.iter().map(Relay::connections).collect();
         let mut cut = 0;
         let ways = [
             (None, Learns::Both),
             (Some(1), Learns::Both),
-            (Some(4), Learns::Worker),
+            (Some(4), Learns::Caller),
             (Some(3), Learns::Hub),
-            (None, Learns::Worker),
+            (None, Learns::Caller),
             (None, Learns::Hub),
             (Some(0), Learns::Hub),
             (None, Learns::Both),
         ];
         for (number, (only, learns)) in ways.into_iter().enumerate() {
-            self.relay.await_some_steps();
-            cut += self.relay.forget(only, learns);
-            let what = format!("cut {number} is mended: {only:?}, {learns:?}");
-            wait_until(&what, || self.relay.connections() == all);
+            for (relay, all) in self.relays.iter().zip(&all) {
+                relay.await_some_steps();
+                cut += relay.forget(only, learns);
+                let what = format!("cut {number} is mended: {only:?}, {learns:?}");
+                wait_until(&what, || relay.connections() == *all);
+            }
         }
-        self.relay.await_some_steps();
+        self.relays.iter().for_each(Relay::await_some_steps);
         cut
     }
 
@@ -256,35 +285,46 @@ const FRACTIONS: &[&str] =
 
 #[test]
 fn connections_that_are_reset_change_no_bit_and_cost_no_worker() {
-    let undisturbed = Job::start(JobOptions::default(), FRACTIONS);
-    let expected: Vec<_> =
-        undisturbed.workers.into_iter().map(|worker| worker.finish().expect_code(0)).collect();
+    let expected = parameters_of(NO_RACKS, JobOptions::default(), FRACTIONS, false);
     for on_worker_loss in [OnWorkerLoss::Fail, OnWorkerLoss::Rewind] {
-        let job = Job::start(by_default(on_worker_loss), FRACTIONS);
-        let cut = job.cut_often();
-        let Job { hub, relay, client, name, workers } = job;
-        for worker in workers {
-            let worker = worker.finish().expect_code(0);
-            assert!(
-                worker.read("parameters") == expected[0].read("parameters"),
-                "other bits than undisturbed with {on_worker_loss}"
-            );
-        }
-        let status = ended(&client, &name);
-        assert_eq!(status.state, JobState::Finished, "{}", status.message);
-        assert_eq!(status.losses.map_or(0, |losses| losses.workers_lost), 0);
-        assert!(status.counters.streams_moved >= cut as u64, "{:?}", status.counters);
-        drop((hub, relay));
+        let found = parameters_of(NO_RACKS, by_default(on_worker_loss), FRACTIONS, true);
+        assert!(found == expected, "other bits than undisturbed with {on_worker_loss}");
     }
+}
+
+#[test]
+fn connections_between_hubs_that_are_reset_change_no_bit() {
+    for reduction in [Reduction::Tree, Reduction::Ring, Reduction::Sharded] {
+        let options = JobOptions { reduction, ..by_default(OnWorkerLoss::Fail) };
+        let [expected, found] =
+            [false, true].map(|is_cut| parameters_of(&["a", "b"], options, FRACTIONS, is_cut));
+        assert!(found == expected, "other bits than undisturbed with {reduction}");
+    }
+}
+
+/// The parameters with which the ranks of a job end, whose connections are cut often or never.
+fn parameters_of(racks: &[&str], options: JobOptions, arguments: &[&str], is_cut: bool) -> Vec<u8> {
+    let job = Job::start(racks, options, arguments);
+    let cut = if is_cut { job.cut_often() } else { 0 };
+    let Job { hubs, relays, client, name, workers } = job;
+    let mut parameters = workers.into_iter().map(|worker| worker.finish().expect_code(0).read("parameters"));
+    let of_rank_0 = parameters.next().expect("there is a rank 0");
+    assert!(parameters.all(|other| other == of_rank_0), "the ranks of {name} differ");
+    let status = ended(&client, &name);
+    assert_eq!(status.state, JobState::Finished, "{}", status.message);
+    assert_eq!(status.losses.map_or(0, |losses| losses.workers_lost), 0);
+    assert!(status.counters.streams_moved >= cut as u64, "{cut} were cut: {:?}", status.counters);
+    drop((hubs, relays));
+    of_rank_0
 }
 
 #[test]
 fn connections_that_are_reset_cost_no_contribution_where_others_would_go_on() {
     let options = by_default(OnWorkerLoss::Continue);
     // The workers check every number of every step, which would be another without one of them.
-    let job = Job::start(options, &["--steps", "600", "--compute-ms", "2"]);
+    let job = Job::start(NO_RACKS, options, &["--steps", "600", "--compute-ms", "2"]);
     job.cut_often();
-    let Job { hub, relay, client, name, workers } = job;
+    let Job { hubs, relays, client, name, workers } = job;
     for worker in workers {
         let ended = worker.finish().expect_code(0);
         assert!(ended.stdout.contains("all numbers right"), "{ended:?}");
@@ -294,7 +334,7 @@ fn connections_that_are_reset_cost_no_contribution_where_others_would_go_on() {
         (status.state, status.losses.map_or(0, |losses| losses.workers_lost)),
         (JobState::Finished, 0)
     );
-    drop((hub, relay));
+    drop((hubs, relays));
 }
 
 /// Steps that are mostly computation, so that a process which dies has read all that had come to it.
@@ -305,11 +345,11 @@ fn a_process_that_dies_is_not_waited_for() {
     for on_worker_loss in [OnWorkerLoss::Fail, OnWorkerLoss::Continue] {
         let options =
             JobOptions { on_worker_loss, redial_grace_s: PATIENT, dead_after_s: 300.0, ..Default::default() };
-        let job = Job::start(options, SLOW);
+        let job = Job::start(NO_RACKS, options, SLOW);
         job.await_updates();
         job.workers[1].signal(Signal::KILL);
         let reason = "rank 1 was lost: its connection ended without a leave message";
-        wait_until("the hub says so", || job.hub.stderr().contains(reason));
+        wait_until("the hub says so", || job.hubs[0].stderr().contains(reason));
         match on_worker_loss {
             OnWorkerLoss::Continue => job.await_updates(),
             _ => wait_until("the job fails", || job.status().message.contains(reason)),

@@ -270,7 +270,7 @@ fn streams_are_dialled_again_by_default_where_that_is_exact() {
     let clipped = Settings { clip_norm: Some(1.0), ..settings() };
     assert_eq!([never, late].map(|options| grace(&settings(), options, flat())), [0.0; 2]);
     assert_eq!([&stale, &clipped, &by(Scheme::Factors)].map(|job| grace(job, usual, flat())), [0.0; 3]);
-    assert_eq!(grace(&settings(), usual, racks()), 0.0);
+    assert_eq!(grace(&settings(), usual, racks()), 0.5);
 }
 
 #[test]

@@ -82,8 +82,18 @@ impl Exchange {
             "only a synchronous job resumes streams"
         );
         for slot in 0..self.chunks.len() as u32 {
-            self.member_mut(slot, member).request = MemberRequest::Cut;
+            self.resume_at(slot, member);
         }
+    }
+
+    /// Does the same as [`Exchange::resume`] at one chunk, for a site that has other streams for others.
+    pub fn resume_at(&mut self, slot: u32, member: u32) {
+        self.member_mut(slot, member).request = MemberRequest::Cut;
+    }
+
+    /// Returns whether the chunk's sum goes to the site above, which has not answered yet.
+    pub fn is_sent_up(&self, slot: u32) -> bool {
+        self.chunks[slot as usize].stage == StepStage::SentUp
     }
 
     /// Returns whether a contribution to `step` was taken before the member's stream was cut.

@@ -9,7 +9,8 @@ impl Exchange {
     /// Takes the initial parameters, at `version`, from a member or, if `None`, from the site above.
     ///
     /// Returns whether the caller must copy them into the model and call [`Exchange::mark_due_answers`]; `false`: they
-    /// were here already when the member's stream was cut.
+    /// were here already when the stream was cut. Sites have no answer to them, so a site sends them once more whenever its
+    /// stream was replaced.
     pub fn initialise(
         &mut self,
         slot: u32,
@@ -24,6 +25,9 @@ impl Exchange {
             && self.member(slot, rank_0).request == MemberRequest::Cut
         {
             self.member_mut(slot, rank_0).request = MemberRequest::Waiting(Answer::Applied);
+            return Ok(false);
+        }
+        if self.has_begun_for_site(slot, member) && u64::from(version) <= chunk.version {
             return Ok(false);
         }
         if chunk.initialised || !self.speaks_for_rank_0(member) {
@@ -55,8 +59,8 @@ impl Exchange {
     }
 
     /// Takes a slot of the optimizer's initial state, which has had `updates` updates; the count that
-    /// comes with the last slot is kept. On `Ok` the caller copies the state and owes rank 0 an acknowledgement
-    /// at once.
+    /// comes with the last slot is kept. On `Ok(true)` the caller copies the state and owes rank 0 an acknowledgement
+    /// at once; `false`: a site sends once more what is here.
     ///
     /// The state comes before the parameters. No other member may contribute or is answered before the
     /// parameters are here, so none sees a chunk with restored parameters and without its restored state.
@@ -65,7 +69,10 @@ impl Exchange {
         slot: u32,
         member: Option<u32>,
         updates: u64,
-    ) -> Result<(), ProtocolViolation> {
+    ) -> Result<bool, ProtocolViolation> {
+        if self.has_begun_for_site(slot, member) {
+            return Ok(false);
+        }
         if self.chunks[slot as usize].initialised || !self.speaks_for_rank_0(member) {
             return Err(ProtocolViolation::StateInitialised);
         }
@@ -79,7 +86,19 @@ impl Exchange {
         if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
             self.member_mut(slot, rank_0).request = MemberRequest::Sendable(Answer::Applied);
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Returns whether the chunk has the parameters that a site sends once more.
+    fn has_begun_for_site(&self, slot: u32, member: Option<u32>) -> bool {
+        let is_site = member.is_none_or(|member| member >= self.rules.first_site);
+        is_site && self.rules.has_parameters && self.chunks[slot as usize].initialised
+    }
+
+    /// Returns whether a chunk still has the parameters that training starts from, so that a site around may lack them.
+    pub fn is_at_start(&self, slot: u32) -> bool {
+        let chunk = self.chunks[slot as usize];
+        chunk.initialised && !chunk.has_moved_on
     }
 
     /// Returns whether `member` may send what only rank 0 may send: it is rank 0, or a site that passes it

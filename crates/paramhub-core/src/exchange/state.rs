@@ -55,6 +55,8 @@ pub(super) struct ChunkState {
     /// The number of those members that were counted in the step before.
     pub(super) prompt: u32,
     pub(super) initialised: bool,
+    /// `true` once the chunk has had an update here.
+    pub(super) has_moved_on: bool,
     /// `true` if members contribute factors.
     pub(super) takes_factors: bool,
     pub(super) stage: StepStage,
@@ -124,6 +126,7 @@ impl ChunkState {
             awaited: 0,
             prompt: 0,
             initialised,
+            has_moved_on: false,
             takes_factors: false,
             stage: StepStage::Open,
         }
@@ -138,6 +141,7 @@ impl ChunkState {
     /// Ends the step under way.
     pub(super) fn update(&mut self, step: u32, contributions: u32) -> Update {
         self.version += 1;
+        self.has_moved_on = true;
         self.updates += 1;
         self.arrived = 0;
         self.folded = 0;

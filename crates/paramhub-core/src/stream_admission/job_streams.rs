@@ -286,9 +286,9 @@ impl JobStreams {
     }
 }
 
-/// Whether a worker replaces a stream by another. Hubs do not.
+/// Whether a worker, or a hub of another site, replaces a stream by another.
 fn resumes(hello: &Hello) -> bool {
-    matches!(hello.caller, Caller::Worker { .. }) && hello.attempt.resumes()
+    matches!(hello.caller, Caller::Worker { .. } | Caller::Hub { .. }) && hello.attempt.resumes()
 }
 
 /// The interface over which a stream comes; `None` over shared memory.

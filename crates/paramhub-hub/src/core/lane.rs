@@ -5,7 +5,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::{FINAL_MESSAGE_TIMEOUT, LivenessChange, LivenessRules, PeerLiveness};
-use paramhub_core::resuming::HubWait;
+use paramhub_core::ports::Side;
+use paramhub_core::resuming::{HubWait, StreamEnd};
 use paramhub_core::wire::{Direction, Header, Operation};
 use paramhub_transport::shm::RING_BYTES_DEFAULT;
 use paramhub_transport::{
@@ -250,14 +251,24 @@ impl Lane {
 
     /// Returns the cut, if the error may be the network's fault, so that another stream may replace this one.
     pub(crate) fn cut_by(&self, shard: &Shard, error: &StreamError, now: Instant) -> Option<Cut> {
+        self.cut_at_end(shard, error.end()?, error.to_string(), now)
+    }
+
+    fn cut_at_end(&self, shard: &Shard, end: StreamEnd, reason: String, now: Instant) -> Option<Cut> {
         if self.is_shm() || self.draining.is_some() {
             return None;
         }
-        let until = match shard.plan().resuming.hub_waits(error.end()?)? {
+        let plan = shard.plan();
+        let end = match (plan.ports.side(self.port), end) {
+            // A hub closes its cut stream when it opens another, and the end of the old one may be seen first.
+            (Side::Below(_), StreamEnd::Closed) => StreamEnd::Reset,
+            (_, end) => end,
+        };
+        let until = match plan.resuming.hub_waits(end)? {
             HubWait::For(grace) => Some(now + grace),
             HubWait::UntilDead => None,
         };
-        Some(Cut { until, reason: error.to_string() })
+        Some(Cut { until, reason })
     }
 
     pub(crate) fn is_draining(&self) -> bool {
@@ -283,7 +294,11 @@ impl Lane {
                     shard.count_bytes(received.bytes, 0);
                 }
                 if received.closed && !shard.has_left(self.port) {
-                    return Err(Fault::Lost("its connection ended without a leave message".to_string()));
+                    let reason = "its connection ended without a leave message".to_string();
+                    return match self.cut_at_end(shard, StreamEnd::Closed, reason.clone(), now) {
+                        Some(cut) => Ok(ReceiveOutcome::Cut(cut)),
+                        None => Err(Fault::Lost(reason)),
+                    };
                 }
                 Ok(match received {
                     received if received.closed => ReceiveOutcome::Closed,

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::composition::Neighbour;
@@ -80,6 +81,8 @@ pub(crate) enum CoreEvent {
     Silence { namespace: Namespace, neighbour: Neighbour, seconds: Option<f64> },
     /// A neighbour's stream continues over this interface.
     Moved { namespace: Namespace, neighbour: Neighbour, by: u16 },
+    /// The stream to a site above was cut. Another one, with this number, may replace it until the time given.
+    CutFromAbove { namespace: Namespace, route: RouteId, port: u32, attempt: u32, until: Option<Instant> },
     /// The chunks of this core expect the process that takes a rank; `step` is the first to which it may contribute
     /// here.
     RankExpected { namespace: Namespace, rank: u32, epoch: u64, step: u32 },

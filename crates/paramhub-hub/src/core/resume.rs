@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
+use paramhub_core::ports::Side;
 use paramhub_core::wire::Operation;
 
 use super::fault::Fault;
@@ -30,7 +31,7 @@ impl Core {
         false
     }
 
-    /// Replaces a port's stream: what the old one still brings is lost, as the worker knows.
+    /// Replaces a port's stream: what the old one still brings is lost, as both ends know.
     pub(super) fn make_way(&mut self, namespace: Namespace, route: RouteId, port: u32, by: u16) {
         let living =
             self.shard_of.get(&(namespace, route)).copied().filter(|&shard| !self.shards.index(shard).ending);
@@ -53,10 +54,17 @@ impl Core {
             self.cut_until = [self.cut_until, lane.cut_until()].into_iter().flatten().min();
             // This fails only if the descriptor is not in the set; then there is nothing to remove.
             let _ = self.poller.remove(&*lane);
+            let (hosted, port) = (self.shards.index(lane.shard), lane.port);
+            let plan = hosted.shard.plan();
+            if plan.ports.side(port) == Side::Above {
+                let attempt = hosted.newest_streams[port as usize].map_or(0, |(_, attempt)| attempt) + 1;
+                let (namespace, route, until) = (plan.namespace, hosted.route, lane.cut_until());
+                self.mailbox.send_event(CoreEvent::CutFromAbove { namespace, route, port, attempt, until });
+            }
         }
     }
 
-    /// Gives up the workers whose streams were cut and that have not come back in time.
+    /// Gives up the neighbours whose streams were cut and have not been replaced in time.
     pub(super) fn lose_cut_off(&mut self, now: Instant) {
         if self.cut_until.is_none_or(|until| now < until) {
             return;

@@ -194,14 +194,20 @@ impl Shard {
         std::mem::take(&mut self.copied)
     }
 
-    /// Notes that another stream has replaced a worker's. Everything that was to leave by the old one is
-    /// dropped, except messages: the worker repeats the requests that are not answered.
-    pub(crate) fn resume(&mut self, worker: u32) {
-        self.exchange.resume(worker);
-        self.quantised.forget(worker);
-        self.factors.resume(worker);
-        self.program_states.cut(worker);
-        self.outboxes[worker as usize].start_again();
+    /// Notes that another stream has replaced that of a port. Everything that was to leave by the old one is
+    /// dropped, except messages: a worker and a site below repeat the requests that are not answered, and a site above gets
+    /// the sums again that it has not answered.
+    pub(crate) fn resume(&mut self, port: u32) {
+        self.outboxes[port as usize].start_again();
+        match self.plan.ports.side(port) {
+            Side::Worker(member) => {
+                self.exchange.resume(member);
+                self.quantised.forget(member);
+                self.factors.resume(member);
+                self.program_states.cut(member);
+            }
+            side @ (Side::Below(_) | Side::Above) => self.resume_site(port, side),
+        }
         self.counters.streams_moved += 1;
     }
 
@@ -464,6 +470,8 @@ impl Shard {
 #[cfg(test)]
 #[path = "copying_tests.rs"]
 mod copying_tests;
+#[cfg(test)]
+mod cut_sites_tests;
 #[cfg(test)]
 #[path = "factors_tests.rs"]
 mod factors_tests;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
-use paramhub_core::composition::{Composed, Composition};
+use paramhub_core::composition::{Composed, Composition, SiteId};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
@@ -34,16 +34,30 @@ pub(crate) fn plan_with(
     settings.chunk_bytes = 1024;
     change(&mut settings);
     settings.check().expect("good settings");
+    plan_at(Composition::flat(vec![one_core()], workers), 0, stragglers, settings)
+}
+
+/// A hub with one core.
+pub(crate) fn one_core() -> HubShape {
+    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
+    HubShape { interfaces: vec![interface], local: None }
+}
+
+/// The plan of a site whose only hub has one core.
+pub(crate) fn plan_at(
+    composition: Composition,
+    site: SiteId,
+    stragglers: Stragglers,
+    settings: Settings,
+) -> ShardPlan {
+    let workers = composition.workers();
     let registry = Registry::with_builtins();
     let optimizer = registry.optimizer(&settings.optimizer.name).expect("a built-in optimizer");
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).expect("chunks");
     let schemes = Plan::new(&settings, &Cluster::beside_workers(workers));
     let factor_blocks = FactorBlock::planned(&settings, &map, &schemes).into();
-    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let hubs = vec![HubShape { interfaces: vec![interface], local: None }];
-    let composition = Composition::flat(hubs, workers);
     let composed = Composed::new(&settings.keys, &map, composition).expect("a composition");
-    let ports = Ports::new(&composed, 0, 0);
+    let ports = Ports::new(&composed, site, 0);
     let groups = settings.optimizer.of_groups(optimizer.defaults()).into();
     ShardPlan {
         name: "test".into(),
@@ -63,7 +77,7 @@ pub(crate) fn plan_with(
         map: Arc::new(map),
         factor_blocks,
         composed: Arc::new(composed),
-        site: 0,
+        site,
         route: 0,
         ports: Arc::new(ports),
         optimizer,

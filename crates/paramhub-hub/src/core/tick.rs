@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules};
+use paramhub_core::ports::Side;
 use paramhub_core::service::JobCounters;
 use paramhub_core::wire::Operation;
 
@@ -39,8 +40,14 @@ impl Core {
             let (port, index) = (lane.port, lane.shard);
             let hosted = self.shards.index_mut(index);
             let namespace = hosted.shard.plan().namespace;
-            let rules = LivenessRules::of_stream(HEARTBEAT, hosted.shard.plan().dead_after);
-            let neighbour = hosted.shard.plan().ports.neighbour(port);
+            let plan = hosted.shard.plan();
+            let heartbeat = match plan.ports.side(port) {
+                // This hub dials again, so it must learn soon that the stream is cut.
+                Side::Above => plan.resuming.heartbeat(HEARTBEAT),
+                Side::Worker(_) | Side::Below(_) => HEARTBEAT,
+            };
+            let rules = LivenessRules::of_stream(heartbeat, plan.dead_after);
+            let neighbour = plan.ports.neighbour(port);
             let liveness = if hosted.shard.has_left(port) { None } else { lane.liveness(now, &rules) };
             if lane.wants_heartbeat(now, &rules) && hosted.shard.has_sent_all(port) {
                 hosted.shard.message(port, Operation::Heartbeat, Vec::new());

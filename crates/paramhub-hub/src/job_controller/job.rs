@@ -13,7 +13,7 @@ use paramhub_core::job_control::{JobTerms, RouteTerms};
 use paramhub_core::limits::{PROGRAM_STATE_BYTES_MAX, STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Route, RouteId};
 use paramhub_core::ports::Ports;
-use paramhub_core::resuming::ResumeTerms;
+use paramhub_core::resuming::{Cuts, ResumeTerms};
 use paramhub_core::scheme::Plan;
 use paramhub_core::service::JobPlan;
 use paramhub_core::settings::Settings;
@@ -38,6 +38,8 @@ pub(crate) struct HubJob {
     pub(super) ports: HashMap<RouteId, Arc<Ports>>,
     /// Which streams are replaced when they are cut.
     pub(super) resuming: ResumeTerms,
+    /// How often the streams to sites above were cut, by route and port.
+    pub(super) cuts: HashMap<(RouteId, u32), Cuts>,
     pub(super) encrypts: bool,
     /// The features of its settings, its options and the hubs of the site.
     pub(super) features: Features,
@@ -91,6 +93,7 @@ impl HubJob {
             site: job_plan.site,
             ports: placed.ports,
             resuming,
+            cuts: HashMap::new(),
             encrypts: job_plan.options.encrypt,
             features: job_plan.settings.features().and(job_plan.options.features()).and(of_site),
             settings: placed.settings,

@@ -4,10 +4,12 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::{EndReport, Event, Output, Recipient};
+use paramhub_core::placement::RouteId;
 use paramhub_core::stream_admission::{JobStreams, StreamTerms};
 use tracing::{info, warn};
 
 use super::JobController;
+use super::job::HubJob;
 use crate::core::CoreCommand;
 use crate::directory::JobEntry;
 use crate::events::{ControllerEvent, ReportEvent};
@@ -106,22 +108,11 @@ impl JobController {
     /// Opens the streams to the sites above, on a thread of its own.
     fn link(&mut self, namespace: Namespace, until: Duration) {
         let Some(job) = self.jobs.get(&namespace) else { return };
-        let above =
-            ParentStream::of(job.ports.iter().map(|(&route, ports)| (route, &**ports)), &job.composed);
+        let above = streams_above(job);
         if above.is_empty() {
             return;
         }
-        let cores = job.routes.iter().map(|&(id, route)| (id, self.cores[usize::from(route.core)].clone()));
-        let dialler = ParentDialler {
-            namespace,
-            secrets: job.secrets.clone(),
-            site: job.site,
-            composed: job.composed.clone(),
-            state_slots: job.state_slots,
-            encrypts: job.encrypts,
-            deadline: self.instant(until),
-            cores: cores.collect(),
-        };
+        let dialler = self.parent_dialler(namespace, job, self.instant(until));
         let controller = self.own_sender.clone();
         let dials = move || {
             if let Err(reason) = dialler.dial_all(&above) {
@@ -132,6 +123,46 @@ impl JobController {
         if let Err(error) = std::thread::Builder::new().name("hub-dialler".into()).spawn(dials) {
             let reason = format!("the hub cannot start a thread: {error}");
             self.handle(Event::CannotLink { namespace, reason });
+        }
+    }
+
+    /// Opens the stream of a port to a site above again, on a thread of its own. If that fails, the core loses the site.
+    pub(super) fn dial_again(
+        &mut self,
+        namespace: Namespace,
+        route: RouteId,
+        port: u32,
+        attempt: u32,
+        until: Option<Instant>,
+    ) {
+        let (now, Some(job)) = (Instant::now(), self.jobs.get_mut(&namespace)) else { return };
+        let Some(until) = until else { return };
+        let cuts = job.cuts.entry((route, port)).or_default();
+        if !cuts.may_retry(now, job.resuming.redial_grace) {
+            return;
+        }
+        cuts.reopened(now);
+        let job = &self.jobs[&namespace];
+        let Some(above) = streams_above(job).into_iter().find(|above| above.is_at(route, port)) else {
+            return;
+        };
+        let dialler = self.parent_dialler(namespace, job, until);
+        let dials = move || dialler.dial_again(&above, attempt);
+        // The core waits for the stream until then, and for no longer without this thread.
+        let _ = std::thread::Builder::new().name("hub-dialler".into()).spawn(dials);
+    }
+
+    fn parent_dialler(&self, namespace: Namespace, job: &HubJob, deadline: Instant) -> ParentDialler {
+        let cores = job.routes.iter().map(|&(id, route)| (id, self.cores[usize::from(route.core)].clone()));
+        ParentDialler {
+            namespace,
+            secrets: job.secrets.clone(),
+            site: job.site,
+            composed: job.composed.clone(),
+            state_slots: job.state_slots,
+            encrypts: job.encrypts,
+            deadline,
+            cores: cores.collect(),
         }
     }
 
@@ -150,4 +181,9 @@ impl JobController {
     fn instant(&self, time: Duration) -> Instant {
         self.started + time
     }
+}
+
+/// The streams of a job's routes here to sites above.
+fn streams_above(job: &HubJob) -> Vec<ParentStream> {
+    ParentStream::of(job.ports.iter().map(|(&route, ports)| (route, &**ports)), &job.composed)
 }

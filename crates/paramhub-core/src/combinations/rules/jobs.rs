@@ -227,10 +227,10 @@ pub(super) const SITES: &[Rule] = &[
     },
     Rule {
         these: &[SeveralSites],
-        those: &[ContinuesOverInterfaces, RedialGrace],
+        those: &[ContinuesOverInterfaces],
         verdict: Refused,
-        why: "streams between hubs cannot be resumed",
-        remedy: "use `on_interface_down = fail` and leave `redial_grace` out, or use the reduction flat",
+        why: "streams between hubs cannot go on over other interfaces",
+        remedy: "use `on_interface_down = fail`, or use the reduction flat",
         callers: &[InitService],
     },
     Rule {

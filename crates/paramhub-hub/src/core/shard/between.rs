@@ -21,6 +21,41 @@ impl Shard {
         self.dirty.insert(above);
     }
 
+    /// Sends again by a new stream to a neighbouring site what the old one may have lost: the parameters to start from,
+    /// sums that were not answered, and changes of hyperparameters.
+    pub(super) fn resume_site(&mut self, port: u32, side: Side) {
+        let ports = self.plan.ports.clone();
+        let outbox = &mut self.outboxes[port as usize];
+        outbox.start_at = None;
+        let mut newest = 0;
+        for index in (0..self.slots.len() as u32).filter(|&index| ports.carries(port, side, index)) {
+            newest = newest.max(self.exchange.step(index));
+            if self.exchange.is_at_start(index) {
+                outbox.start.insert(index);
+            }
+            match side {
+                Side::Below(member) => self.exchange.resume_at(index, member),
+                Side::Above if self.exchange.is_sent_up(index) => outbox.owe(index, Answer::Parameters),
+                Side::Above | Side::Worker(_) => {}
+            }
+        }
+        // A site that has contributed to a step, or has answered one, has the changes that were sent before it: at a chunk
+        // that is at step t both ends know those for steps before t - 1.
+        for (group, schedule) in (0..).zip(&self.schedules) {
+            for &(first_step, hyperparameters) in schedule.changes_from(newest.saturating_sub(1)) {
+                let payload = hyperparameters.to_wire().to_vec();
+                let length = payload.len() as u32;
+                let header =
+                    Header { chunk: group, step: first_step, length, ..Header::bare(Operation::Retune) };
+                let message = (header, payload);
+                if !outbox.messages.contains(&message) {
+                    outbox.messages.push_back(message);
+                }
+            }
+        }
+        self.dirty.insert(port);
+    }
+
     /// Takes the sum of all workers' gradients: the answer to a sum that went up.
     pub(super) fn lower(&mut self, checked: &CheckedHeader, payload: &[u8]) -> Result<(), Fault> {
         let (index, slot, then) = self.lowered(checked)?;

@@ -111,7 +111,7 @@ impl Shard {
         // The state arrives as if from a site above. No member has contributed, and the counts were checked
         // when they were read.
         let known = self.exchange.initialise_state(index, None, restored.updates[index as usize]);
-        known.and_then(|()| self.exchange.initialise(index, None, restored.step)).expect("a new chunk");
+        known.and_then(|_| self.exchange.initialise(index, None, restored.step)).expect("a new chunk");
         if slot.gradient.is_quantised() {
             self.quantised.start(&slot, restored.received(index));
         }

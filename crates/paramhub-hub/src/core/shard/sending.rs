@@ -54,7 +54,11 @@ impl Shard {
         if outbox.norm.is_some() && !outbox.has_begun(Source::Norm) {
             room = room && add(NextFrame::Norm);
         }
-        if outbox.start_at.is_none() {
+        // A chunk that has moved on is sent once more where a stream was replaced, and the other site has begun it.
+        while match outbox.start_at {
+            Some((slot, _)) => !self.exchange.is_at_start(slot),
+            None => !outbox.start.is_empty(),
+        } {
             outbox.start_at = outbox.start.pop_first().map(|slot| (slot, 0));
         }
         if let Some((slot, part)) = outbox.start_at {

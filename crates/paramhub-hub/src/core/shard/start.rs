@@ -65,9 +65,13 @@ impl Shard {
     ) -> Result<(), Fault> {
         let (header, (index, slot)) = (&checked.header, self.located(checked));
         let state = State::decode(payload).expect("its length was compared");
-        self.exchange
+        let is_new = self
+            .exchange
             .initialise_state(index, self.member(port), state.updates)
             .map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
+        if !is_new {
+            return Ok(());
+        }
         let mut values = state.values;
         for block in
             slot.state_blocks(self.model.state_slots, header.step as usize, self.model.block_elements)

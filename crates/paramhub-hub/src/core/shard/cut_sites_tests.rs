@@ -1,0 +1,347 @@
+//! Streams of workers and between sites that are cut at any moment: the numbers stay those of an undisturbed job.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use paramhub_core::composition::{Composition, Crossing, OptimizeAt, Site, SiteId};
+use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::ports::Side;
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::stragglers::Stragglers;
+use paramhub_core::wire::{Header, Operation};
+use paramhub_transport::Outgoing;
+
+use super::Shard;
+use super::tests::{header, take, wire};
+use crate::core::outbox::{BATCH_FRAMES, NextFrame};
+use crate::core::stepped_hub::{floats, one_core, plan_at};
+
+const STEPS: u32 = 12;
+const CHUNKS: u32 = 3;
+const CHUNK_ELEMENTS: usize = 256;
+const WORKERS: u32 = 4;
+const SEEDS: u64 = 60;
+
+/// The learning rate of a step. Rank 0 sends it before it contributes to the step.
+fn rate(step: u32) -> f64 {
+    [0.5, 2.0, 1.0, 0.25][step as usize / 2 % 4]
+}
+
+/// What a rank contributes: with the others' a sum whose mean is exact.
+fn gradient(rank: u32, chunk: u32, step: u32) -> f32 {
+    (rank * rank + 3 * chunk + 5 * step) as f32 * 4.0
+}
+
+fn start(chunk: u32) -> f32 {
+    100.0 + chunk as f32
+}
+
+/// A chunk's parameters after all steps.
+fn expected(chunk: u32) -> f32 {
+    (0..STEPS).fold(start(chunk), |value, step| {
+        let sum: f32 = (0..WORKERS).map(|rank| gradient(rank, chunk, step)).sum();
+        value - rate(step) as f32 * (sum / WORKERS as f32)
+    })
+}
+
+type Frame = (Header, Vec<u8>);
+
+/// One end of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum End {
+    Worker(u32),
+    Hub { site: SiteId, port: u32 },
+}
+
+/// One direction of a stream.
+#[derive(Default)]
+struct Way {
+    frames: VecDeque<Frame>,
+    /// The receiving end, and whether the sending end has noticed that the stream was replaced.
+    to: Option<End>,
+    is_open: bool,
+}
+
+/// How far a rank is with a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Rank 0 has the initial parameters.
+    Begins,
+    Initialises,
+    /// The parameters are at the hub.
+    Lacks,
+    Pulls,
+    Has(u32),
+    Pushes(u32),
+}
+
+/// A rank that exchanges all chunks, each on its own.
+struct Worker {
+    rank: u32,
+    stages: Vec<Stage>,
+    values: Vec<f32>,
+    /// The first steps of the changes that rank 0 has sent.
+    retuned: Vec<u32>,
+}
+
+struct Job {
+    random: u64,
+    shards: Vec<Shard>,
+    workers: Vec<Worker>,
+    /// By the sending end.
+    ways: BTreeMap<End, Way>,
+    cuts: u32,
+}
+
+impl Job {
+    fn new(composition: &Composition, seed: u64) -> Job {
+        let mut settings = Settings::new(KeyTable::new(vec![Key::new("w", [700])]).unwrap());
+        settings.chunk_bytes = CHUNK_ELEMENTS as u32 * 4;
+        // Nobody sends step 0's rate as a change.
+        let first = Hyperparameters { learning_rate: rate(0), ..Default::default() };
+        settings.optimizer =
+            OptimizerChoice { hyperparameters: Some(first), ..OptimizerChoice::named("sgd") };
+        let plan = |site| plan_at(composition.clone(), site, Stragglers::Wait, settings.clone());
+        let sites = 0..composition.sites.len() as SiteId;
+        let shards: Vec<Shard> = sites.clone().map(|site| Shard::new(plan(site)).unwrap()).collect();
+        let mut ends = Vec::new();
+        let mut workers = Vec::new();
+        for site in sites {
+            let ports = shards[usize::from(site)].plan().ports.clone();
+            for (port, &rank) in (0..).zip(ports.ranks()) {
+                let at = End::Hub { site, port };
+                ends.push((End::Worker(rank), at));
+                let first = if rank == 0 { Stage::Begins } else { Stage::Lacks };
+                workers.push(Worker {
+                    rank,
+                    stages: vec![first; CHUNKS as usize],
+                    values: vec![0.0; CHUNKS as usize],
+                    retuned: Vec::new(),
+                });
+            }
+            for (port, there) in ports.to_sites().filter(|(_, there)| there.side == Side::Above) {
+                let above = &shards[usize::from(there.site)].plan().ports;
+                let its_port = above.of_site(site, 0).expect("the site above expects it");
+                ends.push((End::Hub { site, port }, End::Hub { site: there.site, port: its_port }));
+            }
+        }
+        workers.sort_by_key(|worker| worker.rank);
+        let both = ends.into_iter().flat_map(|(one, other)| [(one, other), (other, one)]);
+        let way = |(from, to)| (from, Way { frames: VecDeque::new(), to: Some(to), is_open: true });
+        Job { random: seed, shards, workers, ways: both.map(way).collect(), cuts: 0 }
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.random;
+        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((mixed ^ mixed >> 31) % bound as u64) as usize
+    }
+
+    fn is_done(&self) -> bool {
+        let is_done = |worker: &Worker| worker.stages.iter().all(|&stage| stage == Stage::Has(STEPS));
+        self.workers.iter().all(is_done)
+    }
+
+    /// Does one thing that can happen, chosen at random; `may_cut` says whether streams may be cut.
+    fn act(&mut self, may_cut: bool) {
+        let ends: Vec<End> = self.ways.keys().copied().collect();
+        let end = ends[self.below(ends.len())];
+        match self.below(if may_cut { 40 } else { 39 }) {
+            0..8 => {
+                let worker = self.below(self.workers.len());
+                self.request(worker);
+            }
+            8..20 => self.send(end),
+            20..38 => self.deliver(end),
+            38 => self.reopen(end),
+            _ => self.cut(end),
+        }
+    }
+
+    /// Loses all frames of a stream. Either end learns of it later.
+    fn cut(&mut self, end: End) {
+        self.cuts += 1;
+        let other = self.ways[&end].to.expect("a stream has two ends");
+        for end in [end, other] {
+            let way = self.ways.get_mut(&end).expect("each end sends");
+            way.frames.clear();
+            way.is_open = false;
+        }
+    }
+
+    /// Has an end go on with the stream that replaces a cut one.
+    fn reopen(&mut self, end: End) {
+        if self.ways[&end].is_open {
+            return;
+        }
+        self.ways.get_mut(&end).expect("each end sends").is_open = true;
+        match end {
+            End::Hub { site, port } => self.shards[usize::from(site)].resume(port),
+            End::Worker(rank) => self.repeat(rank),
+        }
+    }
+
+    /// Moves what a hub has to send onto a stream; the last frame may leave in part.
+    fn send(&mut self, end: End) {
+        let End::Hub { site, port } = end else { return };
+        if !self.ways[&end].is_open {
+            return;
+        }
+        let (chosen, in_part) = (self.below(BATCH_FRAMES), self.below(2));
+        let shard = &mut self.shards[usize::from(site)];
+        let mut picks = [NextFrame::Message; BATCH_FRAMES];
+        let count = shard.pick(port, &mut picks);
+        if count == 0 {
+            return;
+        }
+        let empty = Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] };
+        let mut frames = [empty; BATCH_FRAMES];
+        shard.frames(port, &picks[..count], &mut frames[..count]);
+        let sent: Vec<Frame> =
+            frames[..count].iter().map(|frame| (frame.header, frame.payload.to_vec())).collect();
+        let headers: Vec<Header> = sent.iter().map(|(header, _)| *header).collect();
+        let whole = chosen % (count + 1);
+        let begun = (whole + in_part).min(count);
+        shard.note_sent(port, &picks[..count], &headers, whole, begun);
+        self.ways.get_mut(&end).expect("each end sends").frames.extend(sent.into_iter().take(whole));
+    }
+
+    /// Has the other end take the next frame of a stream, if it has the stream.
+    fn deliver(&mut self, from: End) {
+        let to = self.ways[&from].to.expect("a stream has two ends");
+        if !self.ways[&to].is_open {
+            return;
+        }
+        let Some((header, payload)) = self.ways.get_mut(&from).expect("each end sends").frames.pop_front()
+        else {
+            return;
+        };
+        match to {
+            End::Hub { site, port } => {
+                let shard = &mut self.shards[usize::from(site)];
+                if let Err(fault) = take(shard, port, &header, &payload) {
+                    panic!("{to:?} refuses {header:?} of {from:?}: {}", fault.message("its sender"));
+                }
+            }
+            End::Worker(rank) => self.answered(rank, &header, &payload),
+        }
+    }
+
+    fn answered(&mut self, rank: u32, header: &Header, payload: &[u8]) {
+        let worker = &mut self.workers[rank as usize];
+        let chunk = header.chunk as usize;
+        match (header.operation, worker.stages[chunk]) {
+            (Operation::Heartbeat, _) => {}
+            (Operation::Applied, Stage::Initialises) => worker.stages[chunk] = Stage::Lacks,
+            (Operation::Parameters, stage @ (Stage::Pulls | Stage::Pushes(_))) => {
+                let next = if let Stage::Pushes(step) = stage { step + 1 } else { 0 };
+                assert_eq!(header.step, next, "rank {rank}, chunk {chunk}");
+                let values = floats(payload);
+                assert!(values.iter().all(|value| *value == values[0]), "a torn chunk");
+                (worker.stages[chunk], worker.values[chunk]) = (Stage::Has(next), values[0]);
+            }
+            (operation, stage) => panic!("rank {rank} gets {operation:?} where it is at {stage:?}"),
+        }
+    }
+
+    /// Has a worker make its next request for some chunk, if it waits for none.
+    fn request(&mut self, worker: usize) {
+        let chunk = self.below(CHUNKS as usize) as u32;
+        let Worker { rank, ref mut stages, ref mut retuned, .. } = self.workers[worker];
+        let stage = &mut stages[chunk as usize];
+        let mut frames = Vec::new();
+        *stage = match *stage {
+            Stage::Begins => Stage::Initialises,
+            Stage::Lacks => Stage::Pulls,
+            Stage::Has(step) if step < STEPS => {
+                if rank == 0 && step > 0 && rate(step) != rate(step - 1) && !retuned.contains(&step) {
+                    retuned.push(step);
+                    frames.push(retune(step));
+                }
+                Stage::Pushes(step)
+            }
+            _ => return,
+        };
+        frames.extend(self.due(rank, chunk));
+        self.put(rank, frames);
+    }
+
+    /// The request of a rank for a chunk that is not answered.
+    fn due(&self, rank: u32, chunk: u32) -> Option<Frame> {
+        let elements = if chunk + 1 == CHUNKS { 700 % CHUNK_ELEMENTS } else { CHUNK_ELEMENTS };
+        let of = |operation, step, value| {
+            let payload = wire(&vec![value; elements]);
+            Some((header(operation, chunk, step, &payload), payload))
+        };
+        match self.workers[rank as usize].stages[chunk as usize] {
+            Stage::Initialises => of(Operation::Initialise, 0, start(chunk)),
+            Stage::Pulls => Some((header(Operation::Pull, chunk, 0, &[]), Vec::new())),
+            Stage::Pushes(step) => of(Operation::PushPull, step, gradient(rank, chunk, step)),
+            Stage::Begins | Stage::Lacks | Stage::Has(_) => None,
+        }
+    }
+
+    /// Has a worker send again by a new stream what was not answered.
+    fn repeat(&mut self, rank: u32) {
+        let mut frames: Vec<Frame> =
+            self.workers[rank as usize].retuned.iter().map(|&step| retune(step)).collect();
+        frames.extend((0..CHUNKS).filter_map(|chunk| self.due(rank, chunk)));
+        self.put(rank, frames);
+    }
+
+    fn put(&mut self, rank: u32, frames: Vec<Frame>) {
+        let way = self.ways.get_mut(&End::Worker(rank)).expect("a worker sends");
+        // What is sent while the stream is cut is lost, and repeated.
+        if way.is_open {
+            way.frames.extend(frames);
+        }
+    }
+}
+
+fn retune(step: u32) -> Frame {
+    let next = Hyperparameters { learning_rate: rate(step), ..Default::default() };
+    let payload = next.to_wire().to_vec();
+    (header(Operation::Retune, 0, step, &payload), payload)
+}
+
+fn site(workers: &[u32], parent: Option<SiteId>) -> Site {
+    Site { name: String::new(), hubs: vec![one_core()], workers: workers.to_vec(), parent }
+}
+
+fn compositions() -> Vec<(&'static str, Composition)> {
+    let of = |sites, crossing, optimize_at| Composition { sites, crossing, optimize_at };
+    let peers = || vec![site(&[1, 2], None), site(&[0], None), site(&[3], None)];
+    let tree = || vec![site(&[3], None), site(&[0, 1], Some(0)), site(&[2], Some(1))];
+    let mut all = Vec::new();
+    for optimize_at in [OptimizeAt::EverySite, OptimizeAt::Owner] {
+        all.push(("tree", of(tree(), Crossing::Sharded, optimize_at)));
+        all.push(("sharded", of(peers(), Crossing::Sharded, optimize_at)));
+        all.push(("ring", of(peers(), Crossing::Ring, optimize_at)));
+    }
+    all
+}
+
+#[test]
+fn streams_between_sites_that_are_cut_at_any_moment_change_no_number() {
+    let mut cuts = 0;
+    for (name, composition) in compositions() {
+        for seed in 0..SEEDS {
+            let mut job = Job::new(&composition, seed);
+            let mut acts = 0;
+            while !job.is_done() {
+                // A job whose streams are cut for ever need not end.
+                job.act(acts < 20_000);
+                acts += 1;
+                assert!(acts < 2_000_000, "{name}, seed {seed}: the job is stuck");
+            }
+            for worker in &job.workers {
+                let values: Vec<f32> = (0..CHUNKS).map(expected).collect();
+                assert_eq!(worker.values, values, "{name}, seed {seed}, rank {}", worker.rank);
+            }
+            cuts += job.cuts;
+        }
+    }
+    assert!(cuts > 2_000, "{cuts} cuts only");
+}
