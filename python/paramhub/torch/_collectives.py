@@ -290,6 +290,10 @@ class Group:
         """Returns the reason why the group has failed, or None."""
         return self._failure or self._mesh.failure()
 
+    def is_idle(self) -> bool:
+        """Returns whether all operations of this rank have ended."""
+        return self._watchdog.wait(0.0)
+
     def leave(self, *, abandon: bool = False) -> None:
         """Waits for operations under way and leaves. With ``abandon`` it does not wait, and the other ranks' operations fail."""
         failures = self.world.failures

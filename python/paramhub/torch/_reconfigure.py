@@ -7,6 +7,7 @@ becomes rank 0: that of `init_process_group` may have ended with the process tha
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 import socket
@@ -26,16 +27,19 @@ from paramhub.torch._hosts import own_address_toward
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment, group_member_assignment
-from paramhub.torch._rendezvous import allgather_json, format_ranks, store_address
+from paramhub.torch._rendezvous import allgather_json, format_ranks, store_address, wait_for_keys
 from paramhub.torch._shutdown import run_with_timeout
 
 HOW = (
     "collect torch.distributed._get_reconfigure_handle() of every process that is to take part, and call "
     "torch.distributed._reconfigure(uuid, handles).wait() with the same arguments in all of them"
 )
-LEAVE_TIMEOUT = 10.0
+QUIET_GRACE = 1.0
+"""Seconds that the others have to come before connections end over which nothing is under way here: they may still be about to
+get the result of a collective that has ended here."""
+OLD_WORLD_TIMEOUT = 10.0
 """Seconds that the old connections may take to end. Their store may be on a host that has no power."""
-_DIAL_TIMEOUT = 10.0
+DIAL_TIMEOUT = 10.0
 """Seconds in which the process that becomes rank 0 must take a connection. It listens since before it gave its handle."""
 _LATEST = 10**9 - 1
 _IDENTITY = "process"
@@ -56,9 +60,7 @@ class Handle:
     port: int
 
     def __str__(self) -> str:
-        return (
-            f"paramhub-1:{_LATEST - self.connected:09d}:{self.rank:09d}:{self.token}:{self.port}:{self.address}"
-        )
+        return f"paramhub-1:{_LATEST - self.connected:09d}:{self.rank:09d}:{self.token}:{self.port}:{self.address}"
 
     @classmethod
     def parse(cls, text: str) -> Handle:
@@ -153,19 +155,25 @@ class Connection:
             handles = [Handle.parse(text) for text in texts]
             rank = self._rank_among(handles)
             if uuid in self._uuids:
-                raise MisuseError(f"uuid {uuid} was used before: give each reconfigure another one, the same in all processes")
+                raise MisuseError(
+                    f"uuid {uuid} was used before: give each reconfigure another one, the same in all processes"
+                )
             self._uuids.add(uuid)
             seconds = self.group.timeout
-            self._end(seconds, f": it is being reconfigured with uuid {uuid}")
+            self._disconnect(seconds, f": it is being reconfigured with uuid {uuid}")
             try:
-                self._connect(uuid, texts, handles, rank, seconds if timeout is None else timeout)
+                group = self._connect(uuid, handles, rank, seconds if timeout is None else timeout)
             except BaseException as error:
+                self._end_world()
                 problem = " ".join(str(error).split())
-                self._end(seconds, f", because the reconfigure with uuid {uuid} has failed ({problem})")
+                self._disconnect(
+                    seconds, f", because the reconfigure with uuid {uuid} has failed ({problem})"
+                )
                 raise
-            assert isinstance(self.group, Group)
-            self.group.timeout = seconds
-            self.group.world.set_timeout(seconds)
+            assert self.torch_store is not None
+            self.torch_store.set_timeout(timedelta(seconds=seconds))
+            group.timeout = seconds
+            group.world.set_timeout(seconds)
             self._connected += 1
         finally:
             self._lock.release()
@@ -181,31 +189,47 @@ class Connection:
             )
         if len(set(tokens)) < len(tokens):
             twice = next(at for at, token in enumerate(tokens) if token in tokens[:at])
-            raise MisuseError(f"the handle at position {twice} stands there twice: give each process's handle once")
+            raise MisuseError(
+                f"the handle at position {twice} stands there twice: give each process's handle once"
+            )
         return tokens.index(own)
 
-    def _connect(self, uuid: int, texts: list[str], handles: list[Handle], rank: int, timeout: float) -> None:
+    def _connect(self, uuid: int, handles: list[Handle], rank: int, timeout: float) -> Group:
         deadline = time.monotonic() + timeout
+        first = handles[0]
+        try:
+            assert self._listener is not None
+            of_rank_0 = self._listener.store if rank == 0 else _dial(first, rank, timeout)
+            return self._meet(uuid, handles, rank, of_rank_0, deadline)
+        except dist.DistError as error:
+            raise _no_answer(first, rank, error) from None
 
+    def _meet(
+        self, uuid: int, handles: list[Handle], rank: int, of_rank_0: dist.Store, deadline: float
+    ) -> Group:
         def left() -> float:
-            return max(0.001, deadline - time.monotonic())
+            return max(0.1, round(deadline - time.monotonic(), 1))
 
-        assert self._listener is not None
         first, size = handles[0], len(handles)
-        of_rank_0 = self._listener.store if rank == 0 else _dial(first, rank, left())
         store = dist.PrefixStore(f"paramhub/{uuid}", of_rank_0)
-        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+        ranks = hashlib.sha256("\n".join(handle.token for handle in handles).encode()).hexdigest()
         torch_groups = dist.distributed_c10d._world
-        came = allgather_json(
+        came = {"ranks": ranks, "groups": torch_groups.group_count}
+        world = _initialization.current()
+        if world is not None and world.is_quiet():
+            store.set(f"came/{rank}", json.dumps(came))
+            wait_for_keys(store, [f"came/{other}" for other in range(size)], min(QUIET_GRACE, left()))
+        self._end_world()
+        all_came = allgather_json(
             store,
             "came",
-            [digest, torch_groups.group_count],
+            came,
             rank,
             size,
             left(),
             f"do they reconfigure with uuid {uuid} and these handles?",
         )
-        if different := [other for other, (its, _) in enumerate(came) if its != digest]:
+        if different := [other for other, its in enumerate(all_came) if its["ranks"] != ranks]:
             raise MisuseError(
                 f"rank {rank}: {format_ranks(different)} of {size} reconfigured with other handles: give the same ones, in the "
                 "same order, to all processes"
@@ -213,14 +237,15 @@ class Connection:
         master = (first.address, first.port)
         assignment = RankAssignment(rank, size, None, None, "torch.distributed", master)
         world = _initialization.establish_anew(assignment, store, Options(timeout=left()))
-        self._subgroups = {}
         self.store = dist.PrefixStore("group", store)
-        self.group = Group(f"default-{uuid}", world, self.store, timeout=left())
-        self.rank, self.size = rank, size
+        group = Group(f"default-{uuid}", world, self.store, timeout=left())
+        self.rank, self.size, self.group = rank, size, group
+        self._subgroups = {}
         # torch names other groups by this number, and the members of groups of other backends meet under their names.
-        torch_groups.group_count = max(count for _, count in came)
+        torch_groups.group_count = max(its["groups"] for its in all_came)
         self.torch_store = dist.PrefixStore(f"torch/{uuid}", of_rank_0.clone())
         self._changed(self)
+        return group
 
     def subgroup(self, members: Sequence[int]) -> tuple[str, dist.Store]:
         """A name for another group among the ranks, the same in all of its members, and where these meet. torch's own names
@@ -241,43 +266,54 @@ class Connection:
         _initialization.await_reconfigure(None)
         self._listener = None
 
-    def _end(self, timeout: float, why: str) -> None:
-        """Ends the connections, whose operations fail at once in all processes, and refuses others."""
-        world = _initialization.current()
+    def _disconnect(self, timeout: float, why: str) -> None:
+        """Refuses operations from now on."""
         self.group = Unconnected(timeout, why)
         self._changed(self)
+
+    def _end_world(self) -> None:
+        """Ends the present connections. Operations under way fail at once, in all processes."""
+        world = _initialization.current()
         if world is None:
             return
-        world.give_up_groups(f"rank {self.rank} has ended these connections, to reconfigure the process group")
-        if not run_with_timeout(LEAVE_TIMEOUT, lambda: _initialization.shutdown(abandon=True)):
-            log(f"rank {self.rank}: the old connections have not ended within {LEAVE_TIMEOUT:g} s, and are left alone")
+        world.give_up_groups(
+            f"rank {world.rank} has ended these connections, to reconfigure the process group"
+        )
+        if not run_with_timeout(OLD_WORLD_TIMEOUT, lambda: _initialization.shutdown(abandon=True)):
+            log(
+                f"rank {world.rank}: the old connections have not ended within {OLD_WORLD_TIMEOUT:g} s, and are left alone"
+            )
 
 
 def _dial(first: Handle, rank: int, timeout: float) -> dist.Store:
     """The store of the process that becomes rank 0."""
-    where = f"{first.address}:{first.port}"
     try:
         # Unlike torch's own attempt, this one ends at once if nobody listens.
-        socket.create_connection((first.address, first.port), min(timeout, _DIAL_TIMEOUT)).close()
+        socket.create_connection((first.address, first.port), min(timeout, DIAL_TIMEOUT)).close()
         store = dist.TCPStore(
-            first.address, first.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+            first.address,
+            first.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
         )
-        is_it = store.check([_IDENTITY]) and store.get(_IDENTITY).decode() == first.token
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-    else:
-        if is_it:
-            return store
-        reason = "another process listens there"
-    near = first.address in ("127.0.0.1", "::1")
+    except OSError as error:
+        raise _no_answer(first, rank, error) from None
+    if not store.check([_IDENTITY]) or store.get(_IDENTITY).decode() != first.token:
+        raise _no_answer(first, rank, "another process listens there")
+    return store
+
+
+def _no_answer(first: Handle, rank: int, problem: object) -> ConnectError:
+    is_loopback = first.address in ("127.0.0.1", "::1")
     advice = (
         "; for processes on several hosts call init_process_group with a store or a MASTER_ADDR that leads to the network"
-        if near
+        if is_loopback
         else ""
     )
-    raise ConnectError(
-        f"rank {rank}: the process that is to be rank 0 does not answer at {where} ({reason}): if it has ended, reconfigure "
-        f"without its handle{advice}"
+    return ConnectError(
+        f"rank {rank}: the process that is to be rank 0 does not answer at {first.address}:{first.port} "
+        f"({str(problem).splitlines()[0]}): if it has ended, reconfigure without its handle{advice}"
     )
 
 

@@ -171,6 +171,10 @@ class World:
         if group in self._groups:
             self._groups.remove(group)
 
+    def is_quiet(self) -> bool:
+        """Returns whether no group has failed, and no group's operation is under way."""
+        return all(group.failure() is None and group.is_idle() for group in self._groups)
+
     def give_up_groups(self, reason: str) -> None:
         """Fails all groups, in every rank: operations under way and all later ones raise an error with this reason."""
         for group in self._groups:

@@ -168,6 +168,11 @@ if HAS_BACKENDS:
             return self._options
 
         @property
+        def supports_reconfigure(self) -> bool:
+            # In torch 2.15 the base class's property of a Python backend calls itself without end.
+            return False
+
+        @property
         def supports_coalescing(self) -> bool:
             # Operations are issued one by one anyway, and without coalescing each has a result of its own.
             return False

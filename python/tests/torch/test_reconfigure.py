@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -148,3 +149,322 @@ def test_ranks_go_on_without_a_lost_one_and_with_a_newcomer(team: Team, victim: 
     assert results[victim] == Died(-signal.SIGKILL)
     for rank in {0, 1, 2} - {victim}:
         assert str(victim) in results[rank], results[rank]
+
+
+def go_on_training(rank: Rank) -> list[torch.Tensor]:
+    """The loop of docs/recovery.md."""
+    begin(rank, 3)
+    model, step, members = network(), 0, [0, 1, 2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    while step < 10:
+        dist._reconfigure(len(members), exchange(rank, len(members), members)).wait()
+        step = paramhub.torch.broadcast_object(step)
+        paramhub.torch.broadcast_optimizer_state(optimizer)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        try:
+            while step < 10:
+                if step == 5 and len(members) == 3:
+                    rank.mark(f"{rank.rank}-is-at-5")
+                    if rank.rank == 0:
+                        rank.await_mark("1-is-at-5")
+                        rank.await_mark("2-is-at-5")
+                        os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                inputs, labels = batch(step, dist.get_rank())
+                F.cross_entropy(ddp(inputs), labels).backward()
+                optimizer.step()
+                step += 1
+        except paramhub.JobFailedError:
+            members = [1, 2]
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_loop_goes_on_at_the_step_in_which_a_rank_was_lost(team: Team) -> None:
+    _, first, second = team(go_on_training, ranks=3, dies=(0,))
+    alone = network()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for step in range(10):
+        optimizer.zero_grad()
+        size = 3 if step < 5 else 2
+        for member in range(size):
+            inputs, labels = batch(step, member)
+            (F.cross_entropy(alone(inputs), labels) / size).backward()
+        optimizer.step()
+    check_same(first, list(alone.parameters()))
+    assert all(torch.equal(own, other) for own, other in zip(first, second, strict=True))
+
+
+def keep_ddp(rank: Rank) -> list[torch.Tensor]:
+    begin(rank, 3)
+    connect(rank, 10, [0, 1, 2])
+    model = DistributedDataParallel(network(), bucket_cap_mb=1)
+    train(model)
+    if rank.rank == 0:
+        # The one that had the hub and the store leaves.
+        dist.destroy_process_group()
+        return []
+    connect(rank, 20, [2, 1])
+    alone, own = network(), [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter, value in zip(alone.parameters(), own, strict=True):
+            parameter.copy_(value)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        for member in range(2):
+            inputs, labels = batch(step, member)
+            (F.cross_entropy(alone(inputs), labels) / 2).backward()
+        optimizer.step()
+    ours = train(model)
+    check_same(ours, list(alone.parameters()))
+    return ours
+
+
+def test_ddp_stays_where_no_backward_pass_has_failed(team: Team) -> None:
+    _, first, second = team(keep_ddp, ranks=3)
+    assert all(torch.equal(own, other) for own, other in zip(first, second, strict=True))
+
+
+def shard_anew(rank: Rank) -> None:
+    if rank.rank == 2:
+        begin_alone()
+    else:
+        begin(rank, 2)
+        connect(rank, 10, [0, 1])
+        # The newcomer has made fewer groups than the others.
+        dist.new_group([0, 1])
+        fully_shard(network(), mesh=init_device_mesh("cpu", (2,)))
+    connect(rank, 20, [0, 1, 2])
+    model, alone = network(), network()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    train(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        for member in range(3):
+            inputs, labels = batch(step, member)
+            (F.cross_entropy(alone(inputs), labels) / 3).backward()
+        optimizer.step()
+    check_same([parameter.full_tensor() for parameter in model.parameters()], list(alone.parameters()))
+    pair = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        tensor = torch.ones(LARGE)
+        dist.all_reduce(tensor, group=pair)
+        assert tensor[0].item() == 2.0
+    dist.destroy_process_group()
+
+
+def test_fsdp_and_subgroups_among_the_new_ranks(team: Team) -> None:
+    team(shard_anew, ranks=3)
+
+
+def end_operations(rank: Rank) -> None:
+    begin(rank, 2)
+    connect(rank, 10, [0, 1])
+    pair = dist.new_group([0, 1])
+    if rank.rank == 0:
+        for group in (None, pair):
+            dist.all_reduce(torch.ones(LARGE), group=group)
+        works = [
+            dist.all_reduce(torch.ones(elements), group=group, async_op=True)
+            for group in (None, pair)
+            for elements in (SMALL, LARGE)
+        ]
+        raised: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                works[0].wait()
+            except RuntimeError as error:
+                raised.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        connect(rank, 20, [0, 1])
+        waiting.join()
+        for error in [*raised, *(work.exception() for work in works)]:
+            assert "to reconfigure the process group" in str(error), error
+    else:
+        for group in (None, pair):
+            dist.all_reduce(torch.ones(LARGE), group=group)
+        connect(rank, 20, [0, 1])
+    with pytest.raises(RuntimeError, match="to reconfigure the process group"):
+        dist.all_reduce(torch.ones(SMALL), group=pair)
+    dist.destroy_process_group()
+
+
+def test_operations_under_way_end_and_old_subgroups_refuse(team: Team) -> None:
+    team(end_operations, ranks=2)
+
+
+def order_by_set(rank: Rank) -> None:
+    if rank.rank == 2:
+        begin_alone()
+    else:
+        begin(rank, 2)
+        connect(rank, 10, [1, 0])
+    assert dist._supports_reconfigure()
+    handles = exchange(rank, 20, [0, 1, 2])
+    dist._reconfigure(20, set(handles)).wait()
+    # Those that were connected before keep their order, and the newcomer comes after them.
+    check([1, 0, 2][rank.rank], 3)
+    if rank.rank > 0:
+        # A handle of before stands for the same process.
+        handles[rank.rank] = dist._get_reconfigure_handle()
+        dist._reconfigure(30, [handles[2], handles[1]]).wait()
+        check([2, 1].index(rank.rank), 2)
+        dist._reconfigure(40 + rank.rank, [dist._get_reconfigure_handle()]).wait()
+        check(0, 1)
+
+
+def test_a_set_keeps_the_ranks_of_those_that_stay(team: Team) -> None:
+    team(order_by_set, ranks=3)
+
+
+def misuse(rank: Rank) -> None:
+    with pytest.raises(MisuseError, match=r"init_process_group\("):
+        dist.init_process_group(
+            "cpu:paramhub,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True
+        )
+    begin(rank, 2)
+    for refused in (
+        lambda: dist.all_reduce(torch.ones(SMALL)),
+        lambda: dist.barrier(),
+        lambda: dist.monitored_barrier(),
+        lambda: dist.all_gather_object([None, None], 1),
+        lambda: dist.new_group([0, 1]),
+        lambda: DistributedDataParallel(network()),
+        lambda: paramhub.torch.init(),
+    ):
+        with pytest.raises(MisuseError, match=r"not connected.*_get_reconfigure_handle.*_reconfigure"):
+            refused()
+    own = dist._get_reconfigure_handle()
+    other = own.replace(own.split(":")[3], "0" * 32)
+    for handles, message in (
+        (["gloo:0:-1:0:127.0.0.1:1"], "no handle of this backend"),
+        ([other], "is not among those"),
+        ([own, own], "position 1 stands there twice"),
+        ([], "is not among those"),
+    ):
+        with pytest.raises(MisuseError, match=message):
+            dist._reconfigure(1, handles)
+    connect(rank, 10, [0, 1])
+    handles = exchange(rank, 20, [0, 1])
+    with pytest.raises(MisuseError, match="uuid 10 was used before"):
+        dist._reconfigure(10, handles)
+    # A refusal ends nothing.
+    check(rank.rank, 2)
+    if rank.rank == 0:
+        handles = [handles[0], own.replace(own.split(":")[3], "0" * 32)]
+    with pytest.raises(MisuseError, match=r"rank . of 2 reconfigured with other handles"):
+        dist._reconfigure(20, handles)
+    with pytest.raises(
+        MisuseError, match=r"the reconfigure with uuid 20 has failed.*_get_reconfigure_handle"
+    ):
+        dist.barrier()
+    connect(rank, 30, [0, 1])
+    dist.destroy_process_group()
+    paramhub.torch.init(rank=0, size=1, store=dist.HashStore())
+    with pytest.raises(MisuseError, match="leave it out"):
+        begin_alone()
+
+
+def test_misuse_is_refused(team: Team) -> None:
+    team(misuse, ranks=2)
+
+
+def miss_processes(rank: Rank) -> None:
+    begin(rank, 3)
+    connect(rank, 10, [0, 1, 2])
+    handles = exchange(rank, 20, [0, 1, 2])
+    if rank.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await_end = time.monotonic() + 60
+    while time.monotonic() < await_end:
+        with pytest.raises(ConnectError) as failed:
+            dist._reconfigure(int(time.monotonic_ns()), handles, timeout=timedelta(seconds=1))
+        if "reconfigure without its handle" in str(failed.value):
+            break
+    assert "is to be rank 0 does not answer" in str(failed.value)
+    if rank.rank == 1:
+        with pytest.raises(ConnectError, match=r"rank 1 of 2 did not arrive within 1 s.*with uuid 25"):
+            dist._reconfigure(25, handles[1:], timeout=timedelta(seconds=1))
+        rank.mark("missed")
+    rank.await_mark("missed")
+    dist._reconfigure(30, handles[1:]).wait()
+    check(rank.rank - 1, 2)
+
+
+def test_processes_that_do_not_come_are_named(team: Team) -> None:
+    assert team(miss_processes, ranks=3, dies=(0,))[0] == Died(-signal.SIGKILL)
+
+
+def show_the_store(rank: Rank) -> list[str]:
+    texts: list[str] = []
+    set_text = dist.Store.set
+
+    def record(store: dist.Store, key: str, text: str) -> None:
+        texts.append(text)
+        set_text(store, key, text)
+
+    begin(rank, 2)
+    dist.PrefixStore.set = record
+    connect(rank, 10, [0, 1])
+    dist.destroy_process_group()
+    return texts
+
+
+def test_the_secret_is_agreed_on_as_without_reconfigure(team: Team) -> None:
+    texts = [text for its in team(show_the_store, ranks=2) for text in its]
+    # See test_run_secret.py.
+    assert [json.loads(text)["from"] for text in texts if text.startswith('{"from"')] == ["memory"]
+    # The hub's URL and token, and the ticket of the job that sums.
+    assert sum(text.startswith("sealed:") for text in texts) == 2
+    assert not any("http" in text for text in texts)
+
+
+def train_with_the_hub(rank: Rank) -> None:
+    begin(rank, 3)
+    connect(rank, 10, [0, 1, 2])
+    assert paramhub.torch.size() == 3
+    optimizer = paramhub.torch.HubOptimizer(network(), paramhub.SGD(lr=0.05))
+    if rank.rank == 0:
+        rank.await_mark("1-trains")
+        rank.await_mark("2-trains")
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.mark(f"{rank.rank}-trains")
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    connect(rank, 20, [1, 2])
+    assert (paramhub.torch.rank(), paramhub.torch.size()) == (rank.rank - 1, 2)
+    del optimizer
+    model = network()
+    optimizer = paramhub.torch.HubOptimizer(model, paramhub.SGD(lr=0.05))
+    for step in range(5):
+        optimizer.zero_grad()
+        inputs, labels = batch(step, dist.get_rank())
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    hooked = DistributedDataParallel(network())
+    hooked.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+    check_same([parameter.detach() for parameter in model.parameters()], train(hooked))
+    optimizer.close()
+
+
+def test_hub_optimizer_and_hook_are_made_anew(team: Team) -> None:
+    team(train_with_the_hub, ranks=3, dies=(0,))
+
+
+def begin_as_ever(rank: Rank) -> None:
+    begin_with = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("paramhub", **begin_with)
+    assert not dist._supports_reconfigure()
+    dist.all_reduce(torch.ones(SMALL))
+    dist.destroy_process_group()
+
+
+def test_without_the_option_nothing_changes(team: Team) -> None:
+    team(begin_as_ever, ranks=1)
