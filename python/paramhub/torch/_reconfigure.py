@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from paramhub.errors import ConnectError, MisuseError
-from paramhub.torch import _initialization
+from paramhub.torch import _initialization, _watchdog
 from paramhub.torch._collectives import Group
 from paramhub.torch._hosts import own_address_toward
 from paramhub.torch._log import log
@@ -161,6 +161,9 @@ class Connection:
             self._uuids.add(uuid)
             seconds = self.group.timeout
             self._disconnect(seconds, f": it is being reconfigured with uuid {uuid}")
+            world = _initialization.current()
+            if world is not None and not world.is_quiet():
+                self._end_world()
             try:
                 group = self._connect(uuid, handles, rank, seconds if timeout is None else timeout)
             except BaseException as error:
@@ -215,8 +218,7 @@ class Connection:
         ranks = hashlib.sha256("\n".join(handle.token for handle in handles).encode()).hexdigest()
         torch_groups = dist.distributed_c10d._world
         came = {"ranks": ranks, "groups": torch_groups.group_count}
-        world = _initialization.current()
-        if world is not None and world.is_quiet():
+        if _initialization.current() is not None:
             store.set(f"came/{rank}", json.dumps(came))
             wait_for_keys(store, [f"came/{other}" for other in range(size)], min(QUIET_GRACE, left()))
         self._end_world()
@@ -279,6 +281,7 @@ class Connection:
         world.give_up_groups(
             f"rank {world.rank} has ended these connections, to reconfigure the process group"
         )
+        _watchdog.replace_thread()
         if not run_with_timeout(OLD_WORLD_TIMEOUT, lambda: _initialization.shutdown(abandon=True)):
             log(
                 f"rank {world.rank}: the old connections have not ended within {OLD_WORLD_TIMEOUT:g} s, and are left alone"
@@ -287,9 +290,10 @@ class Connection:
 
 def _dial(first: Handle, rank: int, timeout: float) -> dist.Store:
     """The store of the process that becomes rank 0."""
-    try:
-        # Unlike torch's own attempt, this one ends at once if nobody listens.
-        socket.create_connection((first.address, first.port), min(timeout, DIAL_TIMEOUT)).close()
+    deadline = time.monotonic() + timeout
+    stores: list[dist.Store] = []
+
+    def connect() -> None:
         store = dist.TCPStore(
             first.address,
             first.port,
@@ -297,11 +301,21 @@ def _dial(first: Handle, rank: int, timeout: float) -> dist.Store:
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout),
         )
+        if store.check([_IDENTITY]) and store.get(_IDENTITY).decode() == first.token:
+            stores.append(store)
+
+    try:
+        # Unlike torch's own attempt, this one ends at once if nobody listens.
+        socket.create_connection((first.address, first.port), min(timeout, DIAL_TIMEOUT)).close()
+        # torch waits without end for a process that has stopped.
+        has_ended = run_with_timeout(max(0.0, deadline - time.monotonic()), connect)
     except OSError as error:
         raise _no_answer(first, rank, error) from None
-    if not store.check([_IDENTITY]) or store.get(_IDENTITY).decode() != first.token:
+    if not has_ended:
+        raise _no_answer(first, rank, f"it has said nothing for {timeout:g} s")
+    if not stores:
         raise _no_answer(first, rank, "another process listens there")
-    return store
+    return stores[0]
 
 
 def _no_answer(first: Handle, rank: int, problem: object) -> ConnectError:

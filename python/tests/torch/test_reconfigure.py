@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paramhub.torch
 from paramhub.errors import ConnectError, MisuseError
+from paramhub.torch import _watchdog
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure") or not paramhub.torch.backend.HAS_BACKENDS,
@@ -298,6 +300,83 @@ def end_operations(rank: Rank) -> None:
 
 def test_operations_under_way_end_and_old_subgroups_refuse(team: Team) -> None:
     team(end_operations, ranks=2)
+
+
+def meet_nobody(rank: Rank) -> None:
+    begin(rank, 2)
+    connect(rank, 10, [0, 1])
+    if rank.rank == 1:
+        rank.await_mark("failed")
+        return
+    work = dist.all_reduce(torch.ones(LARGE), async_op=True)
+    order: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="to reconfigure the process group"):
+            work.wait()
+        order.append("the operation")
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    own = dist._get_reconfigure_handle()
+    # It takes connections, and says nothing.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        parts = own.split(":")
+        mute = ":".join([*parts[:3], "0" * 32, str(silent.getsockname()[1]), parts[5]])
+        with pytest.raises(ConnectError, match="has said nothing for 3 s"):
+            dist._reconfigure(20, [mute, own], timeout=timedelta(seconds=3))
+        order.append("the reconfigure")
+    waiting.join()
+    assert order == ["the operation", "the reconfigure"]
+    rank.mark("failed")
+
+
+def test_operations_end_before_a_silent_rank_0_is_given_up(team: Team) -> None:
+    team(meet_nobody, ranks=2)
+
+
+class Endless:
+    """A work whose request does not end."""
+
+    @property
+    def handles(self) -> tuple[Endless]:
+        return (self,)
+
+    def done(self) -> bool:
+        return False
+
+    def awaited_ranks(self) -> list[int]:
+        return [1]
+
+
+class Stopped:
+    """The store of a process that has stopped."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+
+    def set(self, key: str, text: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        self.is_asked.set()
+        threading.Event().wait()
+        raise AssertionError
+
+
+def watch_on(rank: Rank) -> None:
+    store, found = Stopped(), threading.Event()
+    old = _watchdog.Watchdog("old", 0, 2, store, lambda: None, lambda *_: None)
+    old.add_collective("allreduce", None, Endless(), 0.0)
+    assert store.is_asked.wait(60)
+    _watchdog.replace_thread()
+    new = _watchdog.Watchdog("new", 0, 2, store, lambda: RuntimeError("lost"), lambda *_: found.set())
+    new.add_collective("allreduce", None, Endless(), 60.0)
+    assert found.wait(60)
+
+
+def test_new_operations_are_watched_while_an_old_store_says_nothing(team: Team) -> None:
+    team(watch_on, ranks=1)
 
 
 def order_by_set(rank: Rank) -> None:
