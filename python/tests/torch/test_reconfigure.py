@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -159,11 +160,12 @@ def go_on_training(rank: Rank) -> list[torch.Tensor]:
     model, step, members = network(), 0, [0, 1, 2]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     while step < 10:
-        dist._reconfigure(len(members), exchange(rank, len(members), members)).wait()
-        step = paramhub.torch.broadcast_object(step)
-        paramhub.torch.broadcast_optimizer_state(optimizer)
-        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        handles = exchange(rank, len(members), members)
         try:
+            dist._reconfigure(len(members), handles).wait()
+            step = paramhub.torch.broadcast_object(step)
+            paramhub.torch.broadcast_optimizer_state(optimizer)
+            ddp = DistributedDataParallel(model, bucket_cap_mb=1)
             while step < 10:
                 if step == 5 and len(members) == 3:
                     rank.mark(f"{rank.rank}-is-at-5")
@@ -176,7 +178,7 @@ def go_on_training(rank: Rank) -> list[torch.Tensor]:
                 F.cross_entropy(ddp(inputs), labels).backward()
                 optimizer.step()
                 step += 1
-        except paramhub.JobFailedError:
+        except (paramhub.JobFailedError, paramhub.ConnectError):
             members = [1, 2]
     return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -194,6 +196,81 @@ def test_a_loop_goes_on_at_the_step_in_which_a_rank_was_lost(team: Team) -> None
         optimizer.step()
     check_same(first, list(alone.parameters()))
     assert all(torch.equal(own, other) for own, other in zip(first, second, strict=True))
+
+
+FIRST, KILLS = 3, 4
+
+
+def plan(seed: int) -> tuple[list[list[int]], list[int]]:
+    """The members of each round, and who is killed in each but the last. In the place of each comes another."""
+    chance, rounds, victims = random.Random(seed), [list(range(FIRST))], []
+    for kill in range(KILLS):
+        victims.append(chance.choice(rounds[-1]))
+        rounds.append([member for member in rounds[-1] if member != victims[-1]] + [FIRST + kill])
+    return rounds, victims
+
+
+def survive(rank: Rank, seed: int) -> tuple[int, list[torch.Tensor]]:
+    rounds, victims = plan(seed)
+    if rank.rank == rank.size - 1:
+        chance = random.Random(seed + 1)
+        for number, victim in enumerate(victims):
+            if number % 2 == 0:
+                for member in rounds[number]:
+                    rank.await_mark(f"{member}-trains-{number}")
+            else:
+                # It dies while it connects, or soon after.
+                await_file(rank.folder / f"handle-{number}-{victim}", 60)
+            time.sleep(chance.uniform(0, 0.1 if number % 2 else 0.4))
+            os.kill(int((rank.folder / f"process-{victim}").read_text()), signal.SIGKILL)
+            rank.mark(f"{victim}-is-lost")
+        return 0, []
+    (rank.folder / f"process-{rank.rank}").write_text(str(os.getpid()))
+    rank.mark(f"{rank.rank}-is-there")
+    for other in range(rank.size - 1):
+        rank.await_mark(f"{other}-is-there")
+    if rank.rank < FIRST:
+        begin(rank, FIRST)
+    else:
+        rank.await_mark(f"{victims[rank.rank - FIRST]}-is-lost")
+        begin_alone()
+    model, step, last = network(), 0, None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for number, members in enumerate(rounds):
+        if rank.rank not in members:
+            continue
+        try:
+            handles = exchange(rank, number, members)
+            limit = timedelta(seconds=3 if number % 2 else 60)
+            dist._reconfigure(number, handles, timeout=limit).wait()
+            step = paramhub.torch.broadcast_object(step)
+            paramhub.torch.broadcast_optimizer_state(optimizer)
+            ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+            if number == KILLS:
+                last = step + 5
+            while step != last:
+                optimizer.zero_grad()
+                inputs, labels = batch(step, dist.get_rank())
+                F.cross_entropy(ddp(inputs), labels).backward()
+                optimizer.step()
+                step += 1
+                rank.mark(f"{rank.rank}-trains-{number}")
+        except (paramhub.JobFailedError, paramhub.ConnectError) as error:
+            print(f"round {number}: {type(error).__name__}: {error}")
+            rank.await_mark(f"{victims[number]}-is-lost")
+    dist.destroy_process_group()
+    return step, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_ranks_that_die_at_any_moment_are_replaced(team: Team) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rounds, victims = plan(seed)
+    results = team(survive, seed, ranks=FIRST + KILLS + 1, dies=victims, timeout=240)
+    (step, first), *others = [results[member] for member in rounds[-1]]
+    for its_step, its in others:
+        assert its_step == step > 5
+        assert all(torch.equal(own, other) for own, other in zip(first, its, strict=True))
 
 
 def keep_ddp(rank: Rank) -> list[torch.Tensor]:
