@@ -330,6 +330,7 @@ class Group:
         self._failure = JobFailedError(message)
         self._failure.culprit = culprit
         self._watchdog.fail(message, culprit)
+        self._watchdog.close()
         self._sums.fail(message, culprit)
         self._mesh.abort(message)
 

@@ -148,7 +148,8 @@ _thread: threading.Thread | None = None
 
 
 def replace_thread() -> None:
-    """Has another thread do the checks. The present one may wait without end in the store of a process that has stopped."""
+    """Has another thread do the checks. The present one may wait without end in the store of a process that has stopped, which
+    no watchdog that is not closed should ask again."""
     global _thread
     if _thread is not None:
         _thread = None

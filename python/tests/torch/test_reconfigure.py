@@ -446,6 +446,7 @@ def watch_on(rank: Rank) -> None:
     old = _watchdog.Watchdog("old", 0, 2, store, lambda: None, lambda *_: None)
     old.add_collective("allreduce", None, Endless(), 0.0)
     assert store.is_asked.wait(60)
+    old.close()
     _watchdog.replace_thread()
     new = _watchdog.Watchdog("new", 0, 2, store, lambda: RuntimeError("lost"), lambda *_: found.set())
     new.add_collective("allreduce", None, Endless(), 60.0)
