@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.utils.data import Sampler
 
 from paramhub.errors import MisuseError
 from paramhub.torch import _initialization, _rewinding
@@ -120,7 +121,7 @@ def run(
     return wrapped
 
 
-class ElasticSampler(torch.utils.data.Sampler[int]):
+class ElasticSampler(Sampler[int]):
     """Divides a data set among the ranks, and after a restart what is left of it in the epoch. As a value of a `TorchState` it
     goes back with it.
 
