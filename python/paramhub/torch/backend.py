@@ -167,9 +167,14 @@ if HAS_BACKENDS:
         def options(self) -> Any:
             return self._options
 
+        # In torch 2.15 the base class's properties of a Python backend call themselves without end.
+
         @property
         def supports_reconfigure(self) -> bool:
-            # In torch 2.15 the base class's property of a Python backend calls itself without end.
+            return False
+
+        @property
+        def supports_window(self) -> bool:
             return False
 
         @property

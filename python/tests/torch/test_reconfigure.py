@@ -618,7 +618,7 @@ def test_hub_optimizer_and_hook_are_made_anew(team: Team) -> None:
 def begin_as_ever(rank: Rank) -> None:
     begin_with = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("paramhub", **begin_with)
-    assert not dist._supports_reconfigure()
+    assert not dist._supports_reconfigure() and not dist._supports_window()
     dist.all_reduce(torch.ones(SMALL))
     dist.destroy_process_group()
 
