@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramhub.torch import backend, trace
+from paramhub.torch import backend, elastic, trace
 from paramhub.torch._initialization import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from paramhub.torch._program_state import State
 from paramhub.torch._reductions import Average, Compression, Max, Min, Product, Sum
@@ -60,6 +60,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
     "hub_hook",
     "init",
     "is_initialized",

@@ -76,17 +76,17 @@ class Group:
         self.rank = self.members.index(world.rank)
         self.size = len(self.members)
         self.timeout = timeout
-        self._world = world
+        self.world = world
         self._mesh = self._connect(store)
         self._sums = HubSums(name, world, self.members)
         self._failure: JobFailedError | None = None
         watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
-        self._watchdog = Watchdog(name, self.rank, self.size, watched, self._mesh.failure, self._give_up)
+        self._watchdog = Watchdog(name, self.rank, self.size, watched, self._mesh.failure, self.give_up)
         self.spans = Spans(self.members)
         world.add_group(self)
 
     def _connect(self, store: dist.Store) -> _native.Mesh:
-        listener = _native.MeshListener(self._world.own_address())
+        listener = _native.MeshListener(self.world.own_address())
         # The salts keep the secrets of two groups of one name apart.
         own = {"address": listener.address, "salt": secrets.token_hex(16)}
         peers = allgather_json(store, "mesh", own, self.rank, self.size, self.timeout)
@@ -95,9 +95,9 @@ class Group:
             self.name,
             self.rank,
             [each["address"] for each in peers],
-            self._world.run_secret.derive(f"mesh {self.name} {salts}"),
+            self.world.run_secret.derive(f"mesh {self.name} {salts}"),
             timeout=self.timeout,
-            dead_after=self._world.options.dead_after,
+            dead_after=self.world.options.dead_after,
         )
 
     # Reductions
@@ -290,12 +290,16 @@ class Group:
         """Returns the reason why the group has failed, or None."""
         return self._failure or self._mesh.failure()
 
+    def is_idle(self) -> bool:
+        """Returns whether all operations of this rank have ended."""
+        return self._watchdog.wait(0.0)
+
     def leave(self, *, abandon: bool = False) -> None:
         """Waits for operations under way and leaves. With ``abandon`` it does not wait, and the other ranks' operations fail."""
-        failures = self._world.failures
+        failures = self.world.failures
         timeout = EXIT_TIMEOUT_AFTER_FAILURE if failures.is_failing() else LEAVE_TIMEOUT
         deadline = time.monotonic() + timeout
-        self._world.remove_group(self)
+        self.world.remove_group(self)
         failure = self.failure()
         if not abandon and failure is None and not self._watchdog.wait(timeout):
             # An operation waits for a rank that hangs, or for one that ends with an exception as this rank does.
@@ -317,14 +321,16 @@ class Group:
             self._mesh.leave(max(1.0, deadline - time.monotonic()))
         except JobFailedError as error:
             # All operations have ended, and those that failed have raised where the caller waited for them.
-            log(f"rank {self._world.rank}: {error}")
+            log(f"rank {self.world.rank}: {error}")
             failures.record()
 
-    def _give_up(self, message: str, culprit: int | None) -> None:
-        """Fails the group, because an operation has not ended in time and every later result would be wrong."""
+    def give_up(self, message: str, culprit: int | None = None) -> None:
+        """Fails the group: an operation has not ended in time and every later result would be wrong, or the caller is to have
+        no others."""
         self._failure = JobFailedError(message)
         self._failure.culprit = culprit
         self._watchdog.fail(message, culprit)
+        self._watchdog.close()
         self._sums.fail(message, culprit)
         self._mesh.abort(message)
 

@@ -16,6 +16,8 @@ from paramhub.torch._run_record import RunRecord
 from paramhub.torch._world import World
 
 _world: World | None = None
+_awaited_reconfigure: str | None = None
+"""What connects the process group of this process, if it is to be connected by a reconfigure."""
 
 
 def init(
@@ -93,6 +95,10 @@ def init(
     """
     if _world is not None:
         return
+    if _awaited_reconfigure is not None:
+        raise MisuseError(
+            f"torch.distributed was initialised with enable_reconfigure and is not connected: {_awaited_reconfigure}"
+        )
     # With a store of their own these ranks may differ from torch.distributed's. They may be one dimension of a device mesh.
     is_separate = rank is not None and store is not None
     group = None
@@ -136,6 +142,22 @@ def establish(
     _world = World(assignment, dist.PrefixStore(prefix, store), record, url, options, is_separate=is_separate)
     atexit.register(_at_exit)
     return _world
+
+
+def establish_anew(assignment: RankAssignment, store: dist.Store, options: Options) -> World:
+    """Joins the ranks of a reconfigured process group, and makes the result this process's world. They have been started at
+    different times, perhaps by different launchers, so the keys of ``store`` belong to this world alone."""
+    global _world
+    world_store = dist.PrefixStore("world", store)
+    _world = World(assignment, world_store, None, None, options, takes_launcher_job=False)
+    atexit.register(_at_exit)
+    return _world
+
+
+def await_reconfigure(how: str | None) -> None:
+    """Says that a reconfigure connects the process group, and how the program makes one; with None that none is awaited."""
+    global _awaited_reconfigure
+    _awaited_reconfigure = how
 
 
 def current() -> World | None:

@@ -62,9 +62,9 @@ class State:
         own["_saved_step"] = None
         own["_save"] = None
         own["_is_checked"] = False
-        if unsuitable := sorted(name for name in parts if hasattr(State, name)):
+        if unsuitable := sorted(name for name in parts if hasattr(type(self), name)):
             raise MisuseError(
-                f"a part of a State cannot be called {unsuitable[0]!r}, which is a name of its own"
+                f"a part of a {type(self).__name__} cannot be called {unsuitable[0]!r}, which is a name of its own"
             )
         optimizer._attach_state(self)
         self._begin()

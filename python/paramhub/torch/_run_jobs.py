@@ -41,17 +41,25 @@ class RunJobs:
     """The jobs that this rank has open."""
 
     def __init__(
-        self, rank: int, size: int, hubs: RunHubs, store: RunStore, options: Options, failures: FailureState
+        self,
+        rank: int,
+        size: int,
+        hubs: RunHubs,
+        store: RunStore,
+        options: Options,
+        failures: FailureState,
+        *,
+        takes_launcher_job: bool = True,
     ) -> None:
         self._rank = rank
         self._size = size
         self._hubs = hubs
         self._store = store
-        self._options = options
+        self.options = options
         self._failures = failures
         self._openings: dict[_native.Job, _Opening] = {}
         """The open jobs, oldest first, and how they were opened."""
-        self._launcher_ticket = _launcher_ticket()
+        self._launcher_ticket = _launcher_ticket() if takes_launcher_job else None
         self._former: tuple[bool, int, str] | None = None
         """How the job ended that an earlier start of this run had in the place of the newest one, if it has."""
 
@@ -85,7 +93,7 @@ class RunJobs:
         members = list(range(self._size)) if ranks is None else list(ranks)
         rank = members.index(self._rank)
         hub = self._hubs.access
-        text = json.dumps({"reproducible": self._options.reproducible, **settings})
+        text = json.dumps({"reproducible": self.options.reproducible, **settings})
         # A ring gives each link one stream each way: docs/decisions/pytorch.md.
         by_hosts = "ring" if hub.deployment == "cs" else "auto"
         reduction = by_hosts if self._may_sum_by_host(settings, text) else "flat"
@@ -143,13 +151,13 @@ class RunJobs:
                     opening.namespace,
                     opening.secret,
                     opening.rank,
-                    transport=self._options.transport,
+                    transport=self.options.transport,
                     host=self._hubs.host,
                     rack=self._hubs.host if hub.deployment == "cs" else None,
-                    interfaces=self._options.interfaces,
+                    interfaces=self.options.interfaces,
                     shared_parameters=opening.shared_parameters,
                     # The manager's own timeout, which names the missing ranks, ends first.
-                    rendezvous_timeout=self._options.timeout + 30.0,
+                    rendezvous_timeout=self.options.timeout + 30.0,
                     peers=opening.peers,
                     hub_rank=opening.hub_rank,
                     workers=workers,
@@ -226,8 +234,8 @@ class RunJobs:
                 name,
                 len(members),
                 admin_token=hub.admin_token,
-                rendezvous_timeout=self._options.timeout,
-                dead_after=self._options.dead_after,
+                rendezvous_timeout=self.options.timeout,
+                dead_after=self.options.dead_after,
                 hubs=hub.hubs,
                 patience=10.0,
                 reduction=reduction,

@@ -30,7 +30,7 @@ class RunStore:
         self.store = store
         self._rank = rank
         self._size = size
-        self._timeout = timeout
+        self.timeout = timeout
 
     def write(self, key: str, text: str) -> None:
         self.store.set(key, text)
@@ -40,14 +40,14 @@ class RunStore:
 
         Raises ConnectError with ``problem`` if the key does not arrive in time, or with the reason of a rank that failed to join.
         """
-        is_missing = wait_for_keys(self.store, [key], self._timeout, unless=_FAILURE_KEY)
+        is_missing = wait_for_keys(self.store, [key], self.timeout, unless=_FAILURE_KEY)
         if is_missing and self.store.check([_FAILURE_KEY]):
             rank, message = json.loads(self.store.get(_FAILURE_KEY))
             self.acknowledge_failure()
             raise ConnectError(f"rank {self._rank}: rank {rank} has failed: {message}")
         if is_missing:
             raise ConnectError(
-                f"rank {self._rank}: {problem} within {self._timeout:g} s: did it start, and can its host be reached?"
+                f"rank {self._rank}: {problem} within {self.timeout:g} s: did it start, and can its host be reached?"
             )
         return self.store.get(key).decode()
 

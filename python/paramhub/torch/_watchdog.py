@@ -147,6 +147,15 @@ _watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 _thread: threading.Thread | None = None
 
 
+def replace_thread() -> None:
+    """Has another thread do the checks. The present one may wait without end in the store of a process that has stopped, which
+    no watchdog that is not closed should ask again."""
+    global _thread
+    if _thread is not None:
+        _thread = None
+        _start_thread()
+
+
 def _start_thread() -> None:
     global _thread
     if _thread is None:
@@ -155,7 +164,7 @@ def _start_thread() -> None:
 
 
 def _run() -> None:
-    while True:
+    while threading.current_thread() is _thread:
         time.sleep(INTERVAL)
         for watchdog in list(_watchdogs):
             # This group's store may have ended. The watchdog thread must still check the other groups.

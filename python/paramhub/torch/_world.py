@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -40,9 +41,11 @@ class World:
         options: Options,
         *,
         is_separate: bool = False,
+        takes_launcher_job: bool = True,
     ) -> None:
         """Joins the other ranks. ``record`` is what stays of the run when its ranks are started again, if anything
-        is to. ``is_separate`` says that these ranks are not those of torch.distributed's process group."""
+        is to. ``is_separate`` says that these ranks are not those of torch.distributed's process group, and
+        ``takes_launcher_job`` that they are those for which `paramhub run` has created a job, if it has."""
         self._is_separate = is_separate
         assignment, first_ranks, common_sources = locate_hosts(assignment, store, options.timeout)
         assert assignment.local_rank is not None and assignment.local_size is not None
@@ -62,15 +65,27 @@ class World:
         self.failures = FailureState()
         self.hubs = RunHubs(assignment, first_ranks, record, options)
         self._store = RunStore(store, self.rank, self.size, options.timeout)
-        self.jobs = RunJobs(self.rank, self.size, self.hubs, self._store, options, self.failures)
+        self.jobs = RunJobs(
+            self.rank,
+            self.size,
+            self.hubs,
+            self._store,
+            options,
+            self.failures,
+            takes_launcher_job=takes_launcher_job,
+        )
         try:
             self._store.agree_on_secret(common_sources, is_on_one_host=assignment.is_on_one_host)
             self.hubs.access, trace_settings = self._agree_on_hub(url)
             self.hubs.start_host_hub()
             if trace_settings is not None:
                 self._start_trace(**trace_settings)
-        except Exception as error:
-            self._store.report_join_failure(error)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._store.report_join_failure(error)
+            # The program may go on, and join other ranks.
+            self.hubs.stop_host_hub(0.0)
+            self.hubs.stop_run_hub()
             raise
         if self.rank == 0:
             log(self.describe())
@@ -155,6 +170,21 @@ class World:
             self.failures.record()
         if group in self._groups:
             self._groups.remove(group)
+
+    def is_quiet(self) -> bool:
+        """Returns whether no group has failed, and no group's operation is under way."""
+        return all(group.failure() is None and group.is_idle() for group in self._groups)
+
+    def give_up_groups(self, reason: str) -> None:
+        """Fails all groups, in every rank: operations under way and all later ones raise an error with this reason."""
+        for group in self._groups:
+            group.give_up(f"{reason}: group `{group.name}` is no more")
+
+    def set_timeout(self, seconds: float) -> None:
+        """Sets how long ranks wait for one another from now on."""
+        self.options = replace(self.options, timeout=seconds)
+        self.jobs.options = self.options
+        self._store.timeout = seconds
 
     def label(self, kind: str) -> str:
         """A numbered name for something that every rank makes in the same order: ``kind``-0, ``kind``-1, and so on."""

@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from paramhub.errors import MisuseError
 from paramhub.torch import _initialization
-from paramhub.torch._c10d import Collectives, last_result
+from paramhub.torch._c10d import C10dWork, Collectives, last_result
 from paramhub.torch._collectives import Group
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import group_member_assignment
+from paramhub.torch._reconfigure import Connection, Unconnected
+from paramhub.torch._work import Work
 from paramhub.torch._world import World
 
 NAME = "paramhub"
@@ -46,11 +48,15 @@ def register() -> None:
 def _create(options: Any, _backend_options: object) -> Any:
     """Called by torch on every member of a new group, with ``torch.distributed``'s options."""
     is_default = not options.global_ranks_in_group
+    if getattr(options, "enable_reconfigure", False):
+        return _create_unconnected(options, is_alone=_serves_all_devices(inspect.currentframe()))
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout.total_seconds()
     name = f"{_made_so_far(str(options.group_id))}"
-    store = dist.PrefixStore(f"paramhub/{name}", options.store)
+    store: dist.Store = dist.PrefixStore(f"paramhub/{name}", options.store)
     members = None if is_default else list(options.global_ranks_in_group)
+    if members is not None and isinstance(dist.group.WORLD, _Reconfigurable):
+        name, store = dist.group.WORLD.connection.subgroup(members)
     world = _initialization.current()
     owns_world = world is None and (is_default or not _default_is_ours())
     if owns_world:
@@ -82,6 +88,16 @@ def _create(options: Any, _backend_options: object) -> Any:
     return backend
 
 
+def _create_unconnected(options: Any, *, is_alone: bool) -> Any:
+    """The default group of a program that calls ``init_process_group(enable_reconfigure=True)``, and later connects it."""
+    if not is_alone:
+        raise MisuseError(
+            'a process group with enable_reconfigure has one backend: call init_process_group("paramhub", '
+            "enable_reconfigure=True), without devices and other backends"
+        )
+    return ReconfigurableProcessGroup(options)
+
+
 class _GroupShutdown:
     """Leaves a process group's `Group`, and its world if the process group owns it."""
 
@@ -103,10 +119,16 @@ def _end_world(world: World, *, abandon: bool) -> None:
         world.leave(abandon=abandon)
 
 
+class _Reconfigurable:
+    """A process group that a reconfigure connects."""
+
+    connection: Connection
+
+
 class _ShutdownMethods:
     """The methods with which torch ends a process group."""
 
-    _leave: _GroupShutdown
+    _leave: Callable[..., None]
 
     def shutdown(self) -> None:
         _alive.discard(self)
@@ -127,7 +149,12 @@ if HAS_BACKENDS:
         """The backend of one device or of all devices."""
 
         def __init__(
-            self, rank: int, size: int, group: Group, store: dist.Store, leave: _GroupShutdown
+            self,
+            rank: int,
+            size: int,
+            group: Group | Unconnected,
+            store: dist.Store,
+            leave: Callable[..., None],
         ) -> None:
             _Base.__init__(self, rank, size)
             self._init_collectives(group, store)
@@ -139,6 +166,16 @@ if HAS_BACKENDS:
         @property
         def options(self) -> Any:
             return self._options
+
+        # In torch 2.15 the base class's properties of a Python backend call themselves without end.
+
+        @property
+        def supports_reconfigure(self) -> bool:
+            return False
+
+        @property
+        def supports_window(self) -> bool:
+            return False
 
         @property
         def supports_coalescing(self) -> bool:
@@ -200,6 +237,44 @@ if HAS_BACKENDS:
         "_end_coalescing",
     ):
         setattr(UnwrappedWorkProcessGroup, _name, _returning_unwrapped_work(_name))
+
+    class ReconfigurableProcessGroup(UnwrappedWorkProcessGroup, _Reconfigurable):
+        """The process group that `Connection` connects, and connects anew to other processes. torch keeps the rank and the size
+        of a backend from its start, and asks the process group for them, which has the present ones."""
+
+        def __init__(self, options: Any) -> None:
+            self.connection = connection = Connection(options, self._connection_changed)
+            self._backend = Backend(
+                connection.rank, connection.size, connection.group, connection.store, connection.leave
+            )
+            super().__init__(options, self._backend)
+
+        def getRank(self) -> int:
+            return self.connection.rank
+
+        def getSize(self) -> int:
+            return self.connection.size
+
+        @property
+        def supports_reconfigure(self) -> bool:
+            return True
+
+        def get_reconfigure_handle(self) -> str:
+            return self.connection.handle()
+
+        def reconfigure(self, opts: Any) -> C10dWork:
+            """Returns when the processes are connected; the result has ended."""
+            limit = None if opts.timeout is None else opts.timeout.total_seconds()
+            self.connection.reconfigure(opts.uuid, opts.handles, limit)
+            return C10dWork(self.connection.group, Work(()), [])
+
+        def _connection_changed(self, connection: Connection) -> None:
+            self._backend._init_collectives(connection.group, connection.store)
+            # torch reads the default group's ranks and its store from here, for device meshes and for other groups.
+            groups = dist.distributed_c10d._world
+            groups.pg_group_ranks[self] = {rank: rank for rank in range(connection.size)}
+            if connection.torch_store is not None:
+                groups.pg_map[self] = (groups.pg_map[self][0], connection.torch_store)
 
 else:
 
