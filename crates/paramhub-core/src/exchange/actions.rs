@@ -33,9 +33,9 @@ pub enum Fold {
 pub enum SumAction {
     /// Wait: the sum lacks contributions.
     Wait,
-    /// Send the sum to the site above, whose answer [`Exchange::lower`] takes: it is complete here.
+    /// Send the sum to the site above, whose answer [`Exchange::lower`](super::Exchange::lower) takes: it is complete here.
     Raise,
-    /// Make the sum of the factors, which are all here, and then call [`Exchange::made`].
+    /// Make the sum of the factors, which are all here, and then call [`Exchange::made`](super::Exchange::made).
     Make,
     /// Hold the chunk until its step is released: the sum is complete.
     Hold,

@@ -39,7 +39,7 @@ impl Exchange {
 
     /// Calls `on_due` for each member whose request for this chunk may now be answered and could not be
     /// before. In a job that leaves out late members, it also calls `on_due` for members whose parameters have
-    /// not begun to leave. The caller calls it after every initialise, [`Update`], pull, pull_state, late push and
+    /// not begun to leave. The caller calls it after every initialise, [`Update`](super::Update), pull, pull_state, late push and
     /// repeated push of the chunk. After an update, the answers may leave once the optimizer has run.
     pub fn mark_due_answers(&mut self, slot: u32, mut on_due: impl FnMut(u32, Answer)) {
         let slowest = self.slowest(slot);
