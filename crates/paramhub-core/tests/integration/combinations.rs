@@ -39,8 +39,8 @@ command line counts as asked for if it differs from its default. Bounds of singl
 ## A job at a glance
 
 `x` marks what cannot be combined. `stragglers` stands for `drop` and `backup`, `on_interface_down` for `continue`. Where that
-is excluded, cut streams are not dialled again either, which is the default elsewhere (`redial_grace`). What holds for some
-values only, as for checkpoints every so many steps, is in the tables below.
+is excluded, but for racks and hosts, cut streams are not dialled again either, which is the default elsewhere
+(`redial_grace`). What holds for some values only, as for checkpoints every so many steps, is in the tables below.
 
 ";
 
