@@ -56,6 +56,9 @@ struct Arguments {
     /// Sums that are equal to the bit from run to run.
     #[arg(long)]
     reproducible: bool,
+    /// Clips the mean gradient to this norm.
+    #[arg(long, requires = "seed")]
+    clip_norm: Option<f64>,
     /// Draws gradients from -1 to 1 instead, unlike at every rank.
     #[arg(long)]
     seed: Option<u64>,
@@ -96,6 +99,7 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
         },
         consistency: arguments.consistency,
         reproducible: arguments.reproducible,
+        clip_norm: arguments.clip_norm,
         layers,
         ..Settings::new(KeyTable::new(keys)?)
     };

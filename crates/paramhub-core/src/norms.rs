@@ -13,6 +13,8 @@ pub struct Norms {
     next: Vec<u32>,
     /// The oldest incomplete step; none before the first part.
     oldest: Option<u32>,
+    /// For each route, whether its next part may be one that is here already.
+    may_repeat: Vec<bool>,
 }
 
 #[derive(Clone, Debug)]
@@ -40,7 +42,17 @@ impl Norms {
     /// Norms in parts from this many routes.
     pub fn new(routes: usize) -> Self {
         let norm_parts = || NormParts { parts: vec![0.0; routes], missing: routes };
-        Norms { parts_by_step: [norm_parts(), norm_parts()], next: vec![0; routes], oldest: None }
+        Norms {
+            parts_by_step: [norm_parts(), norm_parts()],
+            next: vec![0; routes],
+            oldest: None,
+            may_repeat: vec![false; routes],
+        }
+    }
+
+    /// Notes that another stream has replaced that of a route. The hub sends its last part once more, which may be here.
+    pub fn resume(&mut self, route: usize) {
+        self.may_repeat[route] = true;
     }
 
     /// Takes the part that the route at this position sends for a step, and returns the norm with the last
@@ -55,6 +67,9 @@ impl Norms {
             self.next.fill(step);
             step
         });
+        if std::mem::take(&mut self.may_repeat[route]) && step.checked_add(1) == Some(self.next[route]) {
+            return Ok(None);
+        }
         if step != self.next[route] || step - oldest > 1 || step == u32::MAX {
             return Err(UnexpectedNorm(step));
         }
@@ -113,6 +128,21 @@ mod tests {
         assert_eq!(norms.part(0, 5, 4.0), Ok(None));
         assert_eq!(norms.part(1, 4, 0.0), Ok(Some(GradientNorm { step: 4, norm: 1.0 })));
         assert_eq!(norms.part(1, 5, f64::INFINITY).unwrap().unwrap().norm, f64::INFINITY);
+    }
+
+    #[test]
+    fn a_route_whose_stream_was_replaced_may_repeat_its_last_part() {
+        let mut norms = Norms::new(2);
+        norms.resume(0);
+        assert_eq!(norms.part(0, 3, 9.0), Ok(None), "the first part was lost");
+        assert_eq!(norms.part(0, 3, 9.0), Err(UnexpectedNorm(3)), "twice on one stream");
+        norms.resume(0);
+        assert_eq!(norms.part(0, 3, 9.0), Ok(None), "repeated");
+        assert_eq!(norms.part(0, 3, 9.0), Err(UnexpectedNorm(3)));
+        norms.resume(0);
+        norms.resume(1);
+        assert_eq!(norms.part(1, 3, 16.0), Ok(Some(GradientNorm { step: 3, norm: 5.0 })));
+        assert_eq!(norms.part(0, 4, 1.0), Ok(None), "the last part of the former stream had come");
     }
 
     #[test]

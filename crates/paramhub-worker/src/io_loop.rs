@@ -280,6 +280,9 @@ impl IoLoop {
     /// Releases a held step: queues a Release for every hub, ahead of all chunks.
     fn release(&mut self, step: u32, factor: f32) {
         let wire = Release(factor).encode();
+        if let Some(failover) = &mut self.failover {
+            failover.release = Some((step, wire));
+        }
         for lane in &mut self.lanes {
             lane.queue_control(ControlFrame::Release { step, wire });
         }

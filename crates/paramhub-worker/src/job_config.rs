@@ -224,6 +224,7 @@ impl JobConfig {
                 events: received,
                 event_sender,
                 retunes: Retunes::default(),
+                release: None,
                 notices: ResumeNotices::default(),
             }
         });

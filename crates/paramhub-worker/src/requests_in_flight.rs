@@ -274,6 +274,13 @@ impl RequestsInFlight {
         self.end(key, Ok(()))
     }
 
+    /// Notes that the stream of this lane was replaced: the hub sends its last part of a norm once more.
+    pub(crate) fn norms_resume(&mut self, lane: usize) {
+        if let Some(norms) = &mut self.norms {
+            norms.resume(lane);
+        }
+    }
+
     /// Takes the part of a step's norm, a sum of squares, that the stream of this lane brings. With the last
     /// part every waiting request gets the norm, and rank 0 releases the step if the settings have a norm to
     /// clip to. The inner result fails with a callback's panic.

@@ -293,6 +293,14 @@ fn connections_that_are_reset_change_no_bit_and_cost_no_worker() {
 }
 
 #[test]
+fn connections_that_are_reset_change_no_bit_of_clipped_gradients() {
+    let clipped = [FRACTIONS, &["--clip-norm", "0.5"]].concat();
+    let [expected, found] =
+        [false, true].map(|is_cut| parameters_of(NO_RACKS, by_default(OnWorkerLoss::Fail), &clipped, is_cut));
+    assert!(found == expected, "other bits than undisturbed");
+}
+
+#[test]
 fn connections_between_hubs_that_are_reset_change_no_bit() {
     for reduction in [Reduction::Tree, Reduction::Ring, Reduction::Sharded] {
         let options = JobOptions { reduction, ..by_default(OnWorkerLoss::Fail) };

@@ -12,14 +12,18 @@ impl Exchange {
     }
 
     /// Takes rank 0's release of the step at which all chunks are held. The caller then asks for the chunks'
-    /// updates, a few at a time: see [`Exchange::release_next`].
-    pub fn release(&mut self, member: u32, step: u32) -> Result<(), ProtocolViolation> {
-        if self.rules.rank_0 != Some(member) || self.held_step() != Some(step) {
+    /// updates, a few at a time: see [`Exchange::release_next`]. `false`: it is the last release once more, since rank 0
+    /// repeats that when a stream of it was replaced.
+    pub fn release(&mut self, member: u32, step: u32) -> Result<bool, ProtocolViolation> {
+        let is_of_rank_0 = self.rules.rank_0 == Some(member);
+        if is_of_rank_0 && self.released == Some(step) {
+            return Ok(false);
+        }
+        if !is_of_rank_0 || self.held_step() != Some(step) {
             return Err(ProtocolViolation::Released(step));
         }
-        self.held = 0;
-        self.release_at = 0;
-        Ok(())
+        (self.held, self.release_at, self.released) = (0, 0, Some(step));
+        Ok(true)
     }
 
     /// The next chunk of the release under way, most urgent first, and its update. The caller calls
@@ -36,9 +40,9 @@ impl Exchange {
         (self.release_at as usize) < self.chunks.len()
     }
 
-    /// Forgets which chunks are held or wait for their update.
+    /// Forgets which chunks are held or wait for their update, and the last release.
     pub(super) fn forget_releases(&mut self) {
-        self.held = 0;
+        (self.held, self.released) = (0, None);
         self.release_at = self.chunks.len() as u32;
     }
 }

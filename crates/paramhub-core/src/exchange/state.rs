@@ -30,6 +30,8 @@ pub struct Exchange {
     pub(super) held: u32,
     /// The next slot that the release under way updates; the number of chunks if there is no release.
     pub(super) release_at: u32,
+    /// The step that was released last.
+    pub(super) released: Option<u32>,
     /// The version that the first parameters came with.
     pub(super) start_version: Option<u32>,
     /// For each slot, the copy that the caller keeps; empty if the job never goes back.
@@ -173,6 +175,7 @@ impl Exchange {
             former_contributions: HashSet::new(),
             held: 0,
             release_at: chunks.len() as u32,
+            released: None,
             start_version: None,
             kept: vec![None; if rules.rewind_every.is_some() { chunks.len() } else { 0 }],
             left_out: vec![0; if rules.quorum.is_some() { rules.members as usize } else { 0 }],

@@ -205,6 +205,7 @@ impl Shard {
                 self.quantised.forget(member);
                 self.factors.resume(member);
                 self.program_states.cut(member);
+                self.repeat_norm(port);
             }
             side @ (Side::Below(_) | Side::Above) => self.resume_site(port, side),
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::resuming::{BrokenPath, ResumeNotices, Retunes, StreamEnd};
-use paramhub_core::wire::Refusal;
+use paramhub_core::wire::{Refusal, Release};
 use paramhub_core::worker_job::{Consequence, FailureCause, Reopening};
 use paramhub_transport::runtime::panic_message;
 use paramhub_transport::{Interest, StreamError};
@@ -25,6 +25,8 @@ pub(crate) struct Failover {
     pub(crate) events: Receiver<StreamEvent>,
     pub(crate) event_sender: StreamEventSender,
     pub(crate) retunes: Retunes,
+    /// The last release of a step, which rank 0 has sent on every stream.
+    pub(crate) release: Option<(u32, [u8; Release::BYTES])>,
     /// When to notify this worker's program.
     pub(crate) notices: ResumeNotices,
 }
@@ -171,9 +173,13 @@ impl IoLoop {
         now: Instant,
     ) -> Result<(), WorkerError> {
         self.announce_resumption(&resumed, now)?;
-        let retunes = &self.failover.as_ref().expect("only such jobs resume streams").retunes;
+        let failover = self.failover.as_ref().expect("only such jobs resume streams");
         let lane = &mut self.lanes[index];
-        lane.replace_stream(resumed, retunes, now);
+        lane.replace_stream(resumed, &failover.retunes, now);
+        if let Some((step, wire)) = failover.release {
+            lane.requeue(ControlFrame::Release { step, wire });
+        }
+        self.in_flight.norms_resume(index);
         let slots = self.in_flight.requests.resend_route(&self.in_flight.placement, lane.route);
         slots.into_iter().for_each(|slot| lane.mark_ready(slot));
         if self.in_flight.placement.program_state_route() == Some(lane.route) {

@@ -278,14 +278,6 @@ pub(super) const INTERFACES: &[Rule] = &[
     },
     Rule {
         these: &[ContinuesOverInterfaces, RedialGrace],
-        those: &[TwoPhase],
-        verdict: Refused,
-        why: "rank 0 releases such steps with frames that have no answer, so that a lost one would not be noticed",
-        remedy: "use `on_interface_down = fail` and leave `redial_grace` out, or do without clipping by the global norm",
-        callers: &[InitService],
-    },
-    Rule {
-        these: &[ContinuesOverInterfaces, RedialGrace],
         those: &[LateLeftOut],
         verdict: Refused,
         why: "a stream resumes only where all ranks have had the same answers",

@@ -135,6 +135,7 @@ impl Shard {
         self.exchange.check_rewind(step)?;
         self.exchange.rewind(step, workers);
         self.sums.drop_parts();
+        self.forget_norm();
         self.program_states.begin_again(step, workers);
         // A snapshot of a later step would have chunks from before and from after.
         self.miss_snapshot();

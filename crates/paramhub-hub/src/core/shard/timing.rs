@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use paramhub_core::wire::Norm;
+
 use crate::core::deadlines::Deadlines;
 use crate::core::layout::Layout;
 use crate::core::plan::ShardPlan;
@@ -23,6 +25,8 @@ pub(super) struct HeldStep {
     pub(super) squares: Vec<f64>,
     /// The factor for the mean gradient of the step that is being released.
     pub(super) factor: f32,
+    /// The last step whose norm was sent, and the norm.
+    pub(super) last: Option<(u32, Norm)>,
 }
 
 /// The state of steps that end without late ranks.
@@ -36,7 +40,7 @@ impl UpdateTiming {
     pub(super) fn new(plan: &ShardPlan, layout: &Layout, now: Instant) -> UpdateTiming {
         let slots = layout.slots.len();
         if layout.rules.two_phase {
-            return UpdateTiming::OnRelease(HeldStep { squares: vec![0.0; slots], factor: 1.0 });
+            return UpdateTiming::OnRelease(HeldStep { squares: vec![0.0; slots], factor: 1.0, last: None });
         }
         if plan.stragglers.leaves_out() {
             return UpdateTiming::WithQuorum(LateRanks {

@@ -6,7 +6,7 @@ use paramhub_kernels::mean_factor;
 use paramhub_kernels::squares::squares;
 
 use super::Shard;
-use super::timing::UpdateTiming;
+use super::timing::{HeldStep, UpdateTiming};
 use crate::core::fault::Fault;
 use crate::core::layout::{BLOCK_ELEMENTS, ChunkPlace};
 
@@ -25,6 +25,7 @@ impl Shard {
         if let Some(step) = self.exchange.held_step() {
             // The norm is added up in the order of slots, whatever the order of arrival.
             let norm = Norm(held.squares.iter().sum());
+            held.last = Some((step, norm));
             for (outbox, port) in self.outboxes.iter_mut().zip(0..) {
                 outbox.send_norm(step, norm);
                 self.dirty.insert(port);
@@ -36,11 +37,28 @@ impl Shard {
     pub(super) fn release(&mut self, port: u32, step: u32, payload: &[u8]) -> Result<(), Fault> {
         let short = || Fault::Frame(format!("a Release of {} bytes, not {}", payload.len(), Release::BYTES));
         let Release(factor) = Release::decode(payload).ok_or_else(short)?;
-        self.exchange.release(port, step).map_err(Fault::Release)?;
-        if let UpdateTiming::OnRelease(held) = &mut self.timing {
+        let is_new = self.exchange.release(port, step).map_err(Fault::Release)?;
+        if let UpdateTiming::OnRelease(held) = &mut self.timing
+            && is_new
+        {
             held.factor = factor;
         }
         Ok(())
+    }
+
+    /// Sends the last norm once more to a rank whose stream was replaced, since it may have been lost with the old one.
+    pub(super) fn repeat_norm(&mut self, port: u32) {
+        if let UpdateTiming::OnRelease(HeldStep { last: Some((step, norm)), .. }) = self.timing {
+            self.outboxes[port as usize].send_norm(step, norm);
+            self.dirty.insert(port);
+        }
+    }
+
+    /// Forgets the last norm: all ranks begin again at an earlier step.
+    pub(super) fn forget_norm(&mut self) {
+        if let UpdateTiming::OnRelease(held) = &mut self.timing {
+            held.last = None;
+        }
     }
 
     /// Returns whether chunks of a released step wait for [`Shard::update_released`].
