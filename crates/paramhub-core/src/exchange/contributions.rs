@@ -81,6 +81,7 @@ impl Exchange {
             Consistency::Synchronous,
             "only a synchronous job resumes streams"
         );
+        self.release_may_repeat |= self.rules.rank_0 == Some(member);
         for slot in 0..self.chunks.len() as u32 {
             self.resume_at(slot, member);
         }

@@ -12,11 +12,11 @@ impl Exchange {
     }
 
     /// Takes rank 0's release of the step at which all chunks are held. The caller then asks for the chunks'
-    /// updates, a few at a time: see [`Exchange::release_next`]. `false`: it is the last release once more, since rank 0
-    /// repeats that when a stream of it was replaced.
+    /// updates, a few at a time: see [`Exchange::release_next`]. `false`: it is the last release once more, which rank 0
+    /// sends first when a stream of it was replaced.
     pub fn release(&mut self, member: u32, step: u32) -> Result<bool, ProtocolViolation> {
         let is_of_rank_0 = self.rules.rank_0 == Some(member);
-        if is_of_rank_0 && self.released == Some(step) {
+        if is_of_rank_0 && std::mem::take(&mut self.release_may_repeat) && self.released == Some(step) {
             return Ok(false);
         }
         if !is_of_rank_0 || self.held_step() != Some(step) {
@@ -42,7 +42,7 @@ impl Exchange {
 
     /// Forgets which chunks are held or wait for their update, and the last release.
     pub(super) fn forget_releases(&mut self) {
-        (self.held, self.released) = (0, None);
+        (self.held, self.released, self.release_may_repeat) = (0, None, false);
         self.release_at = self.chunks.len() as u32;
     }
 }

@@ -32,6 +32,8 @@ pub struct Exchange {
     pub(super) release_at: u32,
     /// The step that was released last.
     pub(super) released: Option<u32>,
+    /// Whether rank 0's next release may be that step's once more, since its stream was replaced.
+    pub(super) release_may_repeat: bool,
     /// The version that the first parameters came with.
     pub(super) start_version: Option<u32>,
     /// For each slot, the copy that the caller keeps; empty if the job never goes back.
@@ -176,6 +178,7 @@ impl Exchange {
             held: 0,
             release_at: chunks.len() as u32,
             released: None,
+            release_may_repeat: false,
             start_version: None,
             kept: vec![None; if rules.rewind_every.is_some() { chunks.len() } else { 0 }],
             left_out: vec![0; if rules.quorum.is_some() { rules.members as usize } else { 0 }],

@@ -563,6 +563,31 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
 }
 
 #[test]
+fn rank_0_may_repeat_its_last_release_once_after_its_stream_was_replaced() {
+    let mut exchange = two_phases(1);
+    exchange.initialise(0, Some(0), 0).unwrap();
+    answer_all(&mut exchange, 0);
+    let hold = |exchange: &mut Exchange, step| {
+        for rank in 0..2 {
+            exchange.push(0, rank, step, Answer::Parameters).unwrap();
+        }
+    };
+    let refused = |step| Err(ProtocolViolation::Released(step));
+    hold(&mut exchange, 0);
+    exchange.resume(1);
+    exchange.resume(0);
+    assert_eq!(exchange.release(0, 0), Ok(true), "the release was lost with the stream");
+    assert_eq!(exchange.release(0, 0), refused(0), "twice on one stream");
+    exchange.release_next().unwrap();
+    answer_all(&mut exchange, 0);
+    exchange.resume(1);
+    assert_eq!(exchange.release(0, 0), refused(0), "another rank's stream was replaced");
+    exchange.resume(0);
+    assert_eq!(exchange.release(0, 0), Ok(false), "repeated");
+    assert_eq!(exchange.release(0, 0), refused(0));
+}
+
+#[test]
 fn all_chunks_of_a_two_phase_job_start_from_one_version() {
     let mut exchange = two_phases(2);
     exchange.initialise(1, Some(0), 5).unwrap();
