@@ -96,13 +96,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return "_orig_mod" in module._modules and "dynamo_ctx" in module.__dict__
 
 
-@torch.compiler.assume_constant_result
 def _note(guards: int, exchange: int) -> int:
     # Dynamo calls this while it traces; the compiled code does not.
     found = _guards.get(guards)
     if found is not None:
         found.note(exchange)
     return 0
+
+
+# torch.compiler.assume_constant_result does the same, but imports the compiler, which takes as long as importing torch itself.
+_note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _BeforeForward:

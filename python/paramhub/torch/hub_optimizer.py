@@ -22,6 +22,7 @@ from paramhub.torch import (
     _tensors,
     trace,
 )
+from paramhub.torch._base_optimizer import BaseOptimizer
 from paramhub.torch._exchange import Exchange, StepState
 from paramhub.torch._initialization import world
 from paramhub.torch._log import log
@@ -43,7 +44,7 @@ AFTER_IT_LEFT = (
 )
 
 
-class HubOptimizer(torch.optim.Optimizer):
+class HubOptimizer(BaseOptimizer):
     """An optimizer that the hub runs for all ranks, and that exchanges while the model computes.
 
     Every rank makes it, with equal arguments, and receives rank 0's parameters. From then on a training loop is as with
