@@ -14,6 +14,7 @@ import paramhub.torch
 
 paramhub.torch.init()
 model = torch.nn.Linear(2, 1)
+torch.nn.init.zeros_(model.weight)
 optimizer = paramhub.torch.HubOptimizer(model, paramhub.SGD(lr=0.5))
 
 def train(model):

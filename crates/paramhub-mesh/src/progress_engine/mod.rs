@@ -170,7 +170,25 @@ impl ProgressEngine {
     fn serve(&mut self) -> LoopEnd {
         match self.run_until_left() {
             Ok(()) => LoopEnd::Left,
-            Err(error) => LoopEnd::Failed(error),
+            Err(error) => {
+                self.end_what_is_complete();
+                LoopEnd::Failed(error)
+            }
+        }
+    }
+
+    /// Ends the operations for which everything has come. A peer that had all it needed may have ended the mesh before
+    /// this rank has made use of what the peer had sent.
+    fn end_what_is_complete(&mut self) {
+        loop {
+            // The mesh has failed already, for the first reason.
+            if self.work().is_err() {
+                return;
+            }
+            let has_more = self.pipeline.as_ref().is_some_and(Pipeline::has_more);
+            if !has_more && self.computing.is_empty() {
+                return;
+            }
         }
     }
 

@@ -12,6 +12,7 @@ in_every_way!(
     different_collectives_fail_with_both_names,
     an_allreduce_that_goes_another_way_is_compared_too,
     lengths_that_only_pairs_know_are_compared_by_pairs,
+    what_has_come_whole_counts_though_a_peer_has_ended_the_mesh,
 );
 
 /// Numbers of elements: none, one, fewer than ranks, a prime, beyond the small algorithms, beyond a piece.
@@ -336,5 +337,19 @@ fn lengths_that_only_pairs_know_are_compared_by_pairs(way: Way) {
     for error in errors {
         assert!(error.contains("rank 1 sends 5 bytes and rank 2 expects 4"), "{error}");
         assert!(error.contains("all_to_all"), "{error}");
+    }
+}
+
+fn what_has_come_whole_counts_though_a_peer_has_ended_the_mesh(way: Way) {
+    for _ in 0..100 {
+        at_all(meshes(way, 2), |mesh| {
+            let (rank, mut sum) = (mesh.rank(), vec![1.0_f32; 20_000]);
+            lend(|lending| {
+                done(mesh.allreduce(lending.receive(&mut sum), ElementType::F32, ReduceOp::Sum)).unwrap();
+            });
+            assert!(sum.iter().all(|value| *value == 2.0), "{way:?}, rank {rank}");
+            // The first of them to come here ends the mesh, while the other may not have noticed the end of its sum.
+            mesh.abort("another mesh follows");
+        });
     }
 }
