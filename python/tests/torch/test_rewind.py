@@ -105,8 +105,7 @@ def ends(output: str) -> list[str]:
     return sorted(re.findall(r"rank \d ends: .*", output))
 
 
-@pytest.mark.parametrize("launcher", [torchrun, run])
-@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize(("launcher", "every"), [(torchrun, 7), (run, 1)])
 def test_kills_at_any_moment_change_no_bit(
     start: Start, launch: Launch, program: Path, launcher: Callable[[int], tuple[str, ...]], every: int
 ) -> None:
