@@ -262,6 +262,7 @@ def survive(rank: Rank, seed: int) -> tuple[int, list[torch.Tensor]]:
     return step, [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.full
 def test_ranks_that_die_at_any_moment_are_replaced(team: Team) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
