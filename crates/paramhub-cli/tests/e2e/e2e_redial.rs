@@ -1,18 +1,13 @@
 //! Connections between workers and hubs, and between hubs, that are reset on their way, which costs a job nothing, and
 //! processes that die, which is noticed at once.
 
-use std::io::{Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
-
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobOptions, JobState, JobStatus, OnWorkerLoss};
 use paramhub_core::composition::Reduction;
 use rustix::process::Signal;
 
 use crate::common::{Process, example, hub, paramhub, wait_until};
+use crate::relay::{Learns, Relay};
 
 const WORKERS: u32 = 4;
 /// A hub's cores, to each of which every worker has a stream.
@@ -24,153 +19,12 @@ const SOME_STEPS: u64 = 8 << 20;
 /// More seconds than any test waits: a death that is noticed by waiting for so long fails its test.
 const PATIENT: f64 = 60.0;
 
-/// Something on the paths to a hub that keeps state of each connection, and can forget it. The callers are workers and hubs of
-/// other racks.
-struct Relay {
-    address: SocketAddr,
-    hub: Arc<Mutex<Option<SocketAddr>>>,
-    connections: Arc<Mutex<Vec<Connection>>>,
-    passed: Arc<AtomicU64>,
-    is_over: Arc<AtomicBool>,
-    acceptor: Option<JoinHandle<()>>,
+fn await_some_steps(relay: &Relay) {
+    let before = relay.passed();
+    wait_until("steps are made", || relay.passed() > before + SOME_STEPS);
 }
 
-/// A connection through the relay.
-struct Connection {
-    caller: TcpStream,
-    hub: TcpStream,
-    /// The relay has forgotten it: who sends over it gets a reset.
-    is_forgotten: Arc<AtomicBool>,
-}
-
-/// Which end of a connection gets a reset at once. The other gets it when it sends.
-#[derive(Clone, Copy, Debug)]
-enum Learns {
-    Both,
-    Caller,
-    Hub,
-}
-
-impl Relay {
-    /// A relay that awaits callers. Its hub must be known before they come.
-    fn new() -> Relay {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut relay = Relay {
-            address: listener.local_addr().unwrap(),
-            hub: Arc::default(),
-            connections: Arc::default(),
-            passed: Arc::default(),
-            is_over: Arc::default(),
-            acceptor: None,
-        };
-        let (hub, connections, is_over) =
-            (relay.hub.clone(), relay.connections.clone(), relay.is_over.clone());
-        let passed = relay.passed.clone();
-        let acceptor = std::thread::spawn(move || {
-            for caller in listener.incoming().map_while(Result::ok) {
-                if is_over.load(Ordering::Relaxed) {
-                    return;
-                }
-                let address = hub.lock().unwrap().expect("callers come when the hub is known");
-                match TcpStream::connect(address) {
-                    Ok(hub) => connections.lock().unwrap().push(Connection::passing(caller, hub, &passed)),
-                    Err(_) => reset(&caller),
-                }
-            }
-        });
-        relay.acceptor = Some(acceptor);
-        relay
-    }
-
-    /// The number of connections that work.
-    fn connections(&self) -> usize {
-        let mut connections = self.connections.lock().unwrap();
-        connections.retain(|connection| connection.caller.peer_addr().is_ok());
-        connections.len()
-    }
-
-    fn await_some_steps(&self) {
-        let before = self.passed.load(Ordering::Relaxed);
-        wait_until("steps are made", || self.passed.load(Ordering::Relaxed) > before + SOME_STEPS);
-    }
-
-    /// Forgets one connection, or all of them. Returns how many.
-    fn forget(&self, only: Option<usize>, learns: Learns) -> usize {
-        let mut connections = self.connections.lock().unwrap();
-        let forgotten: Vec<Connection> = match only {
-            None => connections.drain(..).collect(),
-            Some(_) if connections.is_empty() => Vec::new(),
-            Some(nth) => {
-                let nth = nth % connections.len();
-                vec![connections.remove(nth)]
-            }
-        };
-        for Connection { caller, hub, is_forgotten } in &forgotten {
-            is_forgotten.store(true, Ordering::Release);
-            if matches!(learns, Learns::Both | Learns::Caller) {
-                reset(caller);
-            }
-            if matches!(learns, Learns::Both | Learns::Hub) {
-                reset(hub);
-            }
-        }
-        forgotten.len()
-    }
-}
-
-impl Drop for Relay {
-    fn drop(&mut self) {
-        self.is_over.store(true, Ordering::Relaxed);
-        drop(TcpStream::connect(self.address));
-        let _ = self.acceptor.take().map(JoinHandle::join);
-    }
-}
-
-impl Connection {
-    fn passing(caller: TcpStream, hub: TcpStream, passed: &Arc<AtomicU64>) -> Connection {
-        let is_forgotten = Arc::new(AtomicBool::new(false));
-        for (from, to) in [(&caller, &hub), (&hub, &caller)] {
-            from.set_nodelay(true).unwrap();
-            let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-            let (is_forgotten, passed) = (is_forgotten.clone(), passed.clone());
-            std::thread::spawn(move || pass(&from, &to, &is_forgotten, &passed));
-        }
-        Connection { caller, hub, is_forgotten }
-    }
-}
-
-/// Passes on what comes until either side ends, and how it ends.
-fn pass(mut from: &TcpStream, mut to: &TcpStream, is_forgotten: &AtomicBool, passed: &AtomicU64) {
-    let mut buffer = vec![0; 64 << 10];
-    loop {
-        let read = from.read(&mut buffer);
-        if is_forgotten.load(Ordering::Acquire) {
-            return reset(from);
-        }
-        match read {
-            Ok(0) => {
-                let _ = to.shutdown(Shutdown::Write);
-                return;
-            }
-            Ok(bytes) if to.write_all(&buffer[..bytes]).is_ok() => {
-                passed.fetch_add(bytes as u64, Ordering::Relaxed);
-            }
-            _ if is_forgotten.load(Ordering::Acquire) => return reset(from),
-            _ => {
-                reset(from);
-                return reset(to);
-            }
-        }
-    }
-}
-
-/// Resets a connection at once, although other descriptors of it are open.
-fn reset(socket: &TcpStream) {
-    // This fails if it has ended already.
-    let _ = rustix::net::connect_unspec(socket);
-}
-
-/// A job each of whose hubs is reached over a relay.
+/// A job each of whose hubs is reached over a relay. The callers are workers and hubs of other racks.
 struct Job {
     hubs: Vec<Process>,
     relays: Vec<Relay>,
@@ -203,7 +57,7 @@ impl Job {
             };
             let ready = hub.wait_for("hub ready: ");
             let listens = ready.split_whitespace().skip_while(|word| *word != "data").nth(1).unwrap();
-            *relay.hub.lock().unwrap() = Some(listens.parse().unwrap());
+            relay.lead_to(listens.parse().unwrap());
             hubs.push(hub);
             relays.push(relay);
         }
@@ -233,28 +87,28 @@ impl Job {
 
     /// Cuts connections in every way, while steps are made. Each time the job goes on. Returns how many were cut.
     fn cut_often(&self) -> usize {
-        self.relays.iter().for_each(Relay::await_some_steps);
+        self.relays.iter().for_each(await_some_steps);
         let all: Vec<usize> = self.relays.iter().map(Relay::connections).collect();
         let mut cut = 0;
         let ways = [
             (None, Learns::Both),
             (Some(1), Learns::Both),
             (Some(4), Learns::Caller),
-            (Some(3), Learns::Hub),
+            (Some(3), Learns::Listener),
             (None, Learns::Caller),
-            (None, Learns::Hub),
-            (Some(0), Learns::Hub),
+            (None, Learns::Listener),
+            (Some(0), Learns::Listener),
             (None, Learns::Both),
         ];
         for (number, (only, learns)) in ways.into_iter().enumerate() {
             for (relay, all) in self.relays.iter().zip(&all) {
-                relay.await_some_steps();
+                await_some_steps(relay);
                 cut += relay.forget(only, learns);
                 let what = format!("cut {number} is mended: {only:?}, {learns:?}");
                 wait_until(&what, || relay.connections() == *all);
             }
         }
-        self.relays.iter().for_each(Relay::await_some_steps);
+        self.relays.iter().for_each(await_some_steps);
         cut
     }
 

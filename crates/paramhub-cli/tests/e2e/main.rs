@@ -30,3 +30,5 @@ mod e2e_tenants;
 mod e2e_testbed;
 mod e2e_tls;
 mod e2e_train;
+#[path = "../../../paramhub-mesh/tests/mesh/relay.rs"]
+mod relay;
