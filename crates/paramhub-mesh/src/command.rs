@@ -1,4 +1,4 @@
-//! Commands from user threads to the mesh's thread.
+//! Commands from user threads, and from the thread that dials again, to the mesh's thread.
 
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
@@ -9,6 +9,7 @@ use paramhub_transport::runtime::Inbox;
 use crate::error::MeshError;
 use crate::handle::OperationCompletion;
 use crate::operation::OperationRequest;
+use crate::socket::PeerSocket;
 
 /// The maximum of outstanding operations.
 pub(crate) const OUTSTANDING_MAX: usize = 1 << 16;
@@ -23,6 +24,20 @@ pub(crate) enum MeshCommand {
     },
     Leave {
         timeout: Duration,
+    },
+    /// Sends heartbeats, since the other end of a connection may have lost it.
+    Beat,
+    /// A connection that was cut is replaced by this one.
+    Reconnected {
+        rank: u32,
+        attempt: u32,
+        socket: PeerSocket,
+    },
+    /// The connection of this number was cut and cannot be replaced, for this reason.
+    NotReconnected {
+        rank: u32,
+        attempt: u32,
+        reason: String,
     },
     /// The program ends the mesh, for this reason.
     Abort {

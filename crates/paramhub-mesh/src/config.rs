@@ -36,6 +36,10 @@ pub struct MeshConfig {
     /// A peer that has sent nothing for so long, while an operation is outstanding, counts as dead. Peers
     /// send heartbeats.
     pub dead_after: Duration,
+    /// The time in which a connection that broke, for example by a reset, is made again and goes on where it was
+    /// cut. If it is zero, the mesh fails at once. A connection that is closed is the death of a process. Ranks that
+    /// share memory are on one host and dial no connection again.
+    pub redial_grace: Duration,
 }
 
 impl MeshConfig {
@@ -43,6 +47,8 @@ impl MeshConfig {
     pub const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
     /// Longer than a switch takes to restart a port; a killed process is noticed at once all the same.
     pub const DEAD_AFTER: Duration = Duration::from_secs(30);
+    /// That of a job's streams to its hubs.
+    pub const REDIAL_GRACE: Duration = Duration::from_millis(500);
 
     /// A configuration with the default timeouts.
     pub fn new(rank: u32, secrets: impl Into<MeshSecrets>, addresses: Vec<SocketAddr>) -> Self {
@@ -56,6 +62,7 @@ impl MeshConfig {
             encrypts: false,
             join_timeout: Self::JOIN_TIMEOUT,
             dead_after: Self::DEAD_AFTER,
+            redial_grace: Self::REDIAL_GRACE,
         }
     }
 

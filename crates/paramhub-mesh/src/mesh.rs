@@ -18,6 +18,7 @@ use crate::descriptor::{Collective, Descriptor};
 use crate::element::{ElementType, ReduceOp};
 use crate::error::{MeshError, MeshRank};
 use crate::handle::{Handle, OperationCompleter};
+use crate::join::{MeshJoin, Redialler};
 use crate::memory::agreement::SharedMemoryAgreement;
 use crate::memory::{Plan, SlotLayout};
 use crate::operation::{OperationBuffer, OperationKind, OperationRequest};
@@ -47,7 +48,7 @@ pub struct Mesh {
     size: u32,
     /// The layout for plans, or why there is no shared memory.
     memory: Result<SlotLayout, Arc<str>>,
-    inbox: Arc<MeshInbox>,
+    pub(crate) inbox: Arc<MeshInbox>,
     thread: Mutex<MeshThread>,
 }
 
@@ -62,6 +63,7 @@ impl Mesh {
         config: &MeshConfig,
         sockets: Vec<Option<PeerSocket>>,
         memory: SharedMemoryAgreement,
+        join: Option<MeshJoin>,
     ) -> Result<Mesh, MeshError> {
         let this_rank = config.this_rank();
         let system = |what: &'static str| {
@@ -81,9 +83,13 @@ impl Mesh {
             }
             Err(why) => (None, Err(why)),
         };
+        let redialler = join
+            .map(|join| Redialler::start(join, Arc::clone(&inbox)))
+            .transpose()
+            .map_err(system("start a thread"))?;
         let (commands, dead_after) = (Arc::clone(&inbox), config.dead_after);
         let progress_engine =
-            ProgressEngine::new(this_rank.clone(), sockets, waker, commands, dead_after, segment)
+            ProgressEngine::new(this_rank.clone(), sockets, waker, commands, dead_after, segment, redialler)
                 .map_err(system("make a poller"))?;
         let (sender, ended) = sync_channel(1);
         thread::Builder::new()

@@ -80,6 +80,8 @@ pub(crate) struct Operation {
     pub(crate) order: StepDependencies,
     /// Steps that have not ended.
     pub(crate) steps_left: usize,
+    /// Those of them that are no sends.
+    receiving_steps_left: usize,
 }
 
 impl Operation {
@@ -87,7 +89,24 @@ impl Operation {
         let OperationRequest { kind, mut buffers, schedule, plan: _, completer } = request;
         buffers.push(OperationBuffer::Scratch(scratch));
         let (order, steps_left) = (schedule.order(), schedule.work.len());
-        Operation { kind, number, completer, buffers, work: schedule.work, order, steps_left }
+        let receiving_steps_left = schedule.work.iter().filter(|work| !work.is_send()).count();
+        let work = schedule.work;
+        Operation { kind, number, completer, buffers, work, order, steps_left, receiving_steps_left }
+    }
+
+    /// Notes that a step has ended; calls `released` with each step that need not wait any longer. Returns whether only
+    /// sends are left after it, and were not before.
+    pub(crate) fn ended(&mut self, step: u32, released: impl FnMut(u32)) -> bool {
+        self.order.ended(step, released);
+        self.steps_left -= 1;
+        let is_send = self.work(step).is_send();
+        self.receiving_steps_left -= usize::from(!is_send);
+        !is_send && self.receiving_steps_left == 0
+    }
+
+    /// Returns whether steps are left that are no sends.
+    pub(crate) fn receives(&self) -> bool {
+        self.receiving_steps_left > 0
     }
 
     pub(crate) fn work(&self, step: u32) -> Work {

@@ -13,10 +13,13 @@
 //! ```text
 //! 0        4         6      8      12     16     20     24            40              72
 //! +--------+---------+------+------+------+------+------+-------------+---------------+
-//! | "PHUM" | version | zero | rank | size | peer | zero | incarnation | challenge     |
-//! | 4 bytes| u16 = 2 | u16  | u32  | u32  | u32  | u32  | 16 bytes    | 32 bytes      |
+//! | "PHUM" | version | zero | rank | size | peer | try  | incarnation | challenge     |
+//! | 4 bytes| u16 = 4 | u16  | u32  | u32  | u32  | u32  | 16 bytes    | 32 bytes      |
 //! +--------+---------+------+------+------+------+------+-------------+---------------+
 //! ```
+//! `try` is 0 when the mesh is joined. A dialler whose connection was cut dials again with the next number each
+//! time.
+//!
 //! The verdict is that of a hub ([`paramhub_core::wire::Verdict`]), and a peer proves its knowledge as there;
 //! the parts are the whole Hello, the listener's challenge and, for the listener, the head of the verdict. The
 //! secret is that of the two ranks ([`MeshSecrets`](crate::MeshSecrets)).
@@ -63,6 +66,19 @@
 //! | 9 | Heartbeat | 0 | 0 | 0 | 0 | none |
 //! | 10 | Leave | 0 | 0 | collectives begun | 0 | none |
 //! | 11 | Abort | 0 | 0 | the culprit's rank, or 2^64 - 1 | 0 | a text of at most 1024 bytes |
+//! | 12 | Whole | 0 | of the Ready it answers | 0 | 0 | the whole transfer, up to 64 KiB |
+//! | 13 | Taken | 0 | that of a transfer in Data frames, all of which has come | 0 | 0 | none |
+//! | 14 | Received | 0 | 0 | counted frames received so far | 0 | none |
+//! | 15 | Resume | 0 | 0 | counted frames received so far | number of Arrived frames behind it | none |
+//! | 16 | Arrived | 0 | that of a receive from this peer that is not complete | 0 | bytes that have come | none |
+//!
+//! # A connection that was cut
+//! All frames but Data, Heartbeat, Resume and Arrived are counted, and a rank keeps those that the peer may not have
+//! received. It also keeps what a transfer sends until it is Taken. On the first connection frames begin at
+//! once. On each later one both ends first send Resume and an Arrived frame for every receive from the peer that
+//! is not complete. With the peer's, a rank sends again the counted frames that the peer has not received, and
+//! goes on with each transfer at the byte that the peer expects. Of a Whole that is sent again the receiver skips
+//! the bytes that had come.
 
 use paramhub_core::auth::{Incarnation, Proof, Purpose, StreamSecret};
 use paramhub_core::limits::MESSAGE_BYTES_MAX;
@@ -74,7 +90,7 @@ use crate::descriptor::DESCRIPTOR_BYTES;
 /// The first four bytes of every connection.
 pub(crate) const MAGIC: [u8; 4] = *b"PHUM";
 /// The version of handshake and frames; both ends must have the same.
-pub(crate) const VERSION: u16 = 3;
+pub(crate) const VERSION: u16 = 4;
 /// Bytes of a [`Hello`].
 pub(crate) const HELLO_BYTES: usize = 72;
 /// Bytes of an [`SegmentOffer`].
@@ -88,6 +104,9 @@ pub(crate) const HEADER_BYTES: usize = 32;
 /// Payload bytes of one [`Kind::Data`] frame. Transfers take turns frame by frame, so a small one waits for
 /// this many bytes of a large one.
 pub(crate) const PIECE_BYTES: usize = 256 << 10;
+/// The most bytes of a transfer that is sent in one counted frame. A copy of so many costs less than to wait until
+/// the peer has them. Collectives that are bound by latency send no more at a time.
+pub(crate) const WHOLE_BYTES_MAX: usize = crate::schedule::SMALL_BYTES_MAX;
 /// Payload bytes of a frame that carries no tensor.
 pub(crate) const CONTROL_BYTES_MAX: usize = MESSAGE_BYTES_MAX;
 
@@ -100,6 +119,8 @@ pub(crate) struct Hello {
     pub(crate) size: u32,
     /// The rank that the dialler means to reach.
     pub(crate) peer: u32,
+    /// 0 when the mesh is joined, and one more each time that the dialler dials because its connection was cut.
+    pub(crate) attempt: u32,
     /// Random bytes, drawn once per join.
     pub(crate) incarnation: Incarnation,
     /// The challenge that the listener must answer.
@@ -127,6 +148,7 @@ impl Hello {
         wire[8..12].copy_from_slice(&self.rank.to_le_bytes());
         wire[12..16].copy_from_slice(&self.size.to_le_bytes());
         wire[16..20].copy_from_slice(&self.peer.to_le_bytes());
+        wire[20..24].copy_from_slice(&self.attempt.to_le_bytes());
         wire[24..40].copy_from_slice(&self.incarnation.0);
         wire[40..72].copy_from_slice(&self.challenge);
         wire
@@ -140,13 +162,14 @@ impl Hello {
         if version != VERSION {
             return Err(HelloError::Version(version));
         }
-        if wire[6..8] != [0; 2] || wire[20..24] != [0; 4] {
+        if wire[6..8] != [0; 2] {
             return Err(HelloError::Reserved);
         }
         Ok(Hello {
             rank: u32::from_le_bytes(bytes(wire, 8)),
             size: u32::from_le_bytes(bytes(wire, 12)),
             peer: u32::from_le_bytes(bytes(wire, 16)),
+            attempt: u32::from_le_bytes(bytes(wire, 20)),
             incarnation: Incarnation(bytes(wire, 24)),
             challenge: bytes::<CHALLENGE_BYTES>(wire, 40),
         })
@@ -216,17 +239,31 @@ pub(crate) enum Kind {
     Heartbeat = 9,
     Leave = 10,
     Abort = 11,
+    Whole = 12,
+    Taken = 13,
+    Received = 14,
+    Resume = 15,
+    Arrived = 16,
 }
 
 impl Kind {
-    const ALL: [Kind; 11] = {
+    const ALL: [Kind; 16] = {
         use Kind::*;
-        [Ready, ReadyAny, Claim, Grant, Withdraw, Data, Begin, Begun, Heartbeat, Leave, Abort]
+        [
+            Ready, ReadyAny, Claim, Grant, Withdraw, Data, Begin, Begun, Heartbeat, Leave, Abort, Whole,
+            Taken, Received, Resume, Arrived,
+        ]
     };
+
+    /// Returns whether the frames of this kind are counted, so that they are sent again after a cut.
+    pub(crate) fn is_counted(self) -> bool {
+        !matches!(self, Kind::Data | Kind::Heartbeat | Kind::Resume | Kind::Arrived)
+    }
 
     fn accepts(self, length: usize) -> bool {
         match self {
             Kind::Data => length <= PIECE_BYTES,
+            Kind::Whole => length <= WHOLE_BYTES_MAX,
             Kind::Begin => length == DESCRIPTOR_BYTES,
             Kind::Abort => length <= CONTROL_BYTES_MAX,
             _ => length == 0,
@@ -320,7 +357,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn hello() -> Hello {
-        Hello { rank: 3, size: 5, peer: 1, incarnation: Incarnation([7; 16]), challenge: [8; 32] }
+        Hello { rank: 3, size: 5, peer: 1, attempt: 2, incarnation: Incarnation([7; 16]), challenge: [8; 32] }
     }
 
     #[test]
@@ -341,11 +378,13 @@ mod tests {
         let secret = StreamSecret([9; 32]);
         let dialler = hello().dialler_proof(&secret, &[1; 32]);
         let other_rank = Hello { rank: 4, ..hello() };
+        let other_attempt = Hello { attempt: 3, ..hello() };
         for other in [
             hello().listener_proof(&secret, &[1; 32], b""),
             hello().dialler_proof(&StreamSecret([8; 32]), &[1; 32]),
             hello().dialler_proof(&secret, &[2; 32]),
             other_rank.dialler_proof(&secret, &[1; 32]),
+            other_attempt.dialler_proof(&secret, &[1; 32]),
         ] {
             assert!(!dialler.matches(&other));
         }
@@ -369,6 +408,8 @@ mod tests {
         for (kind, length, is_good) in [
             (Kind::Data, PIECE_BYTES, true),
             (Kind::Data, PIECE_BYTES + 1, false),
+            (Kind::Whole, WHOLE_BYTES_MAX, true),
+            (Kind::Whole, WHOLE_BYTES_MAX + 1, false),
             (Kind::Ready, 1, false),
             (Kind::Begin, DESCRIPTOR_BYTES, true),
             (Kind::Begin, DESCRIPTOR_BYTES - 1, false),

@@ -31,6 +31,11 @@ impl<C> PendingHandshakes<C> {
         PendingHandshakes { places: places.max(1), connections: BTreeMap::new(), of_peer: HashMap::new() }
     }
 
+    /// Returns whether no handshake is under way.
+    pub fn is_empty(&self) -> bool {
+        self.connections.is_empty()
+    }
+
     /// Adds a connection. Tokens must grow from call to call. Returns the connection that lost its place, if
     /// one did.
     ///

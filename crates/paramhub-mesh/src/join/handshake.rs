@@ -45,8 +45,8 @@ enum HandshakeState {
     AwaitsHello,
     /// The listener has sent this challenge.
     AwaitsProof(Hello, Challenge),
-    /// The listener is sending the welcome to this rank.
-    Welcomes(u32),
+    /// The listener is sending the welcome to the rank with this hello.
+    Welcomes(Hello),
     /// The listener is sending the refusal; then it closes its side, and the peer has a second to read the
     /// refusal.
     Refuses { is_closed: bool },
@@ -55,12 +55,14 @@ enum HandshakeState {
 /// The result of a turn of a handshake.
 pub(super) enum HandshakeProgress {
     Waits,
-    /// The handshake has succeeded, and frames may follow.
-    Joined,
-    /// At a listener: this rank has joined.
-    Admitted(u32),
+    /// At a dialler: the handshake with this hello has succeeded, and frames may follow.
+    Joined(Hello),
+    /// At a listener: the rank with this hello is admitted.
+    Admitted(Hello),
     /// At a dialler: the refusal is final, for this reason.
     Refused(String),
+    /// At a dialler: no program listens at the address, though one may later.
+    NobodyThere,
     /// The handshake has failed and may be tried again.
     Failed(String),
 }
@@ -69,8 +71,15 @@ pub(super) enum HandshakeProgress {
 pub(super) type HelloCheck<'a> = dyn FnMut(&Hello) -> Result<(), (Refusal, String)> + 'a;
 
 impl JoinHandshake {
-    pub(super) fn dialler(socket: OwnedFd, address: SocketAddr, hello: Hello, encrypts: bool) -> Self {
-        JoinHandshake::new(socket, address, encrypts, None, HandshakeState::Dialling(hello))
+    /// A dial, which may wait for as long as it takes the other rank to join if it has no deadline.
+    pub(super) fn dialler(
+        socket: OwnedFd,
+        address: SocketAddr,
+        hello: Hello,
+        encrypts: bool,
+        deadline: Option<Instant>,
+    ) -> Self {
+        JoinHandshake::new(socket, address, encrypts, deadline, HandshakeState::Dialling(hello))
     }
 
     pub(super) fn listener(socket: OwnedFd, address: SocketAddr, encrypts: bool, deadline: Instant) -> Self {
@@ -124,11 +133,11 @@ impl JoinHandshake {
     ) -> HandshakeProgress {
         match self.advance(secrets, tls, check_hello) {
             Ok(progress) => progress,
-            Err(error) => HandshakeProgress::Failed(match error.kind() {
-                io::ErrorKind::ConnectionRefused => "no program listens there".to_owned(),
-                io::ErrorKind::UnexpectedEof => "it hung up during the handshake".to_owned(),
-                _ => error.to_string(),
-            }),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => HandshakeProgress::NobodyThere,
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                HandshakeProgress::Failed("it hung up during the handshake".to_owned())
+            }
+            Err(error) => HandshakeProgress::Failed(error.to_string()),
         }
     }
 
@@ -151,7 +160,7 @@ impl JoinHandshake {
                 return Ok(HandshakeProgress::Waits);
             }
             let wanted = match &mut self.state {
-                HandshakeState::Welcomes(rank) => return Ok(HandshakeProgress::Admitted(*rank)),
+                HandshakeState::Welcomes(hello) => return Ok(HandshakeProgress::Admitted(*hello)),
                 HandshakeState::Refuses { is_closed } => {
                     if !std::mem::replace(is_closed, true) {
                         rustix::net::shutdown(&self.socket, Shutdown::Write)?;
@@ -202,7 +211,7 @@ impl JoinHandshake {
                 let secret = self.messages.bind(&secret_with(secrets, hello.peer));
                 let expected = |head: &[u8]| hello.listener_proof(&secret, &challenge, head);
                 return Ok(Some(match Verdict::open(&self.messages.take(), expected) {
-                    Ok(_) => HandshakeProgress::Joined,
+                    Ok(_) => HandshakeProgress::Joined(hello),
                     Err(VerdictError::Unproven) => HandshakeProgress::Refused(
                         "it does not know the mesh's secret: something else answers there".into(),
                     ),
@@ -252,7 +261,7 @@ impl JoinHandshake {
                 } else {
                     let prove = |head: &[u8]| hello.listener_proof(&secret, &challenge, head);
                     self.messages.queue(&Verdict::welcome(&Welcome::default(), prove));
-                    self.state = HandshakeState::Welcomes(hello.rank);
+                    self.state = HandshakeState::Welcomes(hello);
                 }
             }
             HandshakeState::Dialling(_) | HandshakeState::Welcomes(_) | HandshakeState::Refuses { .. } => {

@@ -3,8 +3,11 @@
 //! The rank with the higher number dials. One loop serves all dials and all accepted connections and waits
 //! for none in particular, so the order in which ranks arrive does not matter, and a foreign connection
 //! delays no rank.
+//!
+//! Later the same loop makes connections again that were cut: see [`Redialler`].
 
 mod handshake;
+mod redialler;
 
 use std::collections::HashMap;
 use std::io;
@@ -29,9 +32,13 @@ use crate::mesh::Mesh;
 use crate::socket::PeerSocket;
 use crate::wire::Hello;
 use handshake::{HandshakeProgress, JoinHandshake};
+pub(crate) use redialler::Redialler;
 
 /// How long the handshake of an accepted connection may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long a dial may take that makes a connection again, at most. What has cut the connection may lose another one
+/// without a word.
+const REDIAL_HANDSHAKE: Duration = Duration::from_secs(1);
 /// The maximum of accepted connections in their handshakes.
 const PENDING_MAX: usize = 2048;
 /// The pause before a refused or broken dial is tried again, doubled each time up to one second.
@@ -40,6 +47,8 @@ const REDIAL_MAX: Duration = Duration::from_secs(1);
 /// How often the caller's function is asked whether to go on.
 const ASK_EVERY: Duration = Duration::from_millis(100);
 const LISTENER: u64 = u64::MAX;
+/// What is known where a connection is refused.
+const NOBODY_THERE: &str = "no program listens there";
 
 /// Listens for the peers of a mesh that is about to be joined.
 #[derive(Debug)]
@@ -80,20 +89,21 @@ impl MeshListener {
     ) -> Result<Mesh, MeshError> {
         config.check()?;
         let deadline = Instant::now() + config.join_timeout;
-        let mut sockets = if config.size == 1 {
-            drop(self.listener);
-            vec![None]
-        } else {
-            MeshJoin::new(&config, self.listener)?.run(&mut goes_on)?
-        };
+        if config.size == 1 {
+            let memory = agree(&config, &mut [None], JoinDeadline { at: deadline, goes_on: &mut goes_on })?;
+            return Mesh::start(&config, vec![None], memory, None);
+        }
+        let mut join = MeshJoin::new(config.clone(), self.listener)?;
+        let mut sockets = join.run(&mut goes_on)?;
         let memory = agree(&config, &mut sockets, JoinDeadline { at: deadline, goes_on: &mut goes_on })?;
-        Mesh::start(&config, sockets, memory)
+        let dials_again = memory.is_err() && !config.redial_grace.is_zero();
+        Mesh::start(&config, sockets, memory, dials_again.then_some(join))
     }
 }
 
 /// The connections so far, and the handshakes under way.
-struct MeshJoin<'a> {
-    config: &'a MeshConfig,
+pub(crate) struct MeshJoin {
+    config: MeshConfig,
     this_rank: MeshRank,
     listener: TcpListener,
     poller: Poller,
@@ -106,11 +116,17 @@ struct MeshJoin<'a> {
     /// Handshakes that other ranks began. Their tokens begin at `size`.
     pending: PendingHandshakes<JoinHandshake>,
     next_token: u64,
+    /// Whether an accepted connection has ended in its handshake.
+    was_hung_up: bool,
 }
 
 /// The state of the connection with a rank.
 struct RankConnection {
     socket: Option<PeerSocket>,
+    /// The number of the newest connection; `None` before the first.
+    attempt: Option<u32>,
+    /// The number of the last dial. Each gets another, since the other end may have taken one that failed here.
+    last_dial: u32,
     /// The incarnation of a rank that dials this one.
     incarnation: Option<Incarnation>,
     /// When to dial a rank that this one dials.
@@ -120,8 +136,8 @@ struct RankConnection {
     last_error: Option<Arc<str>>,
 }
 
-impl<'a> MeshJoin<'a> {
-    fn new(config: &'a MeshConfig, listener: TcpListener) -> Result<Self, MeshError> {
+impl MeshJoin {
+    fn new(config: MeshConfig, listener: TcpListener) -> Result<Self, MeshError> {
         let this_rank = config.this_rank();
         let prepared = || -> io::Result<(Poller, Incarnation, Option<StreamListener>)> {
             let poller = Poller::new()?;
@@ -141,6 +157,8 @@ impl<'a> MeshJoin<'a> {
                 let dial_at = (rank < config.rank).then_some(now);
                 RankConnection {
                     socket: None,
+                    attempt: None,
+                    last_dial: 0,
                     incarnation: None,
                     dial_at,
                     pause: REDIAL_FIRST,
@@ -161,10 +179,12 @@ impl<'a> MeshJoin<'a> {
             dials,
             pending,
             next_token,
+            was_hung_up: false,
         })
     }
 
-    fn run(mut self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<Option<PeerSocket>>, MeshError> {
+    /// Runs until every rank is connected, and returns the connections by rank.
+    fn run(&mut self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<Option<PeerSocket>>, MeshError> {
         let begun = Instant::now();
         let mut next_question = begun + ASK_EVERY;
         let mut events = Events::with_capacity(256);
@@ -178,7 +198,7 @@ impl<'a> MeshJoin<'a> {
             }
             if now >= next_question {
                 if !goes_on() {
-                    return Err(MeshError::Interrupted { this_rank: self.this_rank });
+                    return Err(MeshError::Interrupted { this_rank: self.this_rank.clone() });
                 }
                 next_question = now + ASK_EVERY;
             }
@@ -194,11 +214,11 @@ impl<'a> MeshJoin<'a> {
             for event in events.iter() {
                 match event.token {
                     LISTENER => self.accept(),
-                    token => self.advance_handshake(token)?,
+                    token => self.advance_handshake(token).map_err(|refused| self.refused_by(refused))?,
                 }
             }
         }
-        Ok(self.ranks.into_iter().map(|state| state.socket).collect())
+        Ok(self.ranks.iter_mut().map(|state| state.socket.take()).collect())
     }
 
     fn missing(&self) -> impl Iterator<Item = u32> + '_ {
@@ -245,15 +265,22 @@ impl<'a> MeshJoin<'a> {
     }
 
     fn dial(&mut self, rank: u32) -> io::Result<()> {
+        let state = &mut self.ranks[rank as usize];
+        let deadline = state.attempt.map(|_| {
+            state.last_dial += 1;
+            Instant::now() + REDIAL_HANDSHAKE.min(self.config.redial_grace / 4)
+        });
         let hello = Hello {
             rank: self.config.rank,
             size: self.config.size,
             peer: rank,
+            attempt: state.last_dial,
             incarnation: self.incarnation,
             challenge: draw()?,
         };
         let address = self.config.addresses[rank as usize];
-        let handshake = JoinHandshake::dialler(begin_dial(address)?, address, hello, self.config.encrypts);
+        let encrypts = self.config.encrypts;
+        let handshake = JoinHandshake::dialler(begin_dial(address)?, address, hello, encrypts, deadline);
         self.poller.add(&handshake.socket, u64::from(rank), handshake.interest())?;
         self.dials.insert(u64::from(rank), handshake);
         Ok(())
@@ -299,13 +326,19 @@ impl<'a> MeshJoin<'a> {
         }
     }
 
-    fn advance_handshake(&mut self, token: u64) -> Result<(), MeshError> {
+    fn refused_by(&self, (rank, reason): (u32, String)) -> MeshError {
+        let address = self.config.addresses[rank as usize].to_string().into();
+        MeshError::Refused { this_rank: self.this_rank.clone(), rank, address, reason: reason.into() }
+    }
+
+    /// Advances a handshake. Fails with the rank and the reason if a rank refuses the connection for good.
+    fn advance_handshake(&mut self, token: u64) -> Result<(), (u32, String)> {
         let handshake = match token < u64::from(self.config.size) {
             true => self.dials.get_mut(&token),
             false => self.pending.get_mut(token),
         };
         let Some(handshake) = handshake else { return Ok(()) };
-        let (config, ranks, tls) = (self.config, &mut self.ranks, self.tls.as_ref());
+        let (config, ranks, tls) = (&self.config, &mut self.ranks, self.tls.as_ref());
         let mut check = |hello: &Hello| check_hello(config, ranks, hello);
         let progress = handshake.advance_handshake(&config.secrets, tls, &mut check);
         if let Some((rank, why)) = handshake.take_refusal()
@@ -320,21 +353,24 @@ impl<'a> MeshJoin<'a> {
                     self.remove_handshake(token);
                 }
             }
-            HandshakeProgress::Joined => self.finish_handshake(token, token as u32),
-            HandshakeProgress::Admitted(rank) => self.finish_handshake(token, rank),
+            HandshakeProgress::Joined(hello) => self.finish_handshake(token, hello.peer, hello.attempt),
+            HandshakeProgress::Admitted(hello) => self.finish_handshake(token, hello.rank, hello.attempt),
             HandshakeProgress::Refused(reason) => {
-                let address = handshake.address.to_string().into();
-                return Err(MeshError::Refused {
-                    this_rank: self.this_rank.clone(),
-                    rank: token as u32,
-                    address,
-                    reason: reason.into(),
-                });
+                self.remove_handshake(token);
+                return Err((token as u32, reason));
+            }
+            HandshakeProgress::NobodyThere => {
+                self.remove_handshake(token);
+                if self.ranks[token as usize].attempt.is_some() {
+                    return Err((token as u32, NOBODY_THERE.to_owned()));
+                }
+                self.dial_again(token as u32, NOBODY_THERE.to_owned());
             }
             HandshakeProgress::Failed(why) => {
                 self.remove_handshake(token);
-                if token < u64::from(config.size) {
-                    self.dial_again(token as u32, why);
+                match token < u64::from(self.config.size) {
+                    true => self.dial_again(token as u32, why),
+                    false => self.was_hung_up = true,
                 }
             }
         }
@@ -342,13 +378,14 @@ impl<'a> MeshJoin<'a> {
     }
 
     /// Ends a handshake that succeeded.
-    fn finish_handshake(&mut self, token: u64, rank: u32) {
+    fn finish_handshake(&mut self, token: u64, rank: u32, attempt: u32) {
         let Some(handshake) = self.remove_handshake(token) else { return };
         let state = &mut self.ranks[rank as usize];
         match prepare(&handshake.socket) {
             Ok(()) => {
                 let keys = handshake.keys();
                 state.socket = Some(PeerSocket::new(handshake.socket, keys.as_ref()));
+                state.attempt = Some(attempt);
             }
             Err(error) if token < u64::from(self.config.size) => self.dial_again(rank, error.to_string()),
             Err(error) => state.last_error = Some(error.to_string().into()),
@@ -377,6 +414,12 @@ impl<'a> MeshJoin<'a> {
         {
             let _ = self.poller.remove(&pending.socket);
         }
+        let late = |dial: &JoinHandshake| dial.deadline.is_some_and(|deadline| deadline <= now);
+        let late = self.dials.iter().filter(|(_, dial)| late(dial)).map(|(&token, _)| token);
+        for token in late.collect::<Vec<u64>>() {
+            self.remove_handshake(token);
+            self.dial_again(token as u32, "it does not answer".to_owned());
+        }
     }
 }
 
@@ -386,7 +429,7 @@ fn check_hello(
     ranks: &mut [RankConnection],
     hello: &Hello,
 ) -> Result<(), (Refusal, String)> {
-    let Hello { rank, size, peer, incarnation, .. } = *hello;
+    let Hello { rank, size, peer, attempt, incarnation, .. } = *hello;
     let (own, own_size) = (config.rank, config.size);
     if peer != own {
         let message =
@@ -403,10 +446,19 @@ fn check_hello(
         return Err((Refusal::Rank, message));
     }
     let state = &mut ranks[rank as usize];
-    // A process that lost its connection before it received the verdict dials again.
-    if state.socket.is_some() && state.incarnation != Some(incarnation) {
+    if state.attempt.is_some() && state.incarnation != Some(incarnation) {
         let message = format!("rank {rank} is connected already: two processes have the same rank");
         return Err((Refusal::RankTaken, message));
+    }
+    let is_expected = match (state.attempt, &state.socket) {
+        (None, _) => attempt == 0,
+        // A process that lost its connection before it received the verdict dials again.
+        (Some(0), Some(_)) if attempt == 0 => true,
+        (Some(newest), _) => attempt > newest,
+    };
+    if !is_expected {
+        let message = format!("connection {attempt} of rank {rank} is not the one that is expected next");
+        return Err((Refusal::Stale, message));
     }
     state.incarnation = Some(incarnation);
     Ok(())

@@ -75,7 +75,7 @@ impl ProgressEngine {
         let has_unsent = self
             .ranks
             .iter()
-            .any(|state| matches!(state, RankState::Connected(peer) if peer.outbound.has_something()));
+            .any(|state| matches!(state, RankState::Connected(peer) if peer.outbound.is_outstanding()));
         if outstanding == idle_receives.count() && !has_unsent {
             return Ok(true);
         }

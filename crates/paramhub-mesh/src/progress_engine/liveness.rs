@@ -10,7 +10,6 @@ use super::peer::RankState;
 use super::slab::SlabKey;
 use crate::error::MeshError;
 use crate::handle::OperationCompletion;
-use crate::wire::{Header, Kind};
 
 impl ProgressEngine {
     /// Sends heartbeats, and fails if a peer has been silent for too long.
@@ -18,8 +17,11 @@ impl ProgressEngine {
         let is_waiting = !self.in_flight.operations.is_empty();
         for state in &mut self.ranks {
             let RankState::Connected(peer) = state else { continue };
-            if peer.liveness.is_heartbeat_due(now, &self.liveness_rules) && !peer.outbound.has_something() {
-                peer.outbound.control(Header::bare(Kind::Heartbeat), &[]);
+            if peer.cut.is_some() {
+                continue;
+            }
+            if peer.liveness.is_heartbeat_due(now, &self.liveness_rules) {
+                peer.outbound.heartbeat();
             }
             // While nothing is under way no operation needs the peer, and the program may never ask for it.
             if is_waiting

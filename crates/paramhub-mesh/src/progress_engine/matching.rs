@@ -9,7 +9,7 @@ use crate::schedule::BufferRange;
 
 /// The maximum of one peer's announcements that wait for their sends. The limits on operations and schedules
 /// keep a correct peer far below it.
-const OFFERS_MAX: usize = 1 << 18;
+pub(super) const OFFERS_MAX: usize = 1 << 18;
 
 /// A peer's announcement that it can receive.
 #[derive(Clone, Copy, Debug)]

@@ -4,12 +4,14 @@ mod closing;
 mod collectives;
 mod fifo;
 mod inbound;
+mod kept_frames;
 mod leaving;
 mod liveness;
 mod matching;
 mod operations_in_flight;
 mod outbound;
 mod peer;
+mod reconnecting;
 mod sequence;
 mod shared_memory;
 mod slab;
@@ -29,6 +31,7 @@ use paramhub_transport::{Events, Interest, Poller, Waker};
 
 use crate::command::{MeshCommand, MeshInbox};
 use crate::error::{MeshError, MeshRank};
+use crate::join::Redialler;
 use crate::memory::{Pipeline, SharedSegment};
 use crate::operation::{OperationKind, OperationRequest};
 use crate::socket::PeerSocket;
@@ -36,7 +39,7 @@ use crate::wire::PIECE_BYTES;
 use closing::close_all;
 use inbound::PeerEnd;
 pub(crate) use operations_in_flight::OperationsInFlight;
-use operations_in_flight::StepId;
+use operations_in_flight::{SendProgress, StepId};
 use peer::{Peer, RankState};
 pub(crate) use slab::SlabKey;
 
@@ -65,11 +68,13 @@ pub(crate) struct ProgressEngine {
     /// Present where all ranks share memory.
     pipeline: Option<Pipeline>,
     scratch: Box<[u8]>,
-    done: Vec<StepId>,
+    sends: SendProgress,
     /// While leaving: how long it may take, and the deadline.
     leaving: Option<(Duration, Instant)>,
     liveness_rules: LivenessRules,
     own_pauses: OwnPauses,
+    /// Makes connections again that were cut; `None` where they are not.
+    redialler: Option<Redialler>,
 }
 
 /// The way in which the loop ended.
@@ -87,6 +92,7 @@ impl ProgressEngine {
         inbox: Arc<MeshInbox>,
         dead_after: Duration,
         memory: Option<SharedSegment>,
+        redialler: Option<Redialler>,
     ) -> std::io::Result<Self> {
         let poller = Poller::new()?;
         let pipeline = memory.map(Pipeline::new);
@@ -119,10 +125,11 @@ impl ProgressEngine {
             computed: 0,
             pipeline,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
-            done: Vec::new(),
+            sends: SendProgress::default(),
             leaving: None,
             liveness_rules,
             own_pauses: OwnPauses::new(now, liveness_rules.heartbeat),
+            redialler,
         })
     }
 
@@ -180,6 +187,7 @@ impl ProgressEngine {
     /// Ends the operations for which everything has come. A peer that had all it needed may have ended the mesh before
     /// this rank has made use of what the peer had sent.
     fn end_what_is_complete(&mut self) {
+        self.in_flight.end_those_over();
         loop {
             // The mesh has failed already, for the first reason.
             if self.work().is_err() {
@@ -266,6 +274,7 @@ impl ProgressEngine {
             self.compare_with_previous_rank()?;
             self.withdraw();
             self.flush()?;
+            self.in_flight.end_those_over();
             if self.in_flight.ready.is_empty() && !self.may_begin() && self.in_flight.failure.is_none() {
                 return Ok(());
             }
@@ -300,6 +309,13 @@ impl ProgressEngine {
                     self.execute(command)?;
                 }
             }
+            MeshCommand::Beat => self.beat(),
+            MeshCommand::Reconnected { rank, attempt, socket } => {
+                return self.reconnected(rank, attempt, socket);
+            }
+            MeshCommand::NotReconnected { rank, attempt, reason } => {
+                return self.not_reconnected(rank, attempt, &reason);
+            }
             MeshCommand::Abort { reason } => {
                 return Err(MeshError::GaveUp { this_rank: self.in_flight.this_rank.clone(), reason });
             }
@@ -312,11 +328,18 @@ impl ProgressEngine {
     }
 
     fn flush(&mut self) -> Result<(), MeshError> {
+        let takens_are_due = std::mem::take(&mut self.in_flight.takens_are_due);
         for rank in 0..self.ranks.len() {
             let RankState::Connected(peer) = &mut self.ranks[rank] else { continue };
+            if takens_are_due {
+                peer.outbound.hurry();
+            }
+            if peer.cut.is_some() {
+                continue;
+            }
             if peer.outbound.is_due() {
                 let before = peer.outbound.written;
-                peer.outbound.flush(&mut peer.socket, &self.in_flight, TURN_BYTES as u64, &mut self.done);
+                peer.outbound.flush(&mut peer.socket, &self.in_flight, TURN_BYTES as u64, &mut self.sends);
                 if peer.outbound.written > before {
                     peer.liveness.sent(self.own_pauses.last_turn());
                 }
@@ -330,26 +353,28 @@ impl ProgressEngine {
                 }
             }
         }
-        for id in self.done.drain(..) {
-            self.in_flight.ended(id);
-        }
+        self.in_flight.note(&mut self.sends);
         Ok(())
     }
 
     fn receive(&mut self, rank: u32, now: Instant) -> Result<(), MeshError> {
         let RankState::Connected(peer) = &mut self.ranks[rank as usize] else { return Ok(()) };
+        if peer.cut.is_some() {
+            return Ok(());
+        }
         let received = peer.receive(&mut self.in_flight, &mut self.scratch, TURN_BYTES)?;
         if received.bytes > 0 {
             peer.liveness.heard(now);
         }
-        let this_rank = self.in_flight.this_rank.clone();
         match received.is_over {
             None => Ok(()),
             Some(PeerEnd::Left(collectives)) => self.peer_left(rank, collectives),
             Some(PeerEnd::Aborted { culprit, reason }) => {
+                let this_rank = self.in_flight.this_rank.clone();
                 Err(MeshError::Aborted { this_rank, by: rank, culprit, reason: reason.into() })
             }
-            Some(PeerEnd::Lost(reason)) => Err(MeshError::Lost { this_rank, rank, reason: reason.into() }),
+            Some(PeerEnd::Lost(reason)) => Err(self.lost(rank, reason)),
+            Some(PeerEnd::Cut(reason)) => self.cut(rank, reason),
         }
     }
 

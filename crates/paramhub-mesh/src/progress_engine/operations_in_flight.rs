@@ -23,6 +23,15 @@ pub(crate) struct StepId {
     pub(crate) step: u32,
 }
 
+/// Sends that have come further.
+#[derive(Debug, Default)]
+pub(crate) struct SendProgress {
+    /// Those whose bytes have all left, each once.
+    pub(crate) left: Vec<StepId>,
+    /// Those that are over: the peer has taken the bytes, or they are kept elsewhere.
+    pub(crate) ended: Vec<StepId>,
+}
+
 /// The key by which a transfer is matched with the peer's: channel and tag, first come, first served.
 pub(crate) type Address = (Channel, u64);
 
@@ -43,6 +52,11 @@ pub(crate) struct OperationsInFlight {
     pub(crate) collectives: usize,
     inbox: Arc<MeshInbox>,
     scratches: Vec<Vec<u8>>,
+    /// Operations whose steps have all ended.
+    over: VecDeque<SlabKey>,
+    /// Whether an operation has received all that it needs, so that the frames that
+    /// [may wait](super::outbound::Outbound::control_later) must leave.
+    pub(crate) takens_are_due: bool,
     /// The error that a callback caused.
     pub(crate) failure: Option<MeshError>,
 }
@@ -88,6 +102,8 @@ impl OperationsInFlight {
             collectives: 0,
             inbox,
             scratches: Vec::new(),
+            over: VecDeque::new(),
+            takens_are_due: false,
             failure: None,
         }
     }
@@ -108,15 +124,34 @@ impl OperationsInFlight {
         operation
     }
 
-    /// Ends a step. The last step of an operation ends the operation.
+    /// Notes what has become of sends.
+    pub(crate) fn note(&mut self, progress: &mut SendProgress) {
+        for id in progress.left.drain(..) {
+            if let Some(operation) = self.operations.get_mut(id.operation) {
+                operation.order.left(id.step, |step| {
+                    self.ready.push_back(StepId { operation: id.operation, step });
+                });
+            }
+        }
+        progress.ended.drain(..).for_each(|id| self.ended(id));
+    }
+
+    /// Ends a step. The operation of the last one is over.
     pub(crate) fn ended(&mut self, id: StepId) {
         let Some(operation) = self.operations.get_mut(id.operation) else { return };
-        operation.order.ended(id.step, |step| {
+        self.takens_are_due |= operation.ended(id.step, |step| {
             self.ready.push_back(StepId { operation: id.operation, step });
         });
-        operation.steps_left -= 1;
         if operation.steps_left == 0 {
-            self.end(id.operation, Ok(()));
+            self.over.push_back(id.operation);
+        }
+    }
+
+    /// Ends the operations whose steps have all ended. This comes after what waits for the peers has been sent: a thread
+    /// that is woken may take this one's processor.
+    pub(crate) fn end_those_over(&mut self) {
+        while let Some(operation) = self.over.pop_front() {
+            self.end(operation, Ok(()));
         }
     }
 
@@ -211,11 +246,11 @@ impl OperationsInFlight {
         receive.cut_off_bytes = rest.len();
     }
 
-    /// Ends the step of a transfer whose bytes have all come.
-    pub(crate) fn finish_receive(&mut self, ticket: SlabKey) {
-        let Some(receive) = self.receives.get(ticket) else { return };
+    /// Ends the step of a transfer if its bytes have all come. Returns its operation in this case.
+    pub(crate) fn finish_receive(&mut self, ticket: SlabKey) -> Option<SlabKey> {
+        let receive = self.receives.get(ticket)?;
         if receive.arrived < receive.into.bytes {
-            return;
+            return None;
         }
         let (id, from) = (receive.id, receive.from);
         self.receives.remove(ticket);
@@ -226,6 +261,13 @@ impl OperationsInFlight {
             operation.completer.value = from;
         }
         self.ended(id);
+        Some(id.operation)
+    }
+
+    /// The bytes that have come of each receive from this rank that is not complete, by ticket.
+    pub(crate) fn arrived_from(&self, rank: u32) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let from_it = self.receives.iter().filter(move |(_, receive)| receive.from == Some(rank));
+        from_it.map(|(ticket, receive)| (ticket.to_wire(), receive.arrived as u64))
     }
 
     /// Scratch of `bytes` bytes with any content; a kept one, if there is one.

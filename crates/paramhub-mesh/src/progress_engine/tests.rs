@@ -1,6 +1,8 @@
 //! An engine against peers whose frames a test writes by hand, or over connections that split everything into
 //! small pieces.
 
+mod reconnecting;
+
 use std::io::{Read, Write};
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -38,6 +40,7 @@ fn mesh_with(rank: u32, sockets: Vec<Option<UnixStream>>, dead_after: Duration) 
         &MeshConfig { dead_after, ..config },
         sockets.collect(),
         Err("these peers are no processes".into()),
+        None,
     )
     .unwrap()
 }

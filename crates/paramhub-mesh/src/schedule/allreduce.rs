@@ -28,7 +28,7 @@ fn doubling(rank: u32, size: u32, bytes: usize, is_average: bool) -> Schedule {
     if rank < 2 * pairs && rank.is_multiple_of(2) {
         let peer = rank + 1;
         let sent = schedule.push(Work::Send { peer, index: 0, from: whole }, &[]);
-        schedule.push(Work::Receive { peer, index: last, into: whole }, &[Some(sent)]);
+        schedule.push(Work::Receive { peer, index: last, into: whole }, &[Some(sent.left())]);
         return schedule;
     }
     let (mut value, mut reduced, mut sends): (BufferRange, Option<Step>, Vec<Option<Step>>) =
@@ -98,7 +98,7 @@ fn halving(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -
         let index = rounds + turn as u32;
         schedule.push(Work::Send { peer, index, from: own }, &whole);
         // The result replaces the bytes that were sent from there in the first half.
-        whole.push(Some(schedule.push(Work::Receive { peer, index, into: other }, &[Some(sent)])));
+        whole.push(Some(schedule.push(Work::Receive { peer, index, into: other }, &[Some(sent.left())])));
         let start = own.start.min(other.start);
         own = BufferRange { start, bytes: own.bytes + other.bytes, ..own };
     }
@@ -120,7 +120,7 @@ fn ring(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -> S
         let (mut arrived, mut sends) = (None, Vec::with_capacity(hops as usize));
         for hop in 0..hops {
             let send = Work::Send { peer: next, index: index(hop), from: span(hop) };
-            sends.push(Some(schedule.push(send, &[arrived])));
+            sends.push(Some(schedule.push(send, &[arrived]).left()));
             let receive = Work::ReceiveReduce { peer: previous, index: index(hop), into: span(hop + 1) };
             arrived = Some(schedule.push(receive, &[]));
         }

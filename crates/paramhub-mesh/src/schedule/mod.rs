@@ -107,16 +107,34 @@ pub(crate) enum Work {
     },
 }
 
-/// A step of a schedule, for later steps to wait for.
+impl Work {
+    pub(crate) fn is_send(&self) -> bool {
+        matches!(self, Work::Send { .. })
+    }
+}
+
+/// The end of a step of a schedule, for later steps to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Step(u32);
+pub(crate) struct Step {
+    number: u32,
+    /// For a send: it waits only until all bytes have left. Then the peer may not have taken them yet.
+    has_left: bool,
+}
+
+impl Step {
+    /// The moment at which all bytes of a send have left. A receive into the range that was sent may wait for this
+    /// instead of the end if its data depend on what was sent: they come when the peer has taken that.
+    fn left(self) -> Step {
+        Step { has_left: true, ..self }
+    }
+}
 
 /// The schedule of one operation; see the module.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Schedule {
     pub(crate) work: Vec<Work>,
-    /// Pairs of an earlier step and a later one that waits for it.
-    edges: Vec<(u32, u32)>,
+    /// Pairs of an earlier step and the number of a later one that waits for it.
+    edges: Vec<(Step, u32)>,
     pub(crate) scratch_bytes: usize,
 }
 
@@ -130,8 +148,8 @@ impl Schedule {
     fn push(&mut self, work: Work, after: &[Option<Step>]) -> Step {
         let step = self.work.len() as u32;
         self.work.push(work);
-        self.edges.extend(after.iter().flatten().map(|earlier| (earlier.0, step)));
-        Step(step)
+        self.edges.extend(after.iter().flatten().map(|earlier| (*earlier, step)));
+        Step { number: step, has_left: false }
     }
 
     /// A new part of the scratch buffer.
@@ -143,19 +161,21 @@ impl Schedule {
 
     /// The dependencies between the steps, with which an engine runs them.
     pub(crate) fn order(&self) -> StepDependencies {
-        let mut unmet = vec![0; self.work.len()];
-        let mut first = vec![0; self.work.len() + 1];
+        let steps = self.work.len();
+        let event = |step: Step| step.number as usize + if step.has_left { steps } else { 0 };
+        let mut unmet = vec![0; steps];
+        let mut first = vec![0; 2 * steps + 1];
         for &(earlier, later) in &self.edges {
             unmet[later as usize] += 1;
-            first[earlier as usize + 1] += 1;
+            first[event(earlier) + 1] += 1;
         }
-        for step in 0..self.work.len() {
-            first[step + 1] += first[step];
+        for event in 0..2 * steps {
+            first[event + 1] += first[event];
         }
         let mut next = first.clone();
         let mut later_steps = vec![0; self.edges.len()];
         for &(earlier, later) in &self.edges {
-            let place = &mut next[earlier as usize];
+            let place = &mut next[event(earlier)];
             later_steps[*place as usize] = later;
             *place += 1;
         }
@@ -163,11 +183,12 @@ impl Schedule {
     }
 }
 
-/// The number of steps that each step still waits for, and the steps that wait for it.
+/// The number of events that each step still waits for, and the steps that wait for each event: first the ends of all
+/// steps, then the moments at which sends have left.
 #[derive(Debug)]
 pub(crate) struct StepDependencies {
     unmet: Vec<u32>,
-    /// The position in `later_steps` of each step's first follower; the next step's position ends them.
+    /// The position in `later_steps` of each event's first follower; the next event's position ends them.
     first: Vec<u32>,
     later_steps: Vec<u32>,
 }
@@ -179,8 +200,17 @@ impl StepDependencies {
     }
 
     /// Notes that `step` has ended; calls `released` with each step that need not wait any longer.
-    pub(crate) fn ended(&mut self, step: u32, mut released: impl FnMut(u32)) {
-        let followers = self.first[step as usize] as usize..self.first[step as usize + 1] as usize;
+    pub(crate) fn ended(&mut self, step: u32, released: impl FnMut(u32)) {
+        self.happened(step as usize, released);
+    }
+
+    /// Notes, once only, that all bytes of the send `step` have left.
+    pub(crate) fn left(&mut self, step: u32, released: impl FnMut(u32)) {
+        self.happened(self.unmet.len() + step as usize, released);
+    }
+
+    fn happened(&mut self, event: usize, mut released: impl FnMut(u32)) {
+        let followers = self.first[event] as usize..self.first[event + 1] as usize;
         for follower in followers {
             let later = self.later_steps[follower];
             let unmet = &mut self.unmet[later as usize];

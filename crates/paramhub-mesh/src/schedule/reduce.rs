@@ -68,7 +68,7 @@ fn by_segments(rank: u32, size: u32, root: u32, bytes: usize, width: usize, is_a
             let sent = schedule.push(Work::Send { peer: owner, index, from: span(owner) }, &[]);
             if rank == root {
                 let receive = Work::Receive { peer: owner, index: result, into: span(owner) };
-                schedule.push(receive, &[Some(sent)]);
+                schedule.push(receive, &[Some(sent.left())]);
             }
         }
     }

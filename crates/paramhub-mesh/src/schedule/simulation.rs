@@ -29,9 +29,9 @@ struct Rank {
 enum Event {
     /// A free step begins.
     Begin { rank: usize, at: usize },
-    /// A send leaves, whose receive was announced.
+    /// All bytes of a send leave, whose receive was announced.
     Leave { from: usize, to: usize, index: u32 },
-    /// The bytes that have left arrive.
+    /// The bytes that have left arrive, and are taken.
     Arrive { from: usize, to: usize, index: u32 },
 }
 
@@ -71,7 +71,8 @@ fn simulate(
         .collect();
     let mut sends: HashMap<Path, (u32, BufferRange)> = HashMap::new();
     let mut receives: HashMap<Path, (u32, BufferRange, bool)> = HashMap::new();
-    let mut flying: HashMap<Path, Vec<u8>> = HashMap::new();
+    // The sends whose bytes have left. They are read where they are when they arrive, as after a cut.
+    let mut flying: HashMap<Path, (u32, BufferRange)> = HashMap::new();
     loop {
         let mut events: Vec<Event> = Vec::new();
         for (rank, state) in ranks.iter().enumerate() {
@@ -110,6 +111,7 @@ fn simulate(
                         else {
                             unreachable!()
                         };
+                        assert_unused(&flying, rank, span);
                         while done < span.bytes {
                             done = ranks[rank].operation.compute(work, done, 1 << 16, size);
                         }
@@ -121,12 +123,16 @@ fn simulate(
             }
             Event::Leave { from, to, index } => {
                 let (step, span) = sends.remove(&(from, to, index)).unwrap();
-                flying.insert((from, to, index), ranks[from].operation.bytes(span).to_vec());
-                end(&mut ranks[from], step);
+                flying.insert((from, to, index), (step, span));
+                let Rank { operation, ready } = &mut ranks[from];
+                operation.order.left(step, |step| ready.push(step));
             }
             Event::Arrive { from, to, index } => {
-                let bytes = flying.remove(&(from, to, index)).unwrap();
+                let (sent, span) = flying.remove(&(from, to, index)).unwrap();
+                let bytes = ranks[from].operation.bytes(span).to_vec();
+                end(&mut ranks[from], sent);
                 let (step, span, is_reduced) = receives.remove(&(from, to, index)).unwrap();
+                assert_unused(&flying, to, span);
                 assert_eq!(bytes.len(), span.bytes, "from rank {from} to {to}, index {index}");
                 let into = ranks[to].operation.bytes_mut(span);
                 if is_reduced {
@@ -150,10 +156,18 @@ fn simulate(
         .collect()
 }
 
+/// What is written must not be what another rank has not taken yet: it would have to be sent again after a cut.
+fn assert_unused(flying: &HashMap<Path, (u32, BufferRange)>, rank: usize, written: BufferRange) {
+    for ((from, to, index), (_, sent)) in flying {
+        let overlaps =
+            sent.buffer == written.buffer && sent.start < written.end() && written.start < sent.end();
+        assert!(*from != rank || !overlaps, "{written:?} is written, which rank {to} takes as {index}");
+    }
+}
+
 fn end(rank: &mut Rank, step: u32) {
     let ready = &mut rank.ready;
-    rank.operation.order.ended(step, |step| ready.push(step));
-    rank.operation.steps_left -= 1;
+    rank.operation.ended(step, |step| ready.push(step));
 }
 
 fn numbers(seed: u64, elements: usize) -> Vec<u8> {

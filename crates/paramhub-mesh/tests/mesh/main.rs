@@ -33,3 +33,5 @@ mod memory;
 mod point_to_point;
 mod probing;
 mod processes;
+mod redial;
+mod relay;

@@ -254,7 +254,9 @@ fn leaving_waits_for_sends_and_gives_up_receives(way: Way) {
             let never = mesh.receive(1, 99, ReceiveRegion::owned(vec![0_u8; 1])).unwrap();
             mesh.leave(WAIT_TIMEOUT).unwrap();
             assert!(send.wait().is_ok());
-            assert!(matches!(never.wait(), Err(MeshError::Left { .. })));
+            // The other rank leaves as soon as it has the data, maybe before this one, which waits until they are taken.
+            let error = never.wait().unwrap_err();
+            assert!(matches!(error, MeshError::Left { .. } | MeshError::PeerLeft { rank: 1, .. }), "{error}");
             return;
         }
         std::thread::sleep(Duration::from_millis(100));
