@@ -6,6 +6,7 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use paramhub_control::ManagerClient;
 use paramhub_core::auth::StreamSecret;
@@ -153,6 +154,7 @@ impl PeerListener {
         let config = MeshConfig {
             name: Arc::from(format!("{} of job {}", name, member.job)),
             encrypts: member.encrypts,
+            redial_grace: member.redial_grace,
             ..MeshConfig::new(rank, secrets.derive(name), addresses)
         };
         Ok((listener, config))
@@ -169,6 +171,8 @@ pub struct PeerAddresses {
     pair_secrets: Vec<Option<StreamSecret>>,
     /// Whether what they exchange is encrypted.
     encrypts: bool,
+    /// How long a connection of theirs that was cut may take to be made again.
+    redial_grace: Duration,
 }
 
 impl PeerAddresses {
@@ -179,6 +183,7 @@ impl PeerAddresses {
             addresses: member.peer_addresses().to_vec(),
             pair_secrets: member.pair_secrets().to_vec(),
             encrypts: member.encrypts(),
+            redial_grace: member.redial_grace(),
         }
     }
 }

@@ -145,6 +145,11 @@ impl Member {
         self.connected.options.encrypt
     }
 
+    /// How long a connection of the job that was cut may take to be made again.
+    pub fn redial_grace(&self) -> Duration {
+        self.connected.options.redial_grace()
+    }
+
     /// The job's name.
     pub fn job_name(&self) -> &str {
         &self.connected.name

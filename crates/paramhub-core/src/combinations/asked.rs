@@ -8,7 +8,7 @@ use crate::codec::Dtype;
 use crate::composition::{Composition, OptimizeAt, Reduction};
 use crate::consistency::Consistency;
 use crate::key::Key;
-use crate::limits::{REDIAL_GRACE_S, REDIAL_GRACE_S_MAX};
+use crate::limits::REDIAL_GRACE_S;
 use crate::resuming::ResumeTerms;
 use crate::scheme::{LayerKind, LayerSettings, Plan, Scheme, SchemeChoice};
 use crate::service::{JobOptions, JobPlan, OnWorkerLoss};
@@ -135,11 +135,8 @@ impl ResumeTerms {
         let schemes = schemes.layers.iter().filter_map(|planned| planned.scheme.feature());
         let whole = schemes.fold(job, Features::with);
         let is_exact = conflict_of(Feature::RedialGrace, whole).is_none();
-        let grace = if is_exact { options.redial_grace_s } else { 0.0 };
-        ResumeTerms {
-            redial_grace: Duration::try_from_secs_f64(grace.min(REDIAL_GRACE_S_MAX)).unwrap_or_default(),
-            moves: options.continues(),
-        }
+        let redial_grace = if is_exact { options.redial_grace() } else { Duration::ZERO };
+        ResumeTerms { redial_grace, moves: options.continues() }
     }
 }
 

@@ -3,15 +3,16 @@
 use std::fmt;
 use std::num::NonZeroU32;
 use std::str::FromStr;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::is_default;
 use crate::checkpoint::{Every, Resume};
 use crate::composition::{OptimizeAt, Reduction};
-use crate::limits::REDIAL_GRACE_S;
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
+use crate::limits::{REDIAL_GRACE_S, REDIAL_GRACE_S_MAX};
 use crate::settings::Settings;
 use crate::stragglers::{Quorum, Stragglers};
 
@@ -46,9 +47,10 @@ pub struct JobOptions {
     /// The reaction of the job when a network interface that its streams use goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
-    /// The time for which a hub waits for a worker whose stream was cut, and for which the worker dials again, 0 to 60;
-    /// the worker is lost after that. With 0 it is lost at once. A worker whose process has ended is lost at once where
-    /// the system says so. Jobs whose streams cannot be [resumed](crate::combinations) do not wait.
+    /// The time for which a hub or a worker waits for a worker whose connection was cut, and for which that worker dials
+    /// again, 0 to 60; the worker is lost after that. With 0 it is lost at once. A worker whose process has ended is lost
+    /// at once where the system says so. The hubs of jobs whose streams cannot be [resumed](crate::combinations) do not
+    /// wait.
     #[serde(skip_serializing_if = "is_default_redial_grace")]
     pub redial_grace_s: f64,
     /// The reaction of the job when a worker is lost.
@@ -102,6 +104,11 @@ pub struct JobOptions {
 }
 
 impl JobOptions {
+    /// How long a connection that was cut may take to be made again, where that is possible.
+    pub fn redial_grace(&self) -> Duration {
+        Duration::try_from_secs_f64(self.redial_grace_s.min(REDIAL_GRACE_S_MAX)).unwrap_or_default()
+    }
+
     /// Returns whether the job goes on when a worker is lost.
     pub fn outlives_workers(&self) -> bool {
         self.on_worker_loss != OnWorkerLoss::Fail

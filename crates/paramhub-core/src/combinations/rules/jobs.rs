@@ -184,10 +184,10 @@ pub(super) const SCHEMES: &[Rule] = &[
     },
     Rule {
         these: &[Factors],
-        those: &[ContinuesOverInterfaces, RedialGrace],
+        those: &[ContinuesOverInterfaces],
         verdict: Refused,
-        why: "connections between workers cannot be resumed",
-        remedy: "ask for the scheme hub, or use `on_interface_down = fail` and leave `redial_grace` out",
+        why: "connections between workers stay on their interfaces",
+        remedy: "ask for the scheme hub, or use `on_interface_down = fail`",
         callers: &[InitService],
     },
     Rule {
@@ -617,7 +617,6 @@ pub(super) const NO_HUBS: &[Rule] = &[
             HierarchicalReduction,
             OptimizerAtOwner,
             ContinuesOverInterfaces,
-            RedialGrace,
             Weight,
         ],
         those: &[NoHubs],
