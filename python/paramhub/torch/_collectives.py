@@ -89,7 +89,15 @@ class Group:
         listener = _native.MeshListener(self.world.own_address())
         # The salts keep the secrets of two groups of one name apart.
         own = {"address": listener.address, "salt": secrets.token_hex(16)}
-        peers = allgather_json(store, "mesh", own, self.rank, self.size, self.timeout)
+        peers = allgather_json(
+            store,
+            "mesh",
+            own,
+            self.rank,
+            self.size,
+            self.timeout,
+            lost=lambda: self.world.lost_among(self.members),
+        )
         salts = "".join(each["salt"] for each in peers)
         return listener.join(
             self.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +17,20 @@ from paramhub.torch._rank_assignment import RankAssignment
 _PAUSE_FIRST = 0.001
 _PAUSE_MAX = 0.05
 
+LOST_GRACE = 5.0
+"""Seconds for which ranks wait for one that another group has named as the reason of its failure. Its process may live and
+recover from the failure as the others do."""
 
-def wait_for_keys(store: dist.Store, keys: list[str], timeout: float, unless: str | None = None) -> list[str]:
-    """Waits until the store has all keys, or the key ``unless``, at most ``timeout`` seconds. Returns the missing keys.
+
+def wait_for_keys(
+    store: dist.Store,
+    keys: list[str],
+    timeout: float,
+    unless: str | None = None,
+    gives_up: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """Waits until the store has all keys, or the key ``unless``, or ``gives_up`` says so, at most ``timeout`` seconds. Returns
+    the missing keys.
 
     It polls the store, because Ctrl-C does not interrupt a store's own ``wait``, and because other threads of this process
     cannot use the store while one waits in it.
@@ -26,7 +38,7 @@ def wait_for_keys(store: dist.Store, keys: list[str], timeout: float, unless: st
     deadline = time.monotonic() + timeout
     pause = _PAUSE_FIRST
     while not store.check(keys):
-        if time.monotonic() >= deadline or (unless is not None and store.check([unless])):
+        if time.monotonic() >= deadline or (unless is not None and store.check([unless])) or gives_up():
             return [key for key in keys if not store.check([key])]
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_MAX)
@@ -76,12 +88,30 @@ def allgather_json(
     size: int,
     timeout: float,
     advice: str = "do all ranks make the same groups?",
+    lost: Callable[[], tuple[int, BaseException] | None] = lambda: None,
 ) -> list[Any]:
-    """Returns every rank's ``own``, by rank. Each rank calls it once with the same label. ``own`` must fit JSON."""
+    """Returns every rank's ``own``, by rank. Each rank calls it once with the same label. ``own`` must fit JSON. ``lost``
+    returns a rank that may not come any more and the failure that names it; it is awaited for `LOST_GRACE` seconds."""
     store.set(f"{label}/{rank}", json.dumps(own))
     keys = [f"{label}/{each}" for each in range(size)]
-    missing = [keys.index(key) for key in wait_for_keys(store, keys, timeout)]
+    lost_since: float | None = None
+
+    def gives_up() -> bool:
+        nonlocal lost_since
+        named = lost()
+        if named is None or store.check([keys[named[0]]]):
+            return False
+        now = time.monotonic()
+        lost_since = now if lost_since is None else lost_since
+        return now >= lost_since + LOST_GRACE
+
+    missing = [keys.index(key) for key in wait_for_keys(store, keys, timeout, gives_up=gives_up)]
     if missing:
+        named = lost()
+        if named is not None and named[0] in missing:
+            raise ConnectError(
+                f"rank {rank}: rank {named[0]} of {size} does not arrive: {named[1]}"
+            ) from named[1]
         raise ConnectError(
             f"rank {rank}: {format_ranks(missing)} of {size} did not arrive within {timeout:g} s: did they start, and {advice}"
         )

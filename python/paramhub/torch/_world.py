@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -170,6 +171,18 @@ class World:
             self.failures.record()
         if group in self._groups:
             self._groups.remove(group)
+
+    def lost_among(self, ranks: Sequence[int]) -> tuple[int, BaseException] | None:
+        """The position of one of ``ranks`` that a group of this run names as the reason of its failure, and that failure."""
+        for group in self._groups:
+            failure = group.failure()
+            culprit = getattr(failure, "culprit", None)
+            if failure is None or culprit is None or culprit >= group.size:
+                continue
+            rank = group.members[culprit]
+            if rank != self.rank and rank in ranks:
+                return ranks.index(rank), failure
+        return None
 
     def is_quiet(self) -> bool:
         """Returns whether no group has failed, and no group's operation is under way."""

@@ -262,7 +262,6 @@ def survive(rank: Rank, seed: int) -> tuple[int, list[torch.Tensor]]:
     return step, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.full
 def test_ranks_that_die_at_any_moment_are_replaced(team: Team) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -272,6 +271,21 @@ def test_ranks_that_die_at_any_moment_are_replaced(team: Team) -> None:
     for its_step, its in others:
         assert its_step == step > 5
         assert all(torch.equal(own, other) for own, other in zip(first, its, strict=True))
+
+
+def lose_one_before_the_next_group(rank: Rank) -> None:
+    begin(rank, 3)
+    connect(rank, 10, [0, 1, 2])
+    if rank.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    # The connections that it makes are others than those of the process group.
+    with pytest.raises(paramhub.ConnectError, match=r"rank 2 of 3 does not arrive: .*rank 2 is lost"):
+        paramhub.torch.broadcast_object(1)
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_dies_is_not_awaited_for_the_whole_timeout_by_its_next_group(team: Team) -> None:
+    team(lose_one_before_the_next_group, ranks=3, dies=(2,))
 
 
 def keep_ddp(rank: Rank) -> list[torch.Tensor]:
