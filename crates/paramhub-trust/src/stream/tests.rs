@@ -124,14 +124,24 @@ fn what_is_no_handshake_or_too_much_is_refused() {
 
 #[test]
 fn an_altered_handshake_makes_no_keys() {
-    for at in [20, 60, 100, 200] {
+    let hello_bytes = {
+        let (mut bytes, (mut caller, _)) = (Vec::new(), ends());
+        caller.take_outgoing(&mut bytes);
+        bytes.len()
+    };
+    // The order of the hello's parts is random, and its length differs. Its first bytes are the head of the record.
+    for at in 5..hello_bytes {
         let (mut caller, mut listener) = ends();
         let (mut there, mut back) = (Vec::new(), Vec::new());
         caller.take_outgoing(&mut there);
-        let altered_caller = at.min(there.len() - 1);
-        there[altered_caller] ^= 1;
-        let refused = listener.absorb(&there).is_err();
-        listener.take_outgoing(&mut back);
-        assert!(refused || caller.absorb(&back).is_err(), "byte {at}");
+        let altered = at.min(there.len() - 1);
+        there[altered] ^= 1;
+        // Not every byte is refused at once: the listener may wait for more, or ask for another hello.
+        if listener.absorb(&there).is_ok() {
+            listener.take_outgoing(&mut back);
+            let _ = caller.absorb(&back).and_then(|()| meet(&mut caller, &mut listener));
+        }
+        let are_open = [&caller, &listener].map(|end| !end.connection.is_handshaking());
+        assert_eq!(are_open, [false; 2], "byte {at}");
     }
 }
