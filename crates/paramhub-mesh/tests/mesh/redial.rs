@@ -87,9 +87,9 @@ fn exchange(mesh: &Mesh, round: u32, random: &mut Random, is_last: bool) -> bool
         ];
         handles.into_iter().for_each(|handle| done(handle).unwrap());
     });
-    for at in 0..elements {
+    for (at, sum) in sum.iter().enumerate() {
         let expected: f32 = (0..SIZE).map(|rank| value(round, rank, at)).sum();
-        assert_eq!(sum[at], expected, "round {round}, element {at} of {elements} at rank {rank}");
+        assert_eq!(*sum, expected, "round {round}, element {at} of {elements} at rank {rank}");
     }
     let expected: Vec<f32> = (0..elements).map(|at| value(round, previous, at) + 0.5).collect();
     assert!(from_previous == expected && from_any == expected, "round {round} of {elements} at rank {rank}");
