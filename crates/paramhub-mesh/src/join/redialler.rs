@@ -48,13 +48,12 @@ impl Redialler {
         Ok(Redialler { cuts: Some(cuts), waker, thread: Some(thread) })
     }
 
-    /// Reports that the connection of this number with this rank was cut.
-    pub(crate) fn connection_is_cut(&self, rank: u32, attempt: u32) {
-        if let Some(cuts) = &self.cuts {
-            // If the thread has ended, the inbox says so.
-            let _ = cuts.send((rank, attempt));
-            self.waker.wake();
-        }
+    /// Reports that the connection of this number with this rank was cut; `false` if the thread has ended, so that nobody
+    /// will make it again.
+    pub(crate) fn connection_is_cut(&self, rank: u32, attempt: u32) -> bool {
+        let is_reported = self.cuts.as_ref().is_some_and(|cuts| cuts.send((rank, attempt)).is_ok());
+        self.waker.wake();
+        is_reported
     }
 }
 

@@ -17,8 +17,10 @@ impl ProgressEngine {
         // This fails only if the descriptor is not in the set.
         let _ = self.poller.remove(&peer.socket);
         peer.outbound.cut();
+        if !redialler.connection_is_cut(rank, peer.attempt) {
+            return Err(self.lost(rank, reason));
+        }
         peer.cut = Some(reason);
-        redialler.connection_is_cut(rank, peer.attempt);
         Ok(())
     }
 
