@@ -34,8 +34,10 @@ const JOB_SPARE: usize = 8;
 /// The most bytes that the manager keeps for all unauthenticated callers together: bytes that it received,
 /// and answers that it has yet to send.
 const UNAUTHENTICATED_BYTES_MAX: usize = 4 << 20;
-/// The age from which an unauthenticated connection may be evicted. The request of a younger connection may
-/// still be on its way. [`ConnectionSlots::evict_one`] ignores the age.
+/// How long the manager has served an unauthenticated connection before it may be evicted. The request of a
+/// younger connection may still be on its way. A connection that the manager has not begun to serve is not
+/// evicted: under a flood that would be every connection before its turn, those with requests among them.
+/// [`ConnectionSlots::evict_one`] ignores the age.
 const MIN_AGE: Duration = Duration::from_millis(50);
 /// The least time between two log lines about evictions.
 const EVICTION_WARNING_INTERVAL: Duration = Duration::from_secs(60);
@@ -110,7 +112,8 @@ struct SlotsState {
 
 struct UnauthenticatedConnection {
     peer: IpAddr,
-    since: Instant,
+    /// When the manager began to serve the connection. `None` until then.
+    served_since: Option<Instant>,
     /// The bytes that the manager keeps for the connection.
     bytes: usize,
     /// `true` while the manager works on the complete request, until it begins to send the answer. The
@@ -131,11 +134,16 @@ impl ConnectionSlots {
         let mut state = self.lock();
         let number = state.next;
         state.next += 1;
-        let since = Instant::now();
         state.by_peer.entry(peer).or_default().insert(number);
         state.unauthenticated.insert(
             number,
-            UnauthenticatedConnection { peer, since, bytes: 0, busy: false, evicted: evicted.clone() },
+            UnauthenticatedConnection {
+                peer,
+                served_since: None,
+                bytes: 0,
+                busy: false,
+                evicted: evicted.clone(),
+            },
         );
         ConnectionSlot {
             slots: self.clone(),
@@ -148,12 +156,15 @@ impl ConnectionSlots {
     }
 
     /// Evicts unauthenticated connections until there is a slot for each that is left. Returns `false` if
-    /// there are still too many, because each is too young or the manager works on its request.
+    /// there are still too many, because each is too young or waits for the manager.
     pub(crate) fn evict_excess(&self) -> bool {
         let mut state = self.lock();
         let now = Instant::now();
+        let may_be_evicted = |connection: &UnauthenticatedConnection| {
+            connection.served_since.is_some_and(|since| now.saturating_duration_since(since) >= MIN_AGE)
+        };
         while state.unauthenticated.len() > self.unauthenticated_max {
-            if !state.evict_oldest(now) {
+            if !state.evict_oldest(may_be_evicted) {
                 return false;
             }
             state.warn_of_evictions(self.unauthenticated_max, now);
@@ -164,9 +175,7 @@ impl ConnectionSlots {
     /// Evicts one unauthenticated connection of any age, because the system has no descriptor left. Returns
     /// `false` if no connection can be evicted.
     pub(crate) fn evict_one(&self) -> bool {
-        let mut state = self.lock();
-        let when_all_are_old_enough = Instant::now() + MIN_AGE;
-        state.evict_oldest(when_all_are_old_enough)
+        self.lock().evict_oldest(|_| true)
     }
 
     pub(crate) fn counts(&self) -> ConnectionCounts {
@@ -200,6 +209,13 @@ impl ConnectionSlots {
 }
 
 impl ConnectionSlot {
+    /// Marks that the manager begins to serve the connection. From now on its age counts.
+    pub(crate) fn begin_service(&self) {
+        if let Some(me) = self.slots.lock().unauthenticated.get_mut(&self.number) {
+            me.served_since = Some(Instant::now());
+        }
+    }
+
     /// Gives a caller that showed the admin token an operator slot.
     pub(crate) fn prove_operator(&self) -> Result<(), Refusal> {
         self.prove(CallerKind::Operator, |state| {
@@ -382,13 +398,13 @@ impl SlotsState {
         }
     }
 
-    /// Evicts an unauthenticated connection that is old enough at `now`: the oldest of the address with the
-    /// most of them, and of no other address while that one's are all too young, since its own newer connections
-    /// would drive the others out. Returns `false` if there is none.
-    fn evict_oldest(&mut self, now: Instant) -> bool {
+    /// Evicts an unauthenticated connection that `may_be_evicted` and whose request the manager does not work on:
+    /// the oldest of the address with the most of them, and of no other address while that one's may all not be
+    /// evicted, since its own newer connections would drive the others out. Returns `false` if there is none.
+    fn evict_oldest(&mut self, may_be_evicted: impl Fn(&UnauthenticatedConnection) -> bool) -> bool {
         let may_be_evicted = |number: &&u64| {
             let connection = &self.unauthenticated[*number];
-            !connection.busy && now.saturating_duration_since(connection.since) >= MIN_AGE
+            !connection.busy && may_be_evicted(connection)
         };
         let most = self.by_peer.values().map(BTreeSet::len).max();
         let busiest = self.by_peer.values().filter(|numbers| Some(numbers.len()) == most);

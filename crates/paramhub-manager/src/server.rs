@@ -122,9 +122,10 @@ pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>, handsh
     let _ = timeout(STOP_GRACE, last_answers).await;
 }
 
-/// Evicts unauthenticated connections beyond the limit. Those that are too young get a moment first, in which
-/// no connection is accepted. Those that are being answered stay, so there may be more than slots for a
-/// while.
+/// Evicts unauthenticated connections beyond the limit. Those that are too young, or that the manager has not
+/// begun to serve, get a moment first, in which no connection is accepted: callers who come faster than they
+/// are served wait in the system's queue. Those that are being answered stay, so there may be more than slots
+/// for a while.
 async fn evict_excess(slots: &ConnectionSlots) {
     for _ in 0..EVICTION_ATTEMPTS {
         if slots.evict_excess() {
@@ -162,6 +163,7 @@ async fn serve_connection(
     server: Server,
     registry: Arc<Registry>,
 ) {
+    slot.begin_service();
     let speaks_http = !registry.needs_tls || peer.to_canonical().is_loopback();
     let mut first = [0];
     tokio::select! {

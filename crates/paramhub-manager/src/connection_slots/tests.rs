@@ -8,10 +8,10 @@ fn is_evicted(slot: &ConnectionSlot) -> bool {
     !slot.is_proven() && !slot.slots.lock().unauthenticated.contains_key(&slot.number)
 }
 
-/// Lets the present connections pass the least age for eviction.
+/// Begins to serve the present connections, and lets them pass the least age for eviction.
 fn age(slots: &ConnectionSlots) {
     for connection in slots.lock().unauthenticated.values_mut() {
-        connection.since = connection.since.checked_sub(MIN_AGE).unwrap();
+        connection.served_since = Instant::now().checked_sub(MIN_AGE);
     }
 }
 
@@ -45,6 +45,21 @@ fn an_old_connection_makes_no_room_for_the_young_ones_of_a_busier_address() {
     age(&slots);
     assert!(slots.evict_excess());
     assert!(is_evicted(&crowd[0]) && !is_evicted(&lone));
+}
+
+#[test]
+fn a_connection_that_the_manager_has_not_begun_to_serve_is_not_evicted() {
+    let slots = ConnectionSlots::new(1, 8);
+    let [first, second] = [(); 2].map(|()| slots.accept(address(1)));
+    std::thread::sleep(2 * MIN_AGE);
+    assert!(!slots.evict_excess(), "both wait for the manager");
+    second.begin_service();
+    assert!(!slots.evict_excess(), "the second has only just been looked at");
+    std::thread::sleep(2 * MIN_AGE);
+    assert!(slots.evict_excess());
+    assert!(is_evicted(&second) && !is_evicted(&first));
+    assert!(slots.evict_one(), "a missing descriptor ends any connection");
+    assert!(is_evicted(&first));
 }
 
 #[test]
