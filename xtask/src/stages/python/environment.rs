@@ -31,8 +31,12 @@ impl Environment {
     /// Installs packages into the environment. uv takes seconds where pip takes minutes, and no time if all
     /// are installed already. If uv fails, pip installs them: uv does not read pip's settings, which may name
     /// the source of packages.
+    ///
+    /// Their bytecode is compiled, as pip does, since hundreds of processes import torch: where Python may write
+    /// none (`PYTHONDONTWRITEBYTECODE`), each would compile it for itself, and take twice as long to start.
     pub(super) fn install(&self, tools: &Environment, packages: &[&str]) -> Result<(), Failure> {
-        let by_uv = tools.program("uv").args(["pip", "install", "--python", &self.interpreter()]);
+        let install = ["pip", "install", "--compile-bytecode", "--python", &self.interpreter()];
+        let by_uv = tools.program("uv").args(install);
         let by_pip = self.python().args(["-m", "pip", "install"]);
         let packages = || packages.iter().copied();
         by_uv.args(packages()).run().or_else(|_| by_pip.args(packages()).run())
