@@ -283,11 +283,13 @@ impl Simulation {
 
     fn wait(&mut self, time: Duration) {
         let until = self.now + time;
-        while self.now < until {
+        // The hub's thread has ended when all is done, and looks at no time.
+        while self.now < until && !self.control.is_done() {
             let wait = self.control.until_next_check(self.now).max(Duration::from_millis(1));
             self.now += wait.min(until - self.now);
             self.check_time();
         }
+        self.now = until;
     }
 
     /// Lets the threads and cores of the hub answer all that they were asked.
