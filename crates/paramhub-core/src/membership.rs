@@ -149,7 +149,7 @@ impl Membership {
         let had_ended = record.status.state.has_ended();
         let (job, transition) = Job::restore(record, now);
         let (namespace, name, hubs) = (job.namespace, job.name.clone(), job.hubs().collect::<Vec<u32>>());
-        let must_link = job.state() == JobState::Running && job.has_several_sites();
+        let must_link = job.state() == JobState::Running && job.is_linked();
         self.next_order = job.order + 1;
         self.jobs.insert(namespace, job);
         if had_ended {
@@ -427,7 +427,7 @@ impl Membership {
         match transition {
             Transition::None => {}
             Transition::Advanced => {
-                let (state, links) = (job.state(), job.has_several_sites());
+                let (state, links) = (job.state(), job.is_linked());
                 self.outputs.push(Output::Log(LogEvent::JobAdvanced { job: name, namespace, state }));
                 if state == JobState::Running && links {
                     let hubs: Vec<u32> = job.hubs().collect();

@@ -74,6 +74,27 @@ elif "fails" in options and start == 0:
     raise RuntimeError("the evaluation has failed")
 """
 
+DIES_EARLY = """
+import os, signal, threading
+import torch
+import paramhub
+import paramhub.torch
+
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+paramhub.torch.init(on_worker_loss="rewind")
+# The hub needs some time to open a job of this size.
+model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(10)))
+if start == 0 and paramhub.torch.rank() == 1:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+optimizer = paramhub.torch.HubOptimizer(model, paramhub.AdamW(lr=0.001))
+for step in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(4, 1500)).square().mean().backward()
+    optimizer.step()
+    optimizer.synchronize()
+os.write(1, f"start {start} has ended\\n".encode())
+"""
+
 Start = Callable[..., Program]
 Launch = Callable[..., Ended]
 
@@ -156,6 +177,17 @@ def test_kills_at_any_moment_cost_a_step_each_at_most(start: Start, program: Pat
     assert first.split(":")[1] == second.split(":")[1], output
     updates = {int(count) for count in re.search(r"updates \{(.*)\}", first)[1].split(",")}
     assert all(200 - kills <= count <= 200 for count in updates), output
+
+
+def test_ranks_that_are_killed_while_their_job_begins_are_started_again(
+    launch: Launch, tmp_path: Path
+) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(DIES_EARLY)
+    # The first new processes may find the job before the hub has noticed that nobody opens streams, and end with it.
+    code, output = launch(*torchrun(2), script)
+    assert code == 0, output
+    assert len(re.findall(r"start [12] has ended", output)) == 2, output
 
 
 def test_a_rank_that_has_left_is_started_again_too(launch: Launch, program: Path) -> None:

@@ -26,10 +26,6 @@ use crate::composition::Neighbour;
 use crate::service::{CauseKind, HubEvent};
 use crate::wire::Notice;
 
-/// The time in which a process that has joined must open its streams. The others wait for it, and it opens them at once
-/// unless it has died.
-const OPENING_TIMEOUT: Duration = Duration::from_secs(8);
-
 /// The ranks of a job whose process is lost, or is not the one with which the job began.
 #[derive(Debug, Default)]
 pub(super) struct ChangedRanks(BTreeMap<u32, ChangedRank>);
@@ -307,7 +303,7 @@ impl JobControl {
     /// begins anew.
     fn renew_opening(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        let renewed = now.saturating_add(job.terms.rendezvous.min(OPENING_TIMEOUT));
+        let renewed = now.saturating_add(job.terms.opening());
         if let Some(RankPhase::Connecting { until, .. }) = job.ranks.of_epoch(rank, epoch) {
             *until = renewed;
         }
@@ -317,7 +313,7 @@ impl JobControl {
     /// are admitted.
     pub(super) fn rank_joined(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        let until = now.saturating_add(job.terms.rendezvous.min(OPENING_TIMEOUT));
+        let until = now.saturating_add(job.terms.opening());
         let Some(changed) = job.ranks.0.get_mut(&rank).filter(|changed| changed.epoch == epoch) else {
             return;
         };
@@ -354,7 +350,7 @@ impl JobControl {
                 if !missing.contains(&Neighbour::Worker(rank)) {
                     changed.phase = RankPhase::Present { step };
                 } else if now >= until {
-                    late.push((namespace, rank, job.terms.rendezvous.min(OPENING_TIMEOUT)));
+                    late.push((namespace, rank, job.terms.opening()));
                 }
             }
         }

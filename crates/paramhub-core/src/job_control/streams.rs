@@ -44,12 +44,18 @@ pub(super) struct Down {
 }
 
 impl JobControl {
-    /// Orders the streams to the sites above. The manager calls for them once every hub of the job has
-    /// allocated.
+    /// Orders the streams to the sites above, and waits for those of workers no longer than for those of a process that
+    /// [joins](super::ranks) later, if the job goes on without lost workers. The manager calls for them once every hub of
+    /// the job has allocated.
     pub(super) fn link(&mut self, namespace: Namespace, now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         // A command can come twice, since the answer to the first may have been lost.
         if !std::mem::replace(&mut job.is_linked, true) {
+            if let Phase::Connecting { until } = &mut job.phase
+                && job.terms.min_workers.is_some()
+            {
+                *until = now.saturating_add(job.terms.opening());
+            }
             let until = now.saturating_add(job.terms.rendezvous);
             self.outputs.push(Output::Link { namespace, until });
         }
@@ -92,8 +98,8 @@ impl JobControl {
         }
     }
 
-    /// Lets each connecting job run if all its streams are here, and ends it if it has waited too long for
-    /// one.
+    /// Lets each connecting job run if all its streams are here. If it has waited too long for one, it ends, or takes
+    /// the workers for lost.
     pub(super) fn check_connecting(&mut self, now: Duration, streams: &impl AdmittedStreams) {
         let mut late = Vec::new();
         for (&namespace, job) in &mut self.jobs {
@@ -101,14 +107,26 @@ impl JobControl {
             let missing = streams.missing(namespace);
             match missing.first() {
                 None => job.phase = Phase::Running,
-                Some(&first) if now >= until => {
-                    late.push((namespace, first, missing_streams_message(job, &missing)));
+                Some(_) if now >= until => {
+                    let message = missing_streams_message(job, &missing);
+                    late.push((namespace, missing, message));
                 }
                 Some(_) => {}
             }
         }
-        for (namespace, first, message) in late {
-            self.fail(namespace, CauseKind::PeerLost, first.rank(), message, now);
+        for (namespace, missing, message) in late {
+            if !self.may_lose(namespace, CauseKind::PeerLost) {
+                let first = missing.first().and_then(|first| first.rank());
+                self.fail(namespace, CauseKind::PeerLost, first, message, now);
+                continue;
+            }
+            let seconds = self.jobs[&namespace].terms.opening().as_secs_f64();
+            for rank in missing.iter().filter_map(|neighbour| neighbour.rank()) {
+                let reason = format!(
+                    "rank {rank} was lost: the job has begun, and it did not open all streams within {seconds:.0} s"
+                );
+                self.worker_lost(namespace, rank, reason);
+            }
         }
     }
 

@@ -9,6 +9,10 @@ use crate::placement::{Placement, RouteId};
 use crate::service::TeamAllowance;
 use crate::stragglers::Stragglers;
 
+/// The time in which a process must open its streams once the manager has told it to, in a job that goes on when workers
+/// are lost. The others wait for it, and it opens them at once unless it has died.
+const OPENING_TIMEOUT: Duration = Duration::from_secs(8);
+
 /// What a hub has, and what it allows.
 #[derive(Clone, Debug)]
 pub struct HubTerms {
@@ -105,6 +109,11 @@ impl JobTerms {
         cores.sort_unstable();
         cores.dedup();
         cores
+    }
+
+    /// How long a process may take to open its streams, in a job that goes on when workers are lost.
+    pub(super) fn opening(&self) -> Duration {
+        self.rendezvous.min(OPENING_TIMEOUT)
     }
 
     /// Number of streams on all routes.

@@ -255,6 +255,11 @@ impl Job {
         self.composition.as_ref().is_some_and(|composition| !composition.is_flat())
     }
 
+    /// Returns whether hubs are told when all of them have allocated.
+    pub(crate) fn is_linked(&self) -> bool {
+        self.has_several_sites() || self.options.outlives_workers()
+    }
+
     /// Returns the reason why the job has failed, or the newest notice while it runs.
     pub(crate) fn message(&self) -> &str {
         &self.message

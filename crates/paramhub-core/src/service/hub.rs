@@ -92,8 +92,9 @@ pub enum HubCommand {
     /// Allocate a job's buffers and expect its workers. The hub answers with [`HubEvent::Allocated`] or
     /// [`HubEvent::Refused`], also if it has allocated the job before.
     Allocate(Box<JobPlan>),
-    /// Open the streams to the sites above: all hubs of the job have allocated. Only in jobs of several
-    /// sites.
+    /// All hubs of the job have allocated, and its workers are told so: open the streams to the sites above,
+    /// and expect those of the workers soon. Only in jobs of several sites, and in those that go on when
+    /// workers are lost.
     Link {
         /// The job.
         namespace: Namespace,

@@ -124,6 +124,29 @@ fn another_process_joins_at_the_latest_step_of_all_cores() {
 }
 
 #[test]
+fn processes_that_die_before_they_open_their_streams_are_lost_soon_after_all_hubs_have_allocated() {
+    let mut hub = Hub::new();
+    hub.streams.missing.extend(RANKS);
+    let terms = JobTerms { min_workers: Some(1), ..terms(1) };
+    hub.handle(Event::Planned(Box::new(terms)));
+    for _ in ROUTES {
+        hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: false });
+    }
+    // Another hub may take longer, and no worker is told before.
+    assert!(hub.reach(RENDEZVOUS - OPENING / 2).is_empty());
+    hub.handle(Event::Link { namespace: job(1) });
+    hub.streams.missing.remove(&RANKS[0]);
+    let outputs = hub.reach(OPENING);
+    let [HubEvent::WorkerLost { rank: 1, reason, .. }] = reports(&outputs)[..] else { panic!("{outputs:?}") };
+    assert!(reason.contains("did not open all streams within 8 s"), "{reason}");
+    assert!(reports(&hub.reach(OPENING)).is_empty(), "it is reported once");
+    assert_eq!(changes(&lose(&mut hub, 2)), [RankChange::Lose]);
+    hub.streams.missing.clear();
+    hub.check();
+    assert!(matches!(hub.phase(1), Phase::Running));
+}
+
+#[test]
 fn a_process_that_has_joined_must_open_its_streams_in_time() {
     let mut hub = replaced();
     let outputs = hub.reach(OPENING);
