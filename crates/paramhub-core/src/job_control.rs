@@ -43,6 +43,7 @@ pub use event::{Beginning, CoreEvent, Event, FaultCause, LateRank, OverdueEvent,
 use job::Job;
 pub use opening::READING_SHARE;
 pub use output::{LastCheckpoint, Output, RankChange, Recipient};
+pub use ranks::chosen_step;
 use reports::KeptEnd;
 pub use reports::{ENDS_KEPT, EndReport};
 use shutdown::Shutdown;

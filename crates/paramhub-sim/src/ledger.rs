@@ -110,6 +110,12 @@ impl Ledger {
         self.behind.insert(chunk, version);
     }
 
+    /// A chunk waits for parameters to start from once more.
+    pub(crate) fn began_anew(&mut self, chunk: ChunkId) {
+        self.versions.remove(&chunk);
+        self.behind.remove(&chunk);
+    }
+
     /// The version that every chunk has at the end; `None` if they have several.
     pub(crate) fn common_version(&self) -> Option<u32> {
         let present = |(chunk, versions): (&ChunkId, &Vec<u64>)| match self.behind.get(chunk) {
@@ -129,6 +135,11 @@ impl Ledger {
     /// How often all ranks have gone back.
     pub(crate) fn rewinds(&self) -> usize {
         self.rewinds.count()
+    }
+
+    /// How often all ranks have begun anew, because parameters to start from were missing.
+    pub(crate) fn begun_anew(&self) -> usize {
+        self.rewinds.count_anew()
     }
 
     /// The newest epoch in which all ranks have begun to go back; 0 if there is none.

@@ -51,6 +51,8 @@ pub struct Explored {
     pub without_workers: u64,
     /// How often all ranks of jobs have gone back to an earlier step and gone on from there.
     pub rewinds: u64,
+    /// How often they have begun anew instead, because parameters to start from were missing.
+    pub begun_anew: u64,
     /// Steps that all workers have done.
     pub steps: u64,
     /// Jobs that went through with all their workers although streams of theirs were cut.
@@ -85,6 +87,7 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
         let has_cuts = scenario.faults.iter().any(|(_, fault)| matches!(fault, Fault::Cut { .. }));
         explored.cut += u64::from(summary.had_to_keep_all && has_cuts);
         explored.rewinds += summary.rewinds as u64;
+        explored.begun_anew += summary.begun_anew as u64;
         explored.steps += summary.steps;
         explored.broken_streams += summary.broken as u64;
         explored.restarts += u64::from(summary.restarts);

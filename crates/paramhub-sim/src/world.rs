@@ -160,6 +160,8 @@ pub struct Summary {
     pub restarts: u32,
     /// How often all ranks have gone back to an earlier step.
     pub rewinds: usize,
+    /// How often they have begun anew instead.
+    pub begun_anew: usize,
     /// The virtual time that it took.
     pub took: Duration,
 }
@@ -186,7 +188,7 @@ struct World<'a> {
     /// The events that wait for processes which stand still.
     paused: BTreeMap<Process, (usize, Vec<Event>)>,
     broken: usize,
-    /// When the last worker had opened all its streams and, in a job that outlives its workers, all chunks had begun.
+    /// When the last worker had opened all its streams and, in a job that goes on without lost workers, all chunks had begun.
     connected: Option<Duration>,
 }
 
@@ -264,9 +266,12 @@ impl World<'_> {
         Err("nothing is left to happen".into())
     }
 
-    /// Whether nothing keeps workers of a job that outlives them from being replaced.
+    /// Whether nothing keeps workers of a job that outlives them from being replaced. If all ranks go back, they begin anew
+    /// before the chunks have parameters.
     fn has_begun(&self) -> bool {
-        !self.scenario.outlives_workers() || self.hubs.values().all(Hub::has_begun)
+        !self.scenario.outlives_workers()
+            || self.scenario.rewind_every.is_some()
+            || self.hubs.values().all(Hub::has_begun)
     }
 
     /// All ranks go back to an earlier step: a launcher starts those again that had done their part.
@@ -438,6 +443,7 @@ impl World<'_> {
             broken: self.broken,
             restarts: self.restarts,
             rewinds: self.ledger.rewinds(),
+            begun_anew: self.ledger.begun_anew(),
             took: self.agenda.now(),
         })
     }

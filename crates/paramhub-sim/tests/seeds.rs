@@ -28,6 +28,7 @@ fn no_seed_breaks_a_rule() {
     assert!(explored.broken_streams > 5000, "few streams broke: {explored:?}");
     assert!(explored.without_workers > 200, "few jobs went through with other workers: {explored:?}");
     assert!(explored.rewinds > 500, "few jobs went back: {explored:?}");
+    assert!(explored.begun_anew > 20, "few jobs began anew: {explored:?}");
     assert!(explored.cut > 80, "few jobs kept all their workers although streams were cut: {explored:?}");
     assert!(explored.without_manager > 200, "few jobs went through without their manager: {explored:?}");
 }

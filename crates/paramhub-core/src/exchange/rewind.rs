@@ -8,9 +8,12 @@
 //! that those which have replaced their copy for a newer one prove that all others have come as far. The step to go back
 //! to is the newest one of which no chunk has missed the copy: see [`Exchange::newest_rewind`].
 //!
+//! If a member is lost before all chunks have parameters, there is no step to go back to. All members then begin
+//! [anew](Exchange::begin_anew), with the parameters that rank 0 sends.
+//!
 //! There may be more members then than before, or fewer: the first of them have processes, and steps end without the rest.
 
-use super::state::{Exchange, MemberState, StepStage};
+use super::state::{ChunkState, Exchange, MemberState, StepStage};
 use super::violation::CannotRewind;
 
 /// What the exchange knows of the copy that the caller keeps of a chunk.
@@ -43,15 +46,19 @@ impl Exchange {
         true
     }
 
-    /// The newest step to which these chunks can go back. A caller with several routes takes the earliest of all of them.
+    /// The newest step to which these chunks can go back; `None` if one of them has no parameters yet. A caller with
+    /// several routes takes the earliest of all of them, and has all begin anew if one has none.
     ///
     /// Fails if they have no such step in common.
-    pub fn newest_rewind(&self) -> Result<u32, CannotRewind> {
+    pub fn newest_rewind(&self) -> Result<Option<u32>, CannotRewind> {
+        if !self.chunks.iter().all(|chunk| chunk.initialised) {
+            return Ok(None);
+        }
         let every = self.rules.rewind_every.unwrap_or(1);
         let start = self.start_version.unwrap_or(0);
         let oldest = (0..self.chunks.len() as u32).map(|slot| self.step(slot)).min().unwrap_or(start);
         let step = start + oldest.saturating_sub(start) / every * every;
-        self.check_rewind(step).map(|()| step)
+        self.check_rewind(step).map(|()| Some(step))
     }
 
     /// Fails if not all of these chunks have the parameters of `step`.
@@ -76,6 +83,25 @@ impl Exchange {
         self.begin_with(members);
         self.forget_releases();
         self.joined_at.fill(step);
+    }
+
+    /// Has this many members, counted from member 0, begin anew, with parameters that rank 0 sends: nothing counts that any
+    /// member has sent. The caller then calls [`Exchange::begin_chunk_anew`] for every slot.
+    pub fn begin_anew(&mut self, members: u32) {
+        self.rewind(0, members);
+        self.start_version = None;
+        self.kept.fill(None);
+    }
+
+    /// Has a chunk wait for the parameters to start from. Its optimizer's state is to be zero.
+    pub fn begin_chunk_anew(&mut self, slot: u32) {
+        let ChunkState { reach, takes_factors, .. } = self.chunks[slot as usize];
+        self.chunks[slot as usize] =
+            ChunkState { takes_factors, ..ChunkState::new(reach, !self.rules.has_parameters) };
+        for member in 0..self.rules.members {
+            *self.member_mut(slot, member) = MemberState { is_prompt: true, ..MemberState::default() };
+        }
+        self.count_awaited(slot);
     }
 
     /// Takes a chunk back to `step`, and returns which parameters it has then.

@@ -95,27 +95,27 @@ fn chunks_that_have_made_a_step_go_back_to_those_that_have_not() {
     assert!(route.push(0, 0, 0).is_empty());
     assert_eq!(route.push(0, 1, 0), [0, 1]);
     assert!(route.push(1, 0, 0).is_empty());
-    assert_eq!(route.exchange.newest_rewind(), Ok(0));
+    assert_eq!(route.exchange.newest_rewind(), Ok(Some(0)));
     route.rewind(0);
     assert_eq!((route.exchange.updates(0), route.exchange.updates(1)), (0, 0));
     for (member, slot) in [(1, 0), (0, 1), (0, 0), (1, 1)] {
         route.push(slot, member, 0);
     }
     assert_eq!(route.parameters, [1, 1], "the step is made again, by both");
-    assert_eq!(route.exchange.newest_rewind(), Ok(1));
+    assert_eq!(route.exchange.newest_rewind(), Ok(Some(1)));
 }
 
 #[test]
 fn copies_are_those_of_every_nth_step_from_the_start() {
     let mut route = Route::begun(rules(1, 4), 1, 7);
-    assert_eq!(route.exchange.newest_rewind(), Ok(7));
+    assert_eq!(route.exchange.newest_rewind(), Ok(Some(7)));
     for (step, newest) in [(7, 7), (8, 7), (9, 7), (10, 11), (11, 11), (12, 11)] {
         route.push(0, 0, step);
-        assert_eq!(route.exchange.newest_rewind(), Ok(newest), "after step {step}");
+        assert_eq!(route.exchange.newest_rewind(), Ok(Some(newest)), "after step {step}");
     }
     route.rewind(11);
     assert_eq!(route.exchange.updates(0), 4);
-    assert_eq!(route.exchange.newest_rewind(), Ok(11));
+    assert_eq!(route.exchange.newest_rewind(), Ok(Some(11)));
 }
 
 #[test]
@@ -148,6 +148,38 @@ fn chunks_without_a_step_in_common_cannot_go_back() {
 }
 
 #[test]
+fn members_begin_anew_if_a_chunk_has_no_parameters() {
+    let mut exchange = Exchange::new(rules(2, 1), 2);
+    let start = |exchange: &mut Exchange, slot: u32, version: u32| {
+        assert!(exchange.initialise(slot, Some(0), version).unwrap());
+        exchange.mark_due_answers(slot, |_, _| {});
+        exchange.answer_begun(slot, 0);
+    };
+    exchange.initialise_state(0, Some(0), 5).unwrap();
+    exchange.answer_begun(0, 0);
+    start(&mut exchange, 0, 3);
+    for member in [0, 1] {
+        exchange.push(0, member, 3, Answer::Parameters).unwrap();
+    }
+    assert!(exchange.keeps_version(0));
+    exchange.initialise_state(1, Some(0), 5).unwrap();
+    assert_eq!(exchange.newest_rewind(), Ok(None), "chunk 1 has none");
+    exchange.begin_anew(2);
+    (0..2).for_each(|slot| exchange.begin_chunk_anew(slot));
+    for slot in 0..2 {
+        assert!(!exchange.has_begun(slot));
+        assert_eq!((exchange.step(slot), exchange.updates(slot)), (0, 0));
+        assert_eq!(exchange.check_push(slot, 1, 3), Err(ProtocolViolation::NotInitialised));
+        // The new parameters may be of another version.
+        start(&mut exchange, slot, 7);
+        exchange.push(slot, 1, 7, Answer::Parameters).unwrap();
+        let then = exchange.push(slot, 0, 7, Answer::Parameters).unwrap().then;
+        assert_eq!(then, SumAction::Update(Update { step: 7, number: 1, contributions: 2 }));
+    }
+    assert_eq!(exchange.newest_rewind(), Ok(Some(8)));
+}
+
+#[test]
 fn members_that_have_left_are_members_again() {
     let mut route = Route::begun(rules(2, 2), 1, 0);
     for step in [0, 1, 2] {
@@ -155,7 +187,7 @@ fn members_that_have_left_are_members_again() {
         route.push(0, 1, step);
     }
     route.exchange.leave(0, |_, _, _| {}).unwrap();
-    assert_eq!(route.exchange.newest_rewind(), Ok(2));
+    assert_eq!(route.exchange.newest_rewind(), Ok(Some(2)));
     route.rewind(2);
     assert!(route.push(0, 1, 2).is_empty());
     assert_eq!(route.exchange.check_waits(0), Ok(()), "member 0 has not left");
@@ -248,7 +280,7 @@ proptest! {
         for (at, (who, what)) in choices.into_iter().enumerate() {
             if let Some(&members) = losses.get(&at) {
                 let members = members_of(members);
-                let step = routes.iter().map(|route| route.exchange.newest_rewind().unwrap()).min().unwrap();
+                let step = routes.iter().map(|route| route.exchange.newest_rewind().unwrap()).min().unwrap().unwrap();
                 let reached = programs.iter().map(|program| program.step).min().unwrap();
                 prop_assert!(step + every > reached, "at most {every} steps are repeated: {step} after {reached}");
                 prop_assert!(step >= newest, "a later loss never goes further back");

@@ -114,8 +114,8 @@ pub enum Event {
         rank: u32,
         /// The epoch since which the process has the rank.
         epoch: u64,
-        /// The first step to which it contributes.
-        step: u32,
+        /// The first step to which it contributes; `None` if all ranks begin anew.
+        step: Option<u32>,
     },
     /// The manager orders a probe.
     Probe(ProbeOrder),
@@ -212,8 +212,8 @@ pub enum CoreEvent {
         /// The epoch since which the process has the rank.
         epoch: u64,
         /// The first step to which the process may contribute at these chunks. In a job that goes back, the newest step to
-        /// which they can.
-        step: u32,
+        /// which they can, or `None` if one of them has no parameters yet.
+        step: Option<u32>,
     },
     /// The process that takes a rank has its step at all chunks of a core.
     RankJoined {

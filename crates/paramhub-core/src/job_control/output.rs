@@ -163,8 +163,8 @@ pub enum RankChange {
     Expect,
     /// The process contributes from this step on. [`CoreEvent::RankJoined`](super::CoreEvent::RankJoined) answers.
     Join {
-        /// The step.
-        step: u32,
+        /// The step; `None` if all ranks begin anew, with parameters that rank 0 sends.
+        step: Option<u32>,
     },
 }
 

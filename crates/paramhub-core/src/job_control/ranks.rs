@@ -9,7 +9,7 @@
 //!
 //! In a job whose ranks go back to an earlier step, the manager [rewinds](JobControl::rewind) all of them when one is lost,
 //! and expects the processes of all together. Every hub then names the newest step to which it can go back, and the manager
-//! chooses the earliest of them.
+//! chooses the earliest of them. If the first steps were not begun everywhere, there is none, and the ranks begin anew.
 //!
 //! Commands can come twice: epochs only grow, and a command of an epoch that is over changes nothing.
 //!
@@ -46,16 +46,17 @@ enum RankPhase {
     Reported(String),
     /// It is lost.
     Lost,
-    /// Another process takes it. This many cores have not named their step; `step` is the one of those that have.
-    Expected { cores: usize, step: Option<u32> },
-    /// All cores have named their steps. This is the latest of them or, in a job that goes back, the earliest.
-    Named { step: u32 },
+    /// Another process takes it. This many cores have not named their step; the others have `named` theirs.
+    Expected { cores: usize, named: Vec<Option<u32>> },
+    /// All cores have named their steps. This is the latest of them or, in a job that goes back, the earliest; `None` is
+    /// earlier than any step.
+    Named { step: Option<u32> },
     /// The process joins at `step`, which this many cores do not have yet.
-    Joining { cores: usize, step: u32 },
+    Joining { cores: usize, step: Option<u32> },
     /// The process is to open its streams; after `until` it counts as lost.
-    Connecting { until: Duration, step: u32 },
+    Connecting { until: Duration, step: Option<u32> },
     /// All streams of the process are here. It joined at `step`.
-    Present { step: u32 },
+    Present { step: Option<u32> },
 }
 
 impl ChangedRanks {
@@ -93,8 +94,8 @@ impl ChangedRanks {
 }
 
 impl RankPhase {
-    /// The step at which the rank joins or has joined, as far as this hub has one.
-    fn step(&self) -> Option<u32> {
+    /// The step at which the rank joins or has joined, if this hub has named one, or that there is none.
+    fn step(&self) -> Option<Option<u32>> {
         match *self {
             RankPhase::Reported(_) | RankPhase::Lost | RankPhase::Expected { .. } => None,
             RankPhase::Named { step }
@@ -248,7 +249,7 @@ impl JobControl {
         let Some(changed) = job.ranks.0.get(&rank) else { return };
         if changed.epoch < epoch && changed.phase == RankPhase::Lost {
             job.current_workers = job.current_workers.max(rank + 1);
-            job.ranks.begin(rank, epoch, RankPhase::Expected { cores, step: None });
+            job.ranks.begin(rank, epoch, RankPhase::Expected { cores, named: Vec::new() });
             return self.change_rank(namespace, (rank, epoch), RankChange::Expect);
         }
         // The command comes again: the manager has restarted since the first.
@@ -261,16 +262,22 @@ impl JobControl {
     }
 
     /// A core has named the first step to which the process that takes a rank may contribute.
-    pub(super) fn rank_expected(&mut self, namespace: Namespace, (rank, epoch): (u32, u64), named: u32) {
+    pub(super) fn rank_expected(
+        &mut self,
+        namespace: Namespace,
+        (rank, epoch): (u32, u64),
+        step: Option<u32>,
+    ) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         let rewinds = job.terms.rewinds;
         let Some(phase) = job.ranks.of_epoch(rank, epoch) else { return };
-        let RankPhase::Expected { cores, step } = phase else { return };
-        let chosen = step.map_or(named, |step| if rewinds { named.min(step) } else { named.max(step) });
-        (*cores, *step) = (*cores - 1, Some(chosen));
+        let RankPhase::Expected { cores, named } = phase else { return };
+        *cores -= 1;
+        named.push(step);
         if *cores == 0 {
-            *phase = RankPhase::Named { step: chosen };
-            self.report(HubEvent::RankExpected { namespace, rank, epoch, step: chosen });
+            let step = chosen_step(named.iter().copied(), rewinds);
+            *phase = RankPhase::Named { step };
+            self.report(HubEvent::RankExpected { namespace, rank, epoch, step });
         }
     }
 
@@ -279,7 +286,7 @@ impl JobControl {
         &mut self,
         namespace: Namespace,
         (rank, epoch): (u32, u64),
-        step: u32,
+        step: Option<u32>,
         now: Duration,
     ) {
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
@@ -327,9 +334,9 @@ impl JobControl {
         let is_first = !std::mem::replace(&mut changed.has_begun, true);
         job.left.retain(|&(_, port)| port != rank);
         let name = job.terms.name.clone();
-        let message = match is_first {
-            true => format!("rank {rank} of job `{name}` has joined, at step {step}"),
-            false => format!("rank {rank} of job `{name}` is back: another process has it"),
+        let message = match step.filter(|_| is_first) {
+            Some(step) => format!("rank {rank} of job `{name}` has joined, at step {step}"),
+            None => format!("rank {rank} of job `{name}` is back: another process has it"),
         };
         self.outputs.push(Output::AdmitRank { namespace, rank, epoch });
         self.report(HubEvent::RankJoined { namespace, rank, epoch });
@@ -368,4 +375,10 @@ impl JobControl {
         let command = |core| Output::ChangeRank { namespace, core, rank, epoch, change };
         self.outputs.extend(cores.into_iter().map(command));
     }
+}
+
+/// The step at which a process takes a rank, of those that cores or hubs have named: the latest or, in a job that goes back,
+/// the earliest. `None` is earlier than any step: the ranks begin anew.
+pub fn chosen_step(named: impl Iterator<Item = Option<u32>>, rewinds: bool) -> Option<u32> {
+    if rewinds { named.min() } else { named.max() }.unwrap_or(Some(0))
 }

@@ -151,8 +151,8 @@ pub enum HubCommand {
         /// The epoch that begins with this.
         epoch: u64,
     },
-    /// The process that takes a rank contributes from this step on, the latest that a hub of the job has named. The hub
-    /// answers with [`HubEvent::RankJoined`].
+    /// The process that takes a rank contributes from this step on, which the hubs of the job have named: the latest of
+    /// theirs or, in a job that goes back, the earliest. The hub answers with [`HubEvent::RankJoined`].
     JoinRank {
         /// The job.
         namespace: Namespace,
@@ -160,8 +160,9 @@ pub enum HubCommand {
         rank: u32,
         /// The epoch since which the process has the rank.
         epoch: u64,
-        /// The step.
-        step: u32,
+        /// The step; `None` if all ranks begin anew, with parameters that rank 0 sends.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        step: Option<u32>,
     },
     /// All workers of a job that goes on without lost workers have left another of its hubs: the job has finished here, too,
     /// whichever rank is lost or is being taken.

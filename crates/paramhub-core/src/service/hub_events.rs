@@ -76,7 +76,7 @@ pub enum HubEvent {
         epoch: u64,
     },
     /// The first step to which the process that takes a rank may contribute at this hub. No chunk of this hub goes
-    /// beyond that step until the process joins.
+    /// beyond that step until the process joins. In a job that goes back, the newest step to which its chunks can.
     RankExpected {
         /// The job.
         namespace: Namespace,
@@ -84,8 +84,9 @@ pub enum HubEvent {
         rank: u32,
         /// The epoch since which the process has the rank.
         epoch: u64,
-        /// The step.
-        step: u32,
+        /// The step; `None` if a chunk has no parameters yet, so that all ranks of a job that goes back begin anew.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        step: Option<u32>,
     },
     /// A process that takes a rank may open its streams to this hub.
     RankJoined {

@@ -343,6 +343,35 @@ fn a_shard_begins_with_the_program_states_of_its_checkpoint() {
 }
 
 #[test]
+fn chunks_begin_anew_if_a_worker_is_lost_before_all_have_parameters() {
+    let (shard, _) = begun(|_| {});
+    let plan = ShardPlan { rewind_every: Some(1), ..shard.plan().clone() };
+    let mut shard = Shard::new(plan).unwrap();
+    let start = |shard: &mut Shard, chunks: std::ops::Range<u32>, value: f32| {
+        for chunk in chunks {
+            let payload = wire(&vec![value; len(shard, chunk)]);
+            take(shard, 0, &header(Operation::Initialise, chunk, 0, &payload), &payload).unwrap();
+            forget_answers(shard, chunk);
+        }
+    };
+    start(&mut shard, 0..CHUNKS - 1, 5.0);
+    (0..2).for_each(|_| step(&mut shard, 0));
+    shard.stop_for_rewind();
+    assert_eq!(shard.expect_after_rewind(0), Ok(None));
+    shard.join_after_rewind(0, None).unwrap();
+    while shard.is_rewinding() {
+        shard.rewind_some(1);
+    }
+    start(&mut shard, 0..CHUNKS, 1.0);
+    for chunk in 0..CHUNKS {
+        (0..3).for_each(|_| step(&mut shard, chunk));
+        let slot = shard.slots[shard.locate(chunk).unwrap() as usize];
+        let found = (shard.model.parameters[slot.range()].to_vec(), shard.model.state_of(&slot).to_vec());
+        assert!(found == expected(chunk, 3), "chunk {chunk} is not as if it had never begun before");
+    }
+}
+
+#[test]
 fn the_last_snapshot_of_a_job_without_workers_takes_its_chunks_back_to_a_common_version() {
     let (shard, _) = begun(|_| {});
     let mut shard = Shard::new(ShardPlan { rewind_every: Some(1), ..shard.plan().clone() }).unwrap();
@@ -355,7 +384,7 @@ fn the_last_snapshot_of_a_job_without_workers_takes_its_chunks_back_to_a_common_
     }
     // The worker is lost in the midst of a step.
     [0, 2].iter().for_each(|&chunk| step(&mut shard, chunk));
-    shard.stop_for_rewind().unwrap();
+    shard.stop_for_rewind();
     let end = |shard: &mut Shard| {
         while shard.is_copying() {
             shard.copy_some(1);

@@ -85,7 +85,7 @@ pub(crate) enum CoreEvent {
     CutFromAbove { namespace: Namespace, route: RouteId, port: u32, attempt: u32, until: Option<Instant> },
     /// The chunks of this core expect the process that takes a rank; `step` is the first to which it may contribute
     /// here.
-    RankExpected { namespace: Namespace, rank: u32, epoch: u64, step: u32 },
+    RankExpected { namespace: Namespace, rank: u32, epoch: u64, step: Option<u32> },
     /// The process that takes a rank has its step at all chunks of this core.
     RankJoined { namespace: Namespace, rank: u32, epoch: u64 },
     /// Steps end without this rank.

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::job_control::{FaultCause, RankChange};
+use paramhub_core::job_control::{FaultCause, RankChange, chosen_step};
 use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Failure, Operation};
 
@@ -32,7 +32,7 @@ impl Core {
                 RankChange::Expect if shard.rewinds() => named.push(shard.expect_after_rewind(port)),
                 RankChange::Expect => {
                     let (step, arenas) = shard.expect(port);
-                    named.push(Ok(step));
+                    named.push(Ok(Some(step)));
                     unmap(arenas);
                 }
                 RankChange::Join { step } if shard.rewinds() => {
@@ -40,20 +40,17 @@ impl Core {
                         return self.mailbox.send_event(CoreEvent::CannotGoOn { namespace, reason });
                     }
                 }
-                RankChange::Join { step } => shard.join(port, step),
+                RankChange::Join { step } => shard.join(port, step.unwrap_or(0)),
             }
             self.schedule_change_of_members(index);
         }
         match change {
             RankChange::Lose => {}
             RankChange::Expect => {
-                let named: Result<Vec<u32>, String> = named.into_iter().collect();
-                let chosen = |named: Vec<u32>| match rewinds {
-                    true => named.into_iter().min(),
-                    false => named.into_iter().max(),
-                };
+                let named: Result<Vec<Option<u32>>, String> = named.into_iter().collect();
+                let chosen = |named: Vec<Option<u32>>| chosen_step(named.into_iter(), rewinds);
                 self.mailbox.send_event(match named.map(chosen) {
-                    Ok(step) => CoreEvent::RankExpected { namespace, rank, epoch, step: step.unwrap_or(0) },
+                    Ok(step) => CoreEvent::RankExpected { namespace, rank, epoch, step },
                     Err(reason) => CoreEvent::CannotGoOn { namespace, reason },
                 });
             }

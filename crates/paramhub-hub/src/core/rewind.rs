@@ -3,12 +3,9 @@
 use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::job_control::FaultCause;
 use paramhub_core::placement::RouteId;
-use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Notice, Operation};
 
-use super::fault::Fault;
 use super::lane::AcceptedStream;
 use super::ranks::unmap;
 use super::{Core, CoreEvent};
@@ -27,17 +24,7 @@ impl Core {
             let begun: Vec<_> =
                 (0..hosted.lane_of.len() as u32).map(|port| hosted.shard.begun(port)).collect();
             let tokens = hosted.lane_of.clone();
-            match hosted.shard.stop_for_rewind() {
-                Ok(arenas) => unmap(arenas),
-                Err(lost) => {
-                    let (culprit, fault) =
-                        (hosted.shard.plan().ports.neighbour(0), Fault::LostBeforeStart(lost));
-                    let culprit = notice.rank.map_or(culprit, paramhub_core::composition::Neighbour::Worker);
-                    let message = fault.message(&hosted.shard.plan().name(culprit));
-                    let cause = FaultCause::Kind(CauseKind::Known);
-                    self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
-                }
-            }
+            unmap(hosted.shard.stop_for_rewind());
             for (token, begun) in tokens.into_iter().zip(begun) {
                 if let Some(lane) = token.and_then(|token| self.take_lane(token)) {
                     self.final_messages.dismiss(lane, begun, (Operation::Rewound, &payload), now);

@@ -45,7 +45,7 @@ impl Hub {
                     let Some(job) = &mut self.job else { return };
                     // With this fault each core lets the rank join at the step that it has named itself.
                     if context.plant != Some(Plant::JoinsAtOwnStep) {
-                        job.route(id).exchange.join_at(rank, step);
+                        job.route(id).exchange.join_at(rank, step.unwrap_or(0));
                     }
                 }
             }
@@ -55,7 +55,7 @@ impl Hub {
         }
         let event = match change {
             RankChange::Lose => return,
-            RankChange::Expect => CoreEvent::RankExpected { rank, epoch, step: first_step },
+            RankChange::Expect => CoreEvent::RankExpected { rank, epoch, step: Some(first_step) },
             RankChange::Join { .. } => CoreEvent::RankJoined { rank, epoch },
         };
         self.handle_core_later(event, context);

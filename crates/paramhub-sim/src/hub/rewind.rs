@@ -1,9 +1,7 @@
 //! Ranks that all go back to an earlier step because one of them is lost: what a core does.
 
-use paramhub_core::composition::Neighbour;
-use paramhub_core::job_control::{CoreEvent, FaultCause, RankChange};
+use paramhub_core::job_control::{CoreEvent, RankChange, chosen_step};
 use paramhub_core::placement::RouteId;
-use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Header, Notice, Operation};
 
 use super::route::{Rewind, RouteState};
@@ -36,12 +34,6 @@ impl Hub {
             let route = job.route(id);
             (route.rewind, route.rewound_in) = (Rewind::Awaited { workers: 0 }, epoch);
             route.notice = Some(notice.clone());
-            if !route.has_begun() {
-                let cause = FaultCause::Kind(CauseKind::Known);
-                let culprit = Neighbour::Worker(notice.rank.unwrap_or(0));
-                let message = format!("rank {:?} was lost before all chunks had parameters", notice.rank);
-                self.handle_core_later(CoreEvent::Faulted { culprit, message, cause }, context);
-            }
         }
     }
 
@@ -53,7 +45,7 @@ impl Hub {
         change: RankChange,
         context: &mut Context<'_>,
     ) {
-        let mut named = None;
+        let mut named = Vec::new();
         for id in self.open_routes(core) {
             let Some(job) = &mut self.job else { return };
             let route = job.route(id);
@@ -85,7 +77,7 @@ impl Hub {
                 }
             };
             match taken {
-                Ok(step) => named = Some(named.map_or(step, |named: u32| named.min(step))),
+                Ok(step) => named.push(step),
                 Err(reason) => {
                     return self.handle_core_later(CoreEvent::CannotGoOn { reason }, context);
                 }
@@ -97,7 +89,8 @@ impl Hub {
         match change {
             RankChange::Lose => {}
             RankChange::Expect => {
-                let event = CoreEvent::RankExpected { rank, epoch, step: named.unwrap_or(0) };
+                let step = chosen_step(named.into_iter(), true);
+                let event = CoreEvent::RankExpected { rank, epoch, step };
                 self.handle_core_later(event, context);
             }
             RankChange::Join { .. } => {

@@ -37,8 +37,8 @@ pub(super) enum Rewind {
     NotNeeded,
     /// A rank is lost. The step to go back to is not known. The first `workers` of the ranks are expected so far.
     Awaited { workers: u32 },
-    /// Chunks go back to `step`, from slot `next` on.
-    UnderWay { step: u32, next: u32 },
+    /// Chunks go back to `step`, or begin anew if it is `None`, from slot `next` on.
+    UnderWay { step: Option<u32>, next: u32 },
 }
 
 /// What the core has of a route.
@@ -187,15 +187,20 @@ impl Route {
         }
     }
 
-    /// Begins to take all chunks back to a step, with which the first `workers` ranks begin again.
+    /// Begins to take all chunks back to a step, with which the first `workers` ranks begin again, or to begin anew.
     pub(super) fn begin_to_go_back(
         &mut self,
-        step: u32,
+        step: Option<u32>,
         workers: u32,
         keeps_sums: bool,
     ) -> Result<(), String> {
-        self.exchange.check_rewind(step).map_err(|cannot| cannot.to_string())?;
-        self.exchange.rewind(step, workers);
+        match step {
+            Some(step) => {
+                self.exchange.check_rewind(step).map_err(|cannot| cannot.to_string())?;
+                self.exchange.rewind(step, workers);
+            }
+            None => self.exchange.begin_anew(workers),
+        }
         if !keeps_sums {
             self.drop_sums();
         }
@@ -210,10 +215,19 @@ impl Route {
             self.rewind = Rewind::NotNeeded;
             return false;
         };
-        if self.exchange.rewind_chunk(next, step) == RewoundTo::Copy {
-            chunk.parameters = chunk.copy.unwrap_or_default();
+        match step {
+            Some(step) => {
+                if self.exchange.rewind_chunk(next, step) == RewoundTo::Copy {
+                    chunk.parameters = chunk.copy.unwrap_or_default();
+                }
+                context.ledger.went_back(chunk.id, step, chunk.parameters);
+            }
+            None => {
+                self.exchange.begin_chunk_anew(next);
+                (chunk.parameters, chunk.copy) = (0, None);
+                context.ledger.began_anew(chunk.id);
+            }
         }
-        context.ledger.went_back(chunk.id, step, chunk.parameters);
         self.rewind = Rewind::UnderWay { step, next: next + 1 };
         true
     }

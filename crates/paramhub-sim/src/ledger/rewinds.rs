@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 pub(super) struct Rewinds {
     /// The number of steps from one to which the job can go back to the next, if it ever goes back.
     every: Option<u32>,
-    /// The step at which the ranks have gone on, by the epoch that began with the loss.
-    steps: BTreeMap<u64, Option<u32>>,
+    /// The step at which the ranks have gone on, or `Some(None)` if they have begun anew, by the epoch that began with the
+    /// loss.
+    steps: BTreeMap<u64, Option<Option<u32>>>,
     /// The number of ranks that take part, by the epoch that began with the loss; 0 stands for the beginning.
     workers: BTreeMap<u64, u32>,
     /// The most steps of which a rank has had all parameters.
@@ -30,9 +31,14 @@ impl Rewinds {
         self.steps.entry(epoch).or_default();
     }
 
-    /// How often all ranks have gone back and gone on.
+    /// How often all ranks have gone back to a step and gone on.
     pub(super) fn count(&self) -> usize {
-        self.steps.values().flatten().count()
+        self.steps.values().flatten().flatten().count()
+    }
+
+    /// How often all ranks have begun anew instead.
+    pub(super) fn count_anew(&self) -> usize {
+        self.steps.values().filter(|step| **step == Some(None)).count()
     }
 
     /// The newest epoch in which all ranks have begun to go back; 0 if there is none.
@@ -64,22 +70,25 @@ impl Rewinds {
         if others != workers || rank >= workers {
             return Err(format!("rank {rank} of {workers} joins, and others were started as {others} ranks"));
         }
-        let before = self.steps.range(..epoch).filter_map(|(_, &step)| step).max().unwrap_or(0);
+        let before = self.steps.range(..epoch).filter_map(|(_, &step)| step.flatten()).max().unwrap_or(0);
         let Some((rewound_in, of_rewind)) = self.steps.range_mut(..epoch).next_back() else {
             return match step {
                 None => Ok(()),
                 Some(step) => Err(format!("rank {rank} joins at step {step} of a job that has lost nobody")),
             };
         };
-        let Some(step) = step else {
-            return Err(format!("rank {rank} is not told to which step it goes back"));
-        };
         let first = *of_rewind.get_or_insert(step);
         if first != step {
             return Err(format!(
-                "rank {rank} goes back to step {step}, and another to step {first}, in epoch {rewound_in}"
+                "rank {rank} goes back to step {step:?}, and another to step {first:?}, in epoch {rewound_in}"
             ));
         }
+        let Some(step) = step else {
+            return match self.reached {
+                0 => Ok(()),
+                reached => Err(format!("rank {rank} begins anew, although a rank has had step {reached}")),
+            };
+        };
         match step < before || step + every <= self.reached {
             false => Ok(()),
             true => Err(format!(

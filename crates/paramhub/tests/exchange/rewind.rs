@@ -16,6 +16,7 @@ over_transports!(
     steps_are_repeated_from_the_copies_of_every_nth_step,
     steps_in_two_phases_are_repeated,
     ranks_that_have_left_are_awaited_again,
+    ranks_begin_anew_if_one_is_lost_before_all_parameters_have_come,
 );
 
 /// Five chunks, the last of them short, on two cores.
@@ -83,10 +84,7 @@ struct Lived {
 fn live(ticket: &Ticket, rank: u32, settings: &Settings, deaths: &[u32]) -> Lived {
     let (mut deaths, mut begun) = (deaths.iter().copied().peekable(), Vec::new());
     loop {
-        let job = match ticket.join(rank, settings.clone()) {
-            Err(WorkerError::Rewound { .. }) => continue,
-            joined => joined.unwrap(),
-        };
+        let job = join(ticket, rank, settings);
         begun.push(job.resumed_step());
         let ended = (|| {
             let mut model = start(&job)?;
@@ -110,6 +108,16 @@ fn live(ticket: &Ticket, rank: u32, settings: &Settings, deaths: &[u32]) -> Live
             Ok(None) => die(job),
             Err(WorkerError::Rewound { .. }) => {}
             Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Joins a job, perhaps once more if a rank is lost meanwhile.
+fn join(ticket: &Ticket, rank: u32, settings: &Settings) -> Job {
+    loop {
+        match ticket.join(rank, settings.clone()) {
+            Err(WorkerError::Rewound { .. }) => {}
+            joined => return joined.unwrap(),
         }
     }
 }
@@ -210,6 +218,36 @@ fn ranks_that_have_left_are_awaited_again(transports: Transports) {
     assert_eq!(ended[2].begun, [Some(20)]);
     assert_ended_as(&ended, &undisturbed(&cluster, settings));
     assert_eq!(cluster.await_end("left").state, JobState::Finished);
+}
+
+fn ranks_begin_anew_if_one_is_lost_before_all_parameters_have_come(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
+    let ticket = &cluster.job_with("early", 3, options(1));
+    let settings = &settings();
+    // Whichever rank it is that dies.
+    for died in [0, 1] {
+        std::thread::scope(|scope| {
+            let ranks = [0, 1, 2].map(|rank| scope.spawn(move || join(ticket, rank, settings)));
+            let [rank_0, rank_1, rank_2] = ranks.map(|rank| rank.join().unwrap());
+            assert_eq!([&rank_0, &rank_1, &rank_2].map(Job::resumed_step), [None; 3]);
+            // Other parameters than those of the job's end, and of the first key alone.
+            rank_0.initialise(0, vec![7.0f32; ELEMENTS], 0).unwrap().wait().unwrap();
+            let mut stay = vec![rank_0, rank_1, rank_2];
+            die(stay.remove(died));
+            for job in stay {
+                let lost = job.pull(1, vec![0.0f32; 100]).and_then(|handle| handle.wait().map(drop));
+                assert!(matches!(lost, Err(WorkerError::Rewound { .. })), "{lost:?}");
+            }
+        });
+    }
+    let ended = run(ticket, settings, [&[], &[3], &[]]);
+    for lived in &ended {
+        assert_eq!(lived.begun, [None, Some(3)]);
+    }
+    assert_ended_as(&ended, &undisturbed(&cluster, settings));
+    let status = cluster.await_end("early");
+    assert_eq!(status.state, JobState::Finished, "{}", status.message);
+    assert_eq!(status.losses.unwrap().workers_lost, 3);
 }
 
 #[test]

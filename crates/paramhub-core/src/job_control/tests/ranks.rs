@@ -22,11 +22,11 @@ fn expect(hub: &mut Hub, epoch: u64) -> Vec<Output> {
 }
 
 fn join(hub: &mut Hub, epoch: u64, step: u32) -> Vec<Output> {
-    hub.handle(Event::JoinRank { namespace: job(1), rank: 1, epoch, step })
+    hub.handle(Event::JoinRank { namespace: job(1), rank: 1, epoch, step: Some(step) })
 }
 
 fn expected(hub: &mut Hub, epoch: u64, step: u32) -> Vec<Output> {
-    hub.core(1, CoreEvent::RankExpected { rank: 1, epoch, step })
+    hub.core(1, CoreEvent::RankExpected { rank: 1, epoch, step: Some(step) })
 }
 
 fn joined(hub: &mut Hub, epoch: u64) -> Vec<Output> {
@@ -108,12 +108,12 @@ fn another_process_joins_at_the_latest_step_of_all_cores() {
     assert_eq!(changes(&expect(&mut hub, 3)), [RankChange::Expect]);
     assert!(expect(&mut hub, 3).is_empty(), "the cores have not answered");
     assert!(reports(&expected(&mut hub, 3, 9)).is_empty());
-    let named = HubEvent::RankExpected { namespace: job(1), rank: 1, epoch: 3, step: 9 };
+    let named = HubEvent::RankExpected { namespace: job(1), rank: 1, epoch: 3, step: Some(9) };
     assert_eq!(reports(&expected(&mut hub, 3, 4)), [&named]);
     assert_eq!(reports(&expect(&mut hub, 3)), [&named], "to a manager that has restarted");
     assert!(join(&mut hub, 2, 12).is_empty(), "an epoch that is over");
-    assert_eq!(changes(&join(&mut hub, 3, 12)), [RankChange::Join { step: 12 }]);
-    let named = HubEvent::RankExpected { namespace: job(1), rank: 1, epoch: 3, step: 12 };
+    assert_eq!(changes(&join(&mut hub, 3, 12)), [RankChange::Join { step: Some(12) }]);
+    let named = HubEvent::RankExpected { namespace: job(1), rank: 1, epoch: 3, step: Some(12) };
     assert_eq!(reports(&expect(&mut hub, 3)), [&named], "the step at which it joins");
     assert!(reports(&joined(&mut hub, 3)).is_empty());
     let outputs = joined(&mut hub, 3);
@@ -294,7 +294,7 @@ fn a_job_that_begins_without_a_rank_lets_a_process_join_in_it() {
     assert!(lose(&mut hub, 1).is_empty(), "nobody has had the rank");
     assert_eq!(changes(&expect(&mut hub, 2)), [RankChange::Expect]);
     (0..2).for_each(|core| drop(expected(&mut hub, 2, 5 + core)));
-    assert_eq!(changes(&join(&mut hub, 2, 6)), [RankChange::Join { step: 6 }]);
+    assert_eq!(changes(&join(&mut hub, 2, 6)), [RankChange::Join { step: Some(6) }]);
     joined(&mut hub, 2);
     let outputs = joined(&mut hub, 2);
     assert!(has!(outputs, Output::AdmitRank { rank: 1, epoch: 2, .. }));

@@ -15,13 +15,13 @@ fn expect(hub: &mut Hub, (rank, epoch): (u32, u64)) -> Vec<Output> {
     hub.handle(Event::ExpectRank { namespace: job(1), rank, epoch })
 }
 
-fn join(hub: &mut Hub, (rank, epoch): (u32, u64), step: u32) -> Vec<Output> {
-    hub.handle(Event::JoinRank { namespace: job(1), rank, epoch, step })
+fn join(hub: &mut Hub, (rank, epoch): (u32, u64), step: impl Into<Option<u32>>) -> Vec<Output> {
+    hub.handle(Event::JoinRank { namespace: job(1), rank, epoch, step: step.into() })
 }
 
 /// A core names a step.
-fn named(hub: &mut Hub, (rank, epoch): (u32, u64), step: u32) -> Vec<Output> {
-    hub.core(1, CoreEvent::RankExpected { rank, epoch, step })
+fn named(hub: &mut Hub, (rank, epoch): (u32, u64), step: impl Into<Option<u32>>) -> Vec<Output> {
+    hub.core(1, CoreEvent::RankExpected { rank, epoch, step: step.into() })
 }
 
 /// All chunks of a core have gone back.
@@ -29,8 +29,8 @@ fn joined(hub: &mut Hub, (rank, epoch): (u32, u64)) -> Vec<Output> {
     hub.core(1, CoreEvent::RankJoined { rank, epoch })
 }
 
-fn expected((rank, epoch): (u32, u64), step: u32) -> HubEvent {
-    HubEvent::RankExpected { namespace: job(1), rank, epoch, step }
+fn expected((rank, epoch): (u32, u64), step: impl Into<Option<u32>>) -> HubEvent {
+    HubEvent::RankExpected { namespace: job(1), rank, epoch, step: step.into() }
 }
 
 /// The changes of a rank that all cores are to make.
@@ -106,7 +106,7 @@ fn all_go_back_to_the_earliest_step_of_all_cores() {
     assert_eq!(reports(&named(&mut hub, (0, 3), 9)), [&expected((0, 3), 5)]);
     assert_eq!(reports(&expect(&mut hub, (0, 3))), [&expected((0, 3), 5)], "to a manager that has restarted");
     assert!(join(&mut hub, (0, 2), 4).is_empty(), "an epoch that is over");
-    assert_eq!(changes(&join(&mut hub, (0, 3), 4), 0), [RankChange::Join { step: 4 }]);
+    assert_eq!(changes(&join(&mut hub, (0, 3), 4), 0), [RankChange::Join { step: Some(4) }]);
     assert!(join(&mut hub, (0, 3), 4).is_empty(), "chunks are going back");
     assert_eq!(reports(&expect(&mut hub, (0, 3))), [&expected((0, 3), 4)], "the step to which they go back");
     assert!(reports(&joined(&mut hub, (0, 3))).is_empty());
@@ -117,6 +117,19 @@ fn all_go_back_to_the_earliest_step_of_all_cores() {
     assert_eq!(reports(&join(&mut hub, (0, 3), 4)), [&report], "to a manager that has restarted");
     assert!(rewind(&mut hub, 2).is_empty(), "from one that has restarted");
     assert_eq!(changes(&expect(&mut hub, (1, 4)), 1), [RankChange::Expect], "the other rank is as far");
+}
+
+#[test]
+fn all_begin_anew_if_the_chunks_of_a_core_have_no_parameters() {
+    let mut hub = rewinding();
+    rewind(&mut hub, 2);
+    expect(&mut hub, (0, 3));
+    assert!(reports(&named(&mut hub, (0, 3), None)).is_empty());
+    assert_eq!(reports(&named(&mut hub, (0, 3), 0)), [&expected((0, 3), None)]);
+    assert_eq!(changes(&join(&mut hub, (0, 3), None), 0), [RankChange::Join { step: None }]);
+    assert_eq!(reports(&expect(&mut hub, (0, 3))), [&expected((0, 3), None)], "from one that has restarted");
+    joined(&mut hub, (0, 3));
+    assert!(has!(joined(&mut hub, (0, 3)), Output::AdmitRank { rank: 0, epoch: 3, .. }));
 }
 
 #[test]

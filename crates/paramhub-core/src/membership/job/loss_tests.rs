@@ -56,9 +56,13 @@ fn submit(job: &mut Job) -> InitNext {
 fn join(job: &mut Job) {
     let expected = MembershipChange::Expect { rank: 1, epoch: 3 };
     assert_eq!(changes(job.join(1)), [taken_in(2), expected]);
-    assert_eq!(job.rank_expected(0, (1, 3), 8), Transition::None);
-    let named = changes(job.rank_expected(1, (1, 3), 6));
-    assert_eq!(named, [MembershipChange::Join { rank: 1, epoch: 3, step: 8 }], "the latest of all hubs");
+    assert_eq!(job.rank_expected(0, (1, 3), Some(8)), Transition::None);
+    let named = changes(job.rank_expected(1, (1, 3), Some(6)));
+    assert_eq!(
+        named,
+        [MembershipChange::Join { rank: 1, epoch: 3, step: Some(8) }],
+        "the latest of all hubs"
+    );
     assert_eq!(job.rank_joined(1, (1, 3), later(1.0)), Transition::None);
     assert!(job.is_joining(1));
     assert!(changes(job.rank_joined(0, (1, 3), later(1.0))).is_empty());
@@ -88,11 +92,16 @@ fn what_an_earlier_manager_could_not_save_is_decided_again() {
     assert_eq!(lose(&mut job, 1, 8), Transition::None);
     // The hubs expect a process that is not known.
     let mut job = outliving(1);
-    let Transition::MembershipChanged { changes, .. } = job.process_expected(0, (1, 3), 8, now()) else {
+    let Transition::MembershipChanged { changes, .. } = job.process_expected(0, (1, 3), Some(8), now())
+    else {
         panic!()
     };
     assert!(matches!(changes[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]), "{changes:?}");
-    assert_eq!(job.process_expected(1, (1, 3), 8, now()), Transition::None, "the other hub expects it, too");
+    assert_eq!(
+        job.process_expected(1, (1, 3), Some(8), now()),
+        Transition::None,
+        "the other hub expects it, too"
+    );
 }
 
 #[test]
@@ -148,18 +157,18 @@ fn a_hub_without_chunks_neither_finishes_a_job_nor_is_awaited_by_one_that_joins(
     job.hub_reserved(1, 0, 3);
     submit(&mut job);
     changes(job.join(1));
-    assert_eq!(job.rank_expected(1, (1, 3), 6), Transition::None, "the other hub has not answered");
+    assert_eq!(job.rank_expected(1, (1, 3), Some(6)), Transition::None, "the other hub has not answered");
     // It says to a manager that has restarted that it was done when it had allocated.
     let end = JobEnd::finished(job.namespace);
     let named = changes(job.hub_ended(0, &end, now()));
-    assert_eq!(named, [MembershipChange::Join { rank: 1, epoch: 3, step: 6 }]);
+    assert_eq!(named, [MembershipChange::Join { rank: 1, epoch: 3, step: Some(6) }]);
     assert!(changes(job.rank_joined(1, (1, 3), now())).is_empty());
     assert!(!job.is_joining(1));
     // Or when the last answer of the other is here already.
     let mut job = taken(1);
     submit(&mut job);
     changes(job.join(1));
-    (0..2).for_each(|hub| drop(job.rank_expected(hub, (1, 3), 6)));
+    (0..2).for_each(|hub| drop(job.rank_expected(hub, (1, 3), Some(6))));
     assert_eq!(job.rank_joined(1, (1, 3), now()), Transition::None);
     assert!(changes(job.hub_ended(0, &end, now())).is_empty());
     assert!(!job.is_joining(1));
@@ -219,12 +228,12 @@ fn a_process_that_goes_before_it_has_joined_gives_the_rank_up() {
     let mut job = taken(1);
     let InitNext::Join { ticket, .. } = submit(&mut job) else { panic!("it joins") };
     changes(job.join(1));
-    assert_eq!(job.rank_expected(0, (1, 3), 8), Transition::None);
+    assert_eq!(job.rank_expected(0, (1, 3), Some(8)), Transition::None);
     job.init_dropped(1, ticket, later(2.0));
     assert_eq!(job.check_time(later(3.9)), Transition::None);
     let gone = changes(job.check_time(later(4.0)));
     assert!(matches!(&gone[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]), "{gone:?}");
-    assert_eq!(job.rank_expected(1, (1, 3), 8), Transition::None);
+    assert_eq!(job.rank_expected(1, (1, 3), Some(8)), Transition::None);
     job.connect(&call(1, 8), later(4.0)).unwrap();
 }
 
@@ -298,8 +307,8 @@ fn a_job_begins_with_its_first_ranks_and_takes_others_while_it_runs() {
     assert!(matches!(job.submit(3, process(7), &settings(), later(1.0)), Ok(InitNext::Join { .. })));
     let expected = MembershipChange::Expect { rank: 3, epoch: 2 };
     assert_eq!(changes(job.join(3)).last(), Some(&expected));
-    let named = changes(job.rank_expected(0, (3, 2), 5));
-    assert_eq!(named, [MembershipChange::Join { rank: 3, epoch: 2, step: 5 }]);
+    let named = changes(job.rank_expected(0, (3, 2), Some(5)));
+    assert_eq!(named, [MembershipChange::Join { rank: 3, epoch: 2, step: Some(5) }]);
     let Transition::MembershipChanged { message, .. } = job.rank_joined(0, (3, 2), later(1.0)) else {
         panic!("the rank is a member now")
     };
@@ -391,7 +400,7 @@ fn the_time_with_a_lost_rank_goes_on_while_the_manager_restarts() {
     job.submit(1, process(7), &settings(), later(9.0)).unwrap();
     changes(job.join(1));
     for hub in [0, 1] {
-        let _ = job.rank_expected(hub, (1, 3), 8);
+        let _ = job.rank_expected(hub, (1, 3), Some(8));
         let _ = job.rank_joined(hub, (1, 3), later(10.0));
     }
     assert_eq!(counted(&job, later(20.0)), (1, 1, 10.0));

@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::rank_assignments::{RankHolder, Standing, describe_process, list_ranks_with_verb};
 use super::{COME_BACK_S, Job, Transition};
 use crate::auth::Namespace;
+use crate::job_control::chosen_step;
 use crate::membership::Now;
 use crate::service::{ConnectService, ErrorCode, HubCommand, JobState, LossCounters, ServiceError, refusal};
 
@@ -22,8 +23,8 @@ const FORGOTTEN_EPOCHS_MAX: u64 = 1 << 32;
 /// A process that joins a running job.
 #[derive(Debug, Default)]
 pub(super) struct PendingJoin {
-    /// The step that each hub has named.
-    named: BTreeMap<u32, u32>,
+    /// The step that each hub has named; `None` if its chunks have no parameters to start from.
+    named: BTreeMap<u32, Option<u32>>,
     /// The hubs at which it has joined.
     joined: BTreeSet<u32>,
 }
@@ -37,8 +38,8 @@ pub(crate) enum MembershipChange {
     Rewind { rank: u32, epoch: u64, reason: String },
     /// Another process takes a lost rank.
     Expect { rank: u32, epoch: u64 },
-    /// That process contributes from this step on.
-    Join { rank: u32, epoch: u64, step: u32 },
+    /// That process contributes from this step on; `None` if all ranks begin anew.
+    Join { rank: u32, epoch: u64, step: Option<u32> },
     /// All workers have left a hub, so that the job has finished at the others, too.
     Finish,
 }
@@ -88,7 +89,7 @@ impl Job {
         &mut self,
         hub: u32,
         (rank, epoch): (u32, u64),
-        step: u32,
+        step: Option<u32>,
         now: Now,
     ) -> Transition {
         if self.assignments.holder(rank).is_some_and(|holder| holder.since < epoch) {
@@ -259,7 +260,12 @@ impl Job {
     }
 
     /// A hub has named the first step to which the process that takes a rank may contribute.
-    pub(crate) fn rank_expected(&mut self, hub: u32, (rank, epoch): (u32, u64), step: u32) -> Transition {
+    pub(crate) fn rank_expected(
+        &mut self,
+        hub: u32,
+        (rank, epoch): (u32, u64),
+        step: Option<u32>,
+    ) -> Transition {
         let is_current = self.assignments.holder(rank).is_some_and(|holder| holder.since == epoch);
         let Some(join) = self.joins.get_mut(&rank).filter(|_| is_current) else { return Transition::None };
         join.named.insert(hub, step);
@@ -303,15 +309,15 @@ impl Job {
         if !self.hubs_of_members().all(|hub| join.named.contains_key(&hub)) {
             return None;
         }
-        let step = match self.options.rewinds() {
-            true => join.named.values().min(),
-            false => join.named.values().max(),
-        };
-        let step = step.copied().unwrap_or(0);
+        let step = chosen_step(join.named.values().copied(), self.options.rewinds());
         let holder = self.assignments.holder_mut(rank)?;
-        holder.joined_at = Some(step);
+        holder.joined_at = step;
         let change = MembershipChange::Join { rank, epoch: holder.since, step };
-        Some((change, format!("rank {rank} joins at step {step}")))
+        let message = match step {
+            Some(step) => format!("rank {rank} joins at step {step}"),
+            None => format!("rank {rank} begins anew, since not all parameters to start from had come"),
+        };
+        Some((change, message))
     }
 
     /// Makes a process that joins a member if it has joined at every hub, and returns what has happened.

@@ -74,9 +74,9 @@ fn complete() -> Job {
 
 /// Lets both hubs name the steps 8 and 4 for a rank and let it join.
 fn join(job: &mut Job, rank: u32, epoch: u64) {
-    assert_eq!(job.rank_expected(0, (rank, epoch), 8), Transition::None);
-    let named = changes(job.rank_expected(1, (rank, epoch), 4));
-    assert_eq!(named, [MembershipChange::Join { rank, epoch, step: 4 }], "the earliest of all hubs");
+    assert_eq!(job.rank_expected(0, (rank, epoch), Some(8)), Transition::None);
+    let named = changes(job.rank_expected(1, (rank, epoch), Some(4)));
+    assert_eq!(named, [MembershipChange::Join { rank, epoch, step: Some(4) }], "the earliest of all hubs");
     assert_eq!(job.rank_joined(1, (rank, epoch), later(3.0)), Transition::None);
     assert!(changes(job.rank_joined(0, (rank, epoch), later(3.0))).is_empty());
 }
@@ -98,6 +98,22 @@ fn all_ranks_are_lost_with_the_first_in_one_epoch() {
         Transition::None,
         "it is lost already"
     );
+}
+
+#[test]
+fn ranks_begin_anew_if_a_hub_has_no_parameters_yet() {
+    let mut job = complete();
+    for (rank, epoch) in [(0, 3), (1, 5), (2, 4)] {
+        assert_eq!(job.rank_expected(0, (rank, epoch), Some(0)), Transition::None);
+        let named = changes(job.rank_expected(1, (rank, epoch), None));
+        assert_eq!(named, [MembershipChange::Join { rank, epoch, step: None }]);
+        (0..2).for_each(|hub| drop(job.rank_joined(hub, (rank, epoch), later(3.0))));
+    }
+    assert!(job.status(now()).lost.is_empty());
+    for rank in 0..3 {
+        let answer = init_answer(&job, rank).unwrap();
+        assert_eq!((answer.resumed_step, answer.joined_running), (None, false), "as at the beginning");
+    }
 }
 
 #[test]
@@ -149,7 +165,7 @@ fn all_ranks_are_lost_again_when_a_process_goes_of_which_hubs_have_heard() {
         assert!(refused.to_string().contains("begin again with ConnectService"), "{refused}");
     }
     // The answers of hubs to the earlier epoch change nothing.
-    assert_eq!(job.rank_expected(0, (1, 5), 8), Transition::None);
+    assert_eq!(job.rank_expected(0, (1, 5), Some(8)), Transition::None);
     assert_eq!(job.rank_joined(0, (1, 5), later(3.0)), Transition::None);
     // A member that hubs report as lost before all others have joined takes all with it, too.
     let mut job = complete();
@@ -288,8 +304,8 @@ fn a_job_that_has_finished_at_a_hub_goes_back_no_more() {
     let mut job = complete();
     job.hub_reserved(0, 0, 0);
     assert_eq!(job.hub_ended(0, &end, now()), Transition::None);
-    let named = changes(job.rank_expected(1, (0, 3), 4));
-    assert_eq!(named, [MembershipChange::Join { rank: 0, epoch: 3, step: 4 }]);
+    let named = changes(job.rank_expected(1, (0, 3), Some(4)));
+    assert_eq!(named, [MembershipChange::Join { rank: 0, epoch: 3, step: Some(4) }]);
 }
 
 /// A running job of up to four workers that has begun with two, and goes back.
@@ -341,7 +357,7 @@ fn a_start_of_more_or_fewer_ranks_goes_on_with_so_many() {
         assert_eq!(told[1..], expected);
         for rank in 0..workers {
             let epoch = epoch + 2 + u64::from(rank);
-            assert_eq!(changes(job.rank_expected(0, (rank, epoch), 8)).len(), 1);
+            assert_eq!(changes(job.rank_expected(0, (rank, epoch), Some(8))).len(), 1);
             assert!(changes(job.rank_joined(0, (rank, epoch), later(3.0))).is_empty());
         }
         assert_eq!(status(&job), ((0..workers).collect(), vec![], Some(workers)));

@@ -86,6 +86,12 @@ impl Model {
             .copy_from_slice(state);
     }
 
+    /// Sets the state of a chunk to zero, with which every optimizer begins.
+    pub(super) fn clear_state(&mut self, slot: &ChunkPlace) {
+        let range = slot.range();
+        self.state[range.start * self.state_slots..range.end * self.state_slots].fill(0.0);
+    }
+
     /// Calls `each` for every array of the model, so that the memory of all is touched and freed in parts.
     pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
         each(&mut self.parameters);

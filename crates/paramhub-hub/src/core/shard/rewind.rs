@@ -3,7 +3,7 @@
 //! A chunk is copied block by block while the update has it in cache, and the copy is written past the caches, since it
 //! is read only if a worker is lost. The job takes back chunks a few at a time, between the turns of other jobs.
 
-use paramhub_core::exchange::{CannotRewind, LostBeforeStart, RewoundTo};
+use paramhub_core::exchange::{CannotRewind, RewoundTo};
 use paramhub_kernels::shared;
 
 use super::Shard;
@@ -27,8 +27,8 @@ pub(super) enum Rewind {
     NotNeeded,
     /// A member is lost. The step to go back to is not known. The first `workers` of the ranks are expected so far.
     Awaited { workers: u32 },
-    /// Chunks go back to `step`, from slot `next` on.
-    UnderWay { step: u32, next: u32 },
+    /// Chunks go back to `step`, or begin anew if it is `None`, from slot `next` on.
+    UnderWay { step: Option<u32>, next: u32 },
 }
 
 impl Copies {
@@ -77,10 +77,7 @@ impl Shard {
 
     /// Notes that a member is lost, so that all are to begin again at an earlier step. Nothing leaves by any port any more.
     /// Returns the arenas of all, which no sum may read again.
-    pub(crate) fn stop_for_rewind(&mut self) -> Result<Arenas, LostBeforeStart> {
-        if !(0..self.slots.len() as u32).all(|index| self.exchange.has_begun(index)) {
-            return Err(LostBeforeStart);
-        }
+    pub(crate) fn stop_for_rewind(&mut self) -> Arenas {
         for outbox in &mut self.outboxes {
             outbox.start_again();
             outbox.norm = None;
@@ -88,27 +85,28 @@ impl Shard {
         (0..self.plan.ports.workers()).for_each(|worker| self.program_states.cut(worker));
         self.left.fill(true);
         self.rewind = Rewind::Awaited { workers: 0 };
-        Ok(std::mem::replace(&mut self.arenas, Arenas::new(self.plan.ports.workers())))
+        std::mem::replace(&mut self.arenas, Arenas::new(self.plan.ports.workers()))
     }
 
     /// Gives the place of a worker to another process. The ranks that get one are the first of the job.
     ///
-    /// Returns the newest step to which these chunks can go back, or why they cannot.
-    pub(crate) fn expect_after_rewind(&mut self, worker: u32) -> Result<u32, String> {
+    /// Returns the newest step to which these chunks can go back, `None` if one of them has no parameters yet, or why they
+    /// cannot.
+    pub(crate) fn expect_after_rewind(&mut self, worker: u32) -> Result<Option<u32>, String> {
         if let Rewind::Awaited { workers } = &mut self.rewind {
             *workers = (*workers).max(worker + 1);
         }
         let newest = self.exchange.newest_rewind().map_err(|cannot| self.describe(cannot));
         // A process could not go on from a step of which its program's state is missing.
         let saved = self.program_states.newest_common().unwrap_or(u32::MAX);
-        newest.map(|step| step.min(saved))
+        newest.map(|step| step.map(|step| step.min(saved)))
     }
 
-    /// Lets the process that takes a worker's place begin at `step`. The first one takes the chunks back to it, for which
-    /// the caller calls [`rewind_some`](Self::rewind_some).
+    /// Lets the process that takes a worker's place begin at `step`, or anew if it is `None`. The first one takes the chunks
+    /// back to it, for which the caller calls [`rewind_some`](Self::rewind_some).
     ///
     /// Fails if the chunks cannot go back to this step; the text says which cannot, and why.
-    pub(crate) fn join_after_rewind(&mut self, worker: u32, step: u32) -> Result<(), String> {
+    pub(crate) fn join_after_rewind(&mut self, worker: u32, step: Option<u32>) -> Result<(), String> {
         if let Rewind::Awaited { workers } = self.rewind {
             self.begin_to_go_back(step, workers).map_err(|cannot| self.describe(cannot))?;
         }
@@ -120,27 +118,33 @@ impl Shard {
     /// error is the newest step to which they can. Chunks that no rank is to leave stay as they are.
     pub(super) fn go_back_for_snapshot(&mut self, step: u32) -> Result<(), u32> {
         let Rewind::Awaited { .. } = self.rewind else { return Ok(()) };
-        // Chunks without a step in common have no checkpoint, and the snapshot misses them one by one.
-        let Ok(newest) = self.exchange.newest_rewind() else { return Ok(()) };
+        // Chunks without parameters, or without a step in common, have no checkpoint, and the snapshot misses them.
+        let Ok(Some(newest)) = self.exchange.newest_rewind() else { return Ok(()) };
         let newest = newest.min(self.program_states.newest_common().unwrap_or(u32::MAX));
         if step > newest {
             Err(newest)
         } else {
-            self.begin_to_go_back(step, self.plan.workers()).map_err(|_| newest)
+            self.begin_to_go_back(Some(step), self.plan.workers()).map_err(|_| newest)
         }
     }
 
-    /// Has the first `workers` of the ranks begin again at `step`.
-    fn begin_to_go_back(&mut self, step: u32, workers: u32) -> Result<(), CannotRewind> {
-        self.exchange.check_rewind(step)?;
-        self.exchange.rewind(step, workers);
+    /// Has the first `workers` of the ranks begin again at `step`, or anew if it is `None`.
+    fn begin_to_go_back(&mut self, step: Option<u32>, workers: u32) -> Result<(), CannotRewind> {
+        match step {
+            Some(step) => {
+                self.exchange.check_rewind(step)?;
+                self.exchange.rewind(step, workers);
+            }
+            None => self.exchange.begin_anew(workers),
+        }
+        let first = step.unwrap_or(0);
         self.sums.drop_parts();
         self.forget_norm();
-        self.program_states.begin_again(step, workers);
+        self.program_states.begin_again(first, workers);
         // A snapshot of a later step would have chunks from before and from after.
         self.miss_snapshot();
-        self.newest_step = step;
-        self.counters.steps = step.into();
+        self.newest_step = first;
+        self.counters.steps = first.into();
         self.rewind = Rewind::UnderWay { step, next: 0 };
         Ok(())
     }
@@ -160,10 +164,19 @@ impl Shard {
                 self.rewind = Rewind::NotNeeded;
                 return;
             };
-            if self.exchange.rewind_chunk(next, step) == RewoundTo::Copy {
-                let (parameters, state) = self.copies.of(&slot);
-                self.model.restore(&slot, parameters, state);
-                done += slot.elements as usize;
+            match step {
+                Some(step) if self.exchange.rewind_chunk(next, step) == RewoundTo::Present => {}
+                Some(_) => {
+                    let (parameters, state) = self.copies.of(&slot);
+                    self.model.restore(&slot, parameters, state);
+                    done += slot.elements as usize;
+                }
+                None => {
+                    // A chunk that has no parameters may have a part of a state that rank 0 has sent.
+                    self.exchange.begin_chunk_anew(next);
+                    self.model.clear_state(&slot);
+                    done += slot.elements as usize;
+                }
             }
             // Looking at a chunk has a cost, too.
             done += 64;

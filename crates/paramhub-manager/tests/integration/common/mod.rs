@@ -331,7 +331,7 @@ fn serve(
                     Vec::new()
                 }
                 &HubCommand::ExpectRank { namespace, rank, epoch } => {
-                    vec![HubEvent::RankExpected { namespace, rank, epoch, step: 7 }]
+                    vec![HubEvent::RankExpected { namespace, rank, epoch, step: Some(7) }]
                 }
                 &HubCommand::JoinRank { namespace, rank, epoch, .. } => {
                     vec![HubEvent::RankJoined { namespace, rank, epoch }]
