@@ -9,7 +9,7 @@
 //!
 //! In a job whose ranks go back to an earlier step, the manager [rewinds](JobControl::rewind) all of them when one is lost,
 //! and expects the processes of all together. Every hub then names the newest step to which it can go back, and the manager
-//! chooses the earliest of them. If the first steps were not begun everywhere, there is none, and the ranks begin anew.
+//! chooses the earliest of them. If a chunk has no parameters to start from yet, there is none, and the ranks begin anew.
 //!
 //! Commands can come twice: epochs only grow, and a command of an epoch that is over changes nothing.
 //!
@@ -334,9 +334,10 @@ impl JobControl {
         let is_first = !std::mem::replace(&mut changed.has_begun, true);
         job.left.retain(|&(_, port)| port != rank);
         let name = job.terms.name.clone();
-        let message = match step.filter(|_| is_first) {
-            Some(step) => format!("rank {rank} of job `{name}` has joined, at step {step}"),
-            None => format!("rank {rank} of job `{name}` is back: another process has it"),
+        let message = match (is_first, step) {
+            (true, Some(step)) => format!("rank {rank} of job `{name}` has joined, at step {step}"),
+            (true, None) => format!("rank {rank} of job `{name}` has joined"),
+            (false, _) => format!("rank {rank} of job `{name}` is back: another process has it"),
         };
         self.outputs.push(Output::AdmitRank { namespace, rank, epoch });
         self.report(HubEvent::RankJoined { namespace, rank, epoch });
