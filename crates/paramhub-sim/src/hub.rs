@@ -80,12 +80,6 @@ impl Hub {
         hub
     }
 
-    /// Whether all chunks of the job here have their parameters to start from.
-    pub(crate) fn has_begun(&self) -> bool {
-        let begun = |job: &HubJob| job.routes.values().all(|route| route.has_begun());
-        self.job.as_ref().is_some_and(begun)
-    }
-
     /// Whether it has no job, and its manager knows so.
     pub(crate) fn is_idle(&self) -> bool {
         self.job.as_ref().is_none_or(|job| job.is_forgotten) && self.link.has_reported()

@@ -188,7 +188,7 @@ struct World<'a> {
     /// The events that wait for processes which stand still.
     paused: BTreeMap<Process, (usize, Vec<Event>)>,
     broken: usize,
-    /// When the last worker had opened all its streams and, in a job that goes on without lost workers, all chunks had begun.
+    /// When the last worker had opened all its streams.
     connected: Option<Duration>,
 }
 
@@ -248,8 +248,7 @@ impl World<'_> {
         }
         while let Some(event) = self.agenda.take() {
             self.happen(event);
-            if self.connected.is_none() && self.workers.values().all(Worker::is_connected) && self.has_begun()
-            {
+            if self.connected.is_none() && self.workers.values().all(Worker::is_connected) {
                 self.connected = Some(self.agenda.now());
             }
             self.start_again_those_who_left();
@@ -264,14 +263,6 @@ impl World<'_> {
             }
         }
         Err("nothing is left to happen".into())
-    }
-
-    /// Whether nothing keeps workers of a job that outlives them from being replaced. If all ranks go back, they begin anew
-    /// before the chunks have parameters.
-    fn has_begun(&self) -> bool {
-        !self.scenario.outlives_workers()
-            || self.scenario.rewind_every.is_some()
-            || self.hubs.values().all(Hub::has_begun)
     }
 
     /// All ranks go back to an earlier step: a launcher starts those again that had done their part.

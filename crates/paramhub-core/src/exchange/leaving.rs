@@ -36,7 +36,9 @@ impl Exchange {
             return Ok(());
         }
         let chunk = self.chunks[slot as usize];
-        let gone_rank_0 = self.rules.rank_0.filter(|&rank_0| self.departed[rank_0 as usize]);
+        // Another process may take the place of a member that is lost.
+        let has_left = |&member: &u32| self.departed[member as usize] && !self.is_lost(member);
+        let gone_rank_0 = self.rules.rank_0.filter(has_left);
         let missing = if !chunk.initialised {
             gone_rank_0.map(|rank_0| (rank_0, Awaited::Parameters))
         } else if chunk.stage == StepStage::SummingFactors {

@@ -54,7 +54,7 @@ fn a_step_ends_with_those_who_remain_and_what_came_whole_counts() {
     push(&mut exchange, 0, 1, 0);
     push(&mut exchange, 0, 0, 0);
     push(&mut exchange, 1, 0, 0);
-    exchange.lose(1).unwrap();
+    exchange.lose(1);
     assert_eq!((exchange.end_if_complete(0), exchange.end_if_complete(1)), (None, None));
     let update = |contributions| Update { step: 0, number: 1, contributions };
     assert_eq!(push(&mut exchange, 0, 2, 0), SumAction::Update(update(3)), "with what the lost member sent");
@@ -69,7 +69,7 @@ fn the_loss_of_the_last_that_was_awaited_ends_the_step() {
     let mut exchange = begun(3, 1, 1);
     push(&mut exchange, 0, 0, 0);
     push(&mut exchange, 0, 2, 0);
-    exchange.lose(1).unwrap();
+    exchange.lose(1);
     assert_eq!(exchange.end_if_complete(0), Some(Update { step: 0, number: 1, contributions: 2 }));
     assert_eq!(answer_all(&mut exchange, 0), [0, 2]);
 }
@@ -80,7 +80,7 @@ fn a_process_that_takes_the_place_contributes_to_the_step_under_way_if_the_forme
     push(&mut exchange, 0, 0, 0);
     push(&mut exchange, 0, 1, 0);
     answer_all(&mut exchange, 0);
-    exchange.lose(1).unwrap();
+    exchange.lose(1);
     assert_eq!(push(&mut exchange, 0, 0, 1), SumAction::Wait, "the job waits for its second member");
     assert_eq!(exchange.end_if_complete(0), None);
     assert_eq!(exchange.rejoin(1), 1);
@@ -100,7 +100,7 @@ fn a_process_that_takes_the_place_does_not_contribute_where_the_former_has() {
     }
     push(&mut exchange, 0, 1, 0);
     answer_all(&mut exchange, 0);
-    exchange.lose(1).unwrap();
+    exchange.lose(1);
     // Chunk 0 is at step 1 and chunk 1 at step 0, without a contribution of member 1.
     push(&mut exchange, 0, 0, 1);
     assert_eq!(exchange.rejoin(1), 1);
@@ -111,7 +111,7 @@ fn a_process_that_takes_the_place_does_not_contribute_where_the_former_has() {
     assert_eq!((answer_all(&mut exchange, 0), answer_all(&mut exchange, 1)), (vec![1], vec![0, 1]));
     // The former process of the place is lost in the middle of step 1.
     push(&mut exchange, 0, 1, 1);
-    exchange.lose(1).unwrap();
+    exchange.lose(1);
     assert_eq!(exchange.rejoin(1), 2, "a place has one contribution to a step");
 }
 
@@ -119,7 +119,7 @@ fn a_process_that_takes_the_place_does_not_contribute_where_the_former_has() {
 fn steps_before_the_one_at_which_a_process_joins_are_made_without_its_rank() {
     let mut exchange = begun(2, 1, 2);
     push(&mut exchange, 0, 1, 0);
-    exchange.lose(1).unwrap();
+    exchange.lose(1);
     // The former process is in the sum of step 0 at chunk 0, and not at chunk 1.
     assert_eq!(exchange.rejoin(1), 1);
     exchange.join_at(1, 3);
@@ -138,7 +138,7 @@ fn steps_before_the_one_at_which_a_process_joins_are_made_without_its_rank() {
 #[test]
 fn a_member_that_joins_later_waits_for_the_parameters_of_its_first_step() {
     let mut exchange = begun(2, 1, 1);
-    exchange.lose(1).unwrap();
+    exchange.lose(1);
     assert_eq!(exchange.rejoin(1), 0);
     exchange.join_at(1, 2);
     exchange.pull(0, 1, 2).unwrap();
@@ -160,8 +160,8 @@ fn all_begin_at_one_step_if_all_were_lost() {
         push(&mut exchange, 0, member, 0);
     }
     push(&mut exchange, 1, 0, 0);
-    exchange.lose(0).unwrap();
-    exchange.lose(1).unwrap();
+    exchange.lose(0);
+    exchange.lose(1);
     // Chunk 0 has had step 0, chunk 1 has half of it, chunk 2 nothing.
     assert!(exchange.begin_steps_again());
     assert_eq!((exchange.rejoin(1), exchange.end_if_complete(1)), (1, None));
@@ -186,7 +186,7 @@ fn all_make_the_step_again_from_which_all_were_lost() {
     push(&mut exchange, 0, 0, 0);
     push(&mut exchange, 1, 1, 0);
     for member in [0, 1] {
-        exchange.lose(member).unwrap();
+        exchange.lose(member);
     }
     assert!(exchange.begin_steps_again());
     for member in [0, 1] {
@@ -206,20 +206,54 @@ fn all_make_the_step_again_from_which_all_were_lost() {
 }
 
 #[test]
-fn no_job_goes_on_without_all_parameters_to_start_from() {
+fn a_new_process_of_rank_0_sends_the_parameters_that_are_missing() {
     let mut exchange = Exchange::new(rules(2, 1), 2);
-    exchange.initialise(0, Some(0), 0).unwrap();
-    for member in [0, 1] {
-        assert_eq!(exchange.lose(member), Err(LostBeforeStart));
-        assert!(!exchange.is_lost(member));
+    exchange.initialise_state(0, Some(0), 5).unwrap();
+    answer_all(&mut exchange, 0);
+    exchange.answer_begun(0, 0);
+    exchange.initialise(0, Some(0), 4).unwrap();
+    assert_eq!(answer_all(&mut exchange, 0), [0]);
+    exchange.pull(1, 1, 0).unwrap();
+    exchange.lose(0);
+    assert_eq!(exchange.end_if_complete(1), None);
+    assert_eq!(exchange.awaits(1), Some(Awaited::Parameters), "the other member waits");
+    assert_eq!(exchange.check_waits(1), Ok(()), "not in vain");
+    assert!(!exchange.have_all_begun());
+    exchange.rejoin(0);
+    exchange.join_at_start(0);
+    assert_eq!(exchange.initialise_state(0, Some(0), 5), Ok(false), "it stays as it is");
+    exchange.answer_begun(0, 0);
+    assert_eq!(exchange.updates(0), 5);
+    assert_eq!(exchange.initialise(0, Some(0), 3), Err(ProtocolViolation::Initialised), "of another version");
+    assert_eq!(exchange.initialise(0, Some(0), 4), Ok(false));
+    assert_eq!(answer_all(&mut exchange, 0), [0]);
+    assert_eq!(exchange.initialise(1, Some(0), 4), Ok(true));
+    assert_eq!(answer_all(&mut exchange, 1), [0, 1]);
+    for slot in [0, 1] {
+        assert_eq!(push(&mut exchange, slot, 0, 4), SumAction::Wait);
+        let then = push(&mut exchange, slot, 1, 4);
+        assert!(matches!(then, SumAction::Update(Update { step: 4, contributions: 2, .. })), "{then:?}");
     }
+}
+
+#[test]
+fn a_member_that_is_lost_before_the_start_is_not_waited_for() {
+    let mut exchange = Exchange::new(rules(3, 1), 1);
+    exchange.pull(0, 1, 0).unwrap();
+    exchange.lose(1);
+    exchange.pull(0, 2, 0).unwrap();
+    exchange.initialise(0, Some(0), 0).unwrap();
+    assert_eq!(answer_all(&mut exchange, 0), [0, 2]);
+    assert_eq!(push(&mut exchange, 0, 0, 0), SumAction::Wait);
+    let then = push(&mut exchange, 0, 2, 0);
+    assert!(matches!(then, SumAction::Update(Update { step: 0, contributions: 2, .. })), "{then:?}");
 }
 
 #[test]
 fn a_member_may_be_lost_after_it_has_left_at_these_chunks() {
     let mut exchange = begun(2, 2, 1);
     exchange.leave(1, |_, _, _| ()).unwrap();
-    exchange.lose(1).unwrap();
+    exchange.lose(1);
     assert!(exchange.is_lost(1));
     assert_eq!(push(&mut exchange, 0, 0, 0), SumAction::Wait, "another process takes its place");
     assert_eq!(exchange.rejoin(1), 0);
@@ -359,7 +393,7 @@ impl Program {
         if self.processes[member as usize].take().is_some() || self.named[member as usize] != [None, None] {
             self.named[member as usize] = vec![None; 2];
             for route in 0..2 {
-                self.routes[route].lose(member).unwrap();
+                self.routes[route].lose(member);
                 self.settle(route);
             }
         }
@@ -447,7 +481,7 @@ fn steps_do_not_wait_for_members_that_have_not_come_and_do_not_count_them_as_lef
     assert_eq!(push(&mut exchange, 0, 3, 1), SumAction::Update(update(1, 3)));
     answer_all(&mut exchange, 0);
     // Two of the first members are lost, so that there are fewer than two.
-    (0..2).for_each(|member| exchange.lose(member).unwrap());
+    (0..2).for_each(|member| exchange.lose(member));
     assert_eq!(
         push(&mut exchange, 0, 3, 2),
         SumAction::Wait,

@@ -12,25 +12,21 @@
 //! A member whose place nobody has had yet, in a job that began with fewer members, is treated as one that is lost, but
 //! its missing contributions are not counted.
 //!
+//! A member may be lost before all chunks have parameters to start from. If it is rank 0, its successor sends them, and those
+//! that are here already stay as they are.
+//!
 //! If all members are lost, their successors make the steps under way [again](Exchange::begin_steps_again), all from
 //! the same parameters. Only a step that some chunks have made and others have not is lost at those others.
 
 use super::state::{Exchange, MemberRequest, Presence};
-use super::violation::LostBeforeStart;
 use crate::stragglers::Quorum;
 
 impl Exchange {
     /// Notes that a member is lost. The caller then calls [`Exchange::end_if_complete`] for every slot.
-    ///
-    /// Fails, without any change, if a chunk has no parameters to start from yet: another process could not begin with
-    /// those of the hub.
-    pub fn lose(&mut self, member: u32) -> Result<(), LostBeforeStart> {
-        if !self.chunks.iter().all(|chunk| chunk.initialised) {
-            return Err(LostBeforeStart);
-        }
+    pub fn lose(&mut self, member: u32) {
         let presence = std::mem::replace(&mut self.presence[member as usize], Presence::Lost);
         if matches!(presence, Presence::NotYet | Presence::Lost) {
-            return Ok(());
+            return;
         }
         // It may have left here and died before it had left elsewhere.
         self.departures += u32::from(!std::mem::replace(&mut self.departed[member as usize], true));
@@ -38,7 +34,6 @@ impl Exchange {
             self.member_mut(slot, member).request = MemberRequest::None;
             self.count_awaited(slot);
         }
-        Ok(())
     }
 
     /// Begins the steps under way again if all members are lost: nothing that they contributed to them counts. Returns
@@ -85,11 +80,23 @@ impl Exchange {
         step
     }
 
+    /// Returns whether all chunks have parameters to start from. Until then a process that takes a lost member's place begins
+    /// like the first ones: rank 0 sends parameters, and the others wait for them.
+    pub fn have_all_begun(&self) -> bool {
+        self.chunks.iter().all(|chunk| chunk.initialised)
+    }
+
     /// Has a process that has [rejoined](Exchange::rejoin) contribute from `step` on. The caller then calls
     /// [`Exchange::end_if_complete`] for every slot.
     pub fn join_at(&mut self, member: u32, step: u32) {
         debug_assert!(step >= self.joined_at[member as usize], "the latest of all routes' steps is meant");
         self.start_at(member, step);
+    }
+
+    /// Has a process that has [rejoined](Exchange::rejoin) begin like the first ones, because chunks of some route have no
+    /// parameters yet. One of rank 0 then sends all, those that are here among them.
+    pub fn join_at_start(&mut self, member: u32) {
+        self.start_may_repeat |= self.rules.rank_0 == Some(member);
     }
 
     fn start_at(&mut self, member: u32, step: u32) {

@@ -57,7 +57,7 @@ pub use gathering::{Gathered, GatheredLayer, Gathering};
 pub use rewind::RewoundTo;
 pub use rules::{ChunkReach, Rules};
 pub use state::Exchange;
-pub use violation::{Awaited, CannotRewind, LeftWhileAwaited, LostBeforeStart, ProtocolViolation};
+pub use violation::{Awaited, CannotRewind, LeftWhileAwaited, ProtocolViolation};
 
 #[cfg(test)]
 mod gathering_tests;

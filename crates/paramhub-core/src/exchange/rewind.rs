@@ -51,7 +51,7 @@ impl Exchange {
     ///
     /// Fails if they have no such step in common.
     pub fn newest_rewind(&self) -> Result<Option<u32>, CannotRewind> {
-        if !self.chunks.iter().all(|chunk| chunk.initialised) {
+        if !self.have_all_begun() {
             return Ok(None);
         }
         let every = self.rules.rewind_every.unwrap_or(1);
@@ -89,7 +89,7 @@ impl Exchange {
     /// member has sent. The caller then calls [`Exchange::begin_chunk_anew`] for every slot.
     pub fn begin_anew(&mut self, members: u32) {
         self.rewind(0, members);
-        self.start_version = None;
+        (self.start_version, self.start_may_repeat) = (None, false);
         self.kept.fill(None);
     }
 

@@ -9,8 +9,8 @@ impl Exchange {
     /// Takes the initial parameters, at `version`, from a member or, if `None`, from the site above.
     ///
     /// Returns whether the caller must copy them into the model and call [`Exchange::mark_due_answers`]; `false`: they
-    /// were here already when the stream was cut. Sites have no answer to them, so a site sends them once more whenever its
-    /// stream was replaced.
+    /// were here already when the stream was cut or the process was replaced. Sites have no answer to them, so a site sends
+    /// them once more whenever its stream was replaced.
     pub fn initialise(
         &mut self,
         slot: u32,
@@ -22,7 +22,8 @@ impl Exchange {
             && chunk.initialised
             && self.rules.has_parameters
             && chunk.version == u64::from(version)
-            && self.member(slot, rank_0).request == MemberRequest::Cut
+            && (self.start_may_repeat || self.member(slot, rank_0).request == MemberRequest::Cut)
+            && !self.is_unanswered(slot, rank_0)
         {
             self.member_mut(slot, rank_0).request = MemberRequest::Waiting(Answer::Applied);
             return Ok(false);
@@ -48,8 +49,10 @@ impl Exchange {
             ..ChunkState::new(chunk.reach, true)
         };
         for member in 0..self.rules.members {
+            // A process that has taken a member's place may join at a later step, of other chunks.
+            let first = version.max(self.joined_at[member as usize]);
             let member_state = self.member_mut(slot, member);
-            (member_state.next_step, member_state.is_prompt) = (version, true);
+            (member_state.next_step, member_state.is_prompt) = (first, true);
         }
         self.count_awaited(slot);
         if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
@@ -59,8 +62,8 @@ impl Exchange {
     }
 
     /// Takes a slot of the optimizer's initial state, which has had `updates` updates; the count that
-    /// comes with the last slot is kept. On `Ok(true)` the caller copies the state and owes rank 0 an acknowledgement
-    /// at once; `false`: a site sends once more what is here.
+    /// comes with the last slot is kept. On `Ok(true)` the caller copies the state; `false`: a site, or rank 0's new process,
+    /// sends once more what is here. The caller owes rank 0 an acknowledgement at once.
     ///
     /// The state comes before the parameters. No other member may contribute or is answered before the
     /// parameters are here, so none sees a chunk with restored parameters and without its restored state.
@@ -73,7 +76,8 @@ impl Exchange {
         if self.has_begun_for_site(slot, member) {
             return Ok(false);
         }
-        if self.chunks[slot as usize].initialised || !self.speaks_for_rank_0(member) {
+        let is_here = self.chunks[slot as usize].initialised;
+        if is_here && !self.start_may_repeat || !self.speaks_for_rank_0(member) {
             return Err(ProtocolViolation::StateInitialised);
         }
         if member.is_some_and(|member| self.is_unanswered(slot, member)) {
@@ -82,11 +86,13 @@ impl Exchange {
         if updates > STATE_UPDATES_MAX {
             return Err(ProtocolViolation::StateUpdates(updates));
         }
-        self.chunks[slot as usize].updates = updates;
+        if !is_here {
+            self.chunks[slot as usize].updates = updates;
+        }
         if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
             self.member_mut(slot, rank_0).request = MemberRequest::Sendable(Answer::Applied);
         }
-        Ok(true)
+        Ok(!is_here)
     }
 
     /// Returns whether the chunk has the parameters that a site sends once more.

@@ -34,6 +34,9 @@ pub struct Exchange {
     pub(super) released: Option<u32>,
     /// Whether rank 0's next release may be that step's once more, since its stream was replaced.
     pub(super) release_may_repeat: bool,
+    /// Whether rank 0 may send parameters and state to start from that are here, since its process was replaced before all
+    /// were.
+    pub(super) start_may_repeat: bool,
     /// The version that the first parameters came with.
     pub(super) start_version: Option<u32>,
     /// For each slot, the copy that the caller keeps; empty if the job never goes back.
@@ -179,6 +182,7 @@ impl Exchange {
             release_at: chunks.len() as u32,
             released: None,
             release_may_repeat: false,
+            start_may_repeat: false,
             start_version: None,
             kept: vec![None; if rules.rewind_every.is_some() { chunks.len() } else { 0 }],
             left_out: vec![0; if rules.quorum.is_some() { rules.members as usize } else { 0 }],

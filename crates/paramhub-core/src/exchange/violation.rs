@@ -110,11 +110,6 @@ pub struct LeftWhileAwaited {
     pub awaited: Awaited,
 }
 
-/// A member is lost before all chunks have parameters to start from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("was lost before rank 0 had sent all parameters to start from")]
-pub struct LostBeforeStart;
-
 /// The chunks of a route cannot go back to a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("it is at step {version} and its copy is {}, so that it cannot go back to step {step}", OfStep(*kept))]

@@ -114,7 +114,7 @@ pub enum Event {
         rank: u32,
         /// The epoch since which the process has the rank.
         epoch: u64,
-        /// The first step to which it contributes; `None` if all ranks begin anew.
+        /// The first step to which it contributes; `None` if it begins like the first ones.
         step: Option<u32>,
     },
     /// The manager orders a probe.
@@ -212,7 +212,7 @@ pub enum CoreEvent {
         /// The epoch since which the process has the rank.
         epoch: u64,
         /// The first step to which the process may contribute at these chunks. In a job that goes back, the newest step to
-        /// which they can, or `None` if one of them has no parameters yet.
+        /// which they can. `None` if one of them has no parameters yet.
         step: Option<u32>,
     },
     /// The process that takes a rank has its step at all chunks of a core.

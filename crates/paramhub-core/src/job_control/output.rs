@@ -163,7 +163,7 @@ pub enum RankChange {
     Expect,
     /// The process contributes from this step on. [`CoreEvent::RankJoined`](super::CoreEvent::RankJoined) answers.
     Join {
-        /// The step; `None` if all ranks begin anew, with parameters that rank 0 sends.
+        /// The step; `None` if the process begins like the first ones. In a job that goes back, all ranks then begin anew.
         step: Option<u32>,
     },
 }

@@ -379,7 +379,10 @@ impl JobControl {
 }
 
 /// The step at which a process takes a rank, of those that cores or hubs have named: the latest or, in a job that goes back,
-/// the earliest. `None` is earlier than any step: the ranks begin anew.
+/// the earliest. `None`, with which the process begins like the first ones, if one of them has not all parameters to start
+/// from.
 pub fn chosen_step(named: impl Iterator<Item = Option<u32>>, rewinds: bool) -> Option<u32> {
-    if rewinds { named.min() } else { named.max() }.unwrap_or(Some(0))
+    let steps: Option<Vec<u32>> = named.collect();
+    let steps = steps?.into_iter();
+    Some(if rewinds { steps.min() } else { steps.max() }.unwrap_or(0))
 }

@@ -160,7 +160,7 @@ pub enum HubCommand {
         rank: u32,
         /// The epoch since which the process has the rank.
         epoch: u64,
-        /// The step; `None` if all ranks begin anew, with parameters that rank 0 sends.
+        /// The step; `None` if the process begins like the first ones. In a job that goes back, all ranks then begin anew.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         step: Option<u32>,
     },

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::Neighbour;
-use paramhub_core::exchange::{Awaited, LostBeforeStart, ProtocolViolation};
+use paramhub_core::exchange::{Awaited, ProtocolViolation};
 use paramhub_core::job_control::FaultCause;
 use paramhub_core::ports::Side;
 use paramhub_core::program_states::ProgramStateViolation;
@@ -87,8 +87,6 @@ pub(crate) enum Fault {
     /// The fault of another neighbour.
     #[error("left the job, but other ranks wait for {awaited}")]
     LeftWhileAwaited { culprit: Neighbour, awaited: Awaited },
-    #[error("{0}: nothing is lost if the job starts again")]
-    LostBeforeStart(LostBeforeStart),
     /// Another site has ended the job.
     #[error("{}", .0.message)]
     Failed(Failure),

@@ -3,11 +3,9 @@
 use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::job_control::{FaultCause, RankChange, chosen_step};
-use paramhub_core::service::CauseKind;
+use paramhub_core::job_control::{RankChange, chosen_step};
 use paramhub_core::wire::{Failure, Operation};
 
-use super::fault::Fault;
 use super::scheduler::WorkUnit;
 use super::{Core, CoreEvent, RELEASE_TURN_ELEMENTS};
 
@@ -32,7 +30,7 @@ impl Core {
                 RankChange::Expect if shard.rewinds() => named.push(shard.expect_after_rewind(port)),
                 RankChange::Expect => {
                     let (step, arenas) = shard.expect(port);
-                    named.push(Ok(Some(step)));
+                    named.push(Ok(step));
                     unmap(arenas);
                 }
                 RankChange::Join { step } if shard.rewinds() => {
@@ -40,7 +38,7 @@ impl Core {
                         return self.mailbox.send_event(CoreEvent::CannotGoOn { namespace, reason });
                     }
                 }
-                RankChange::Join { step } => shard.join(port, step.unwrap_or(0)),
+                RankChange::Join { step } => shard.join(port, step),
             }
             self.schedule_change_of_members(index);
         }
@@ -66,16 +64,12 @@ impl Core {
         let hosted = self.shards.index_mut(index);
         hosted.newest_streams[port as usize] = Some((epoch, 0));
         let plan = hosted.shard.plan();
-        let (namespace, neighbour) = (plan.namespace, plan.ports.neighbour(port));
-        let name = plan.name(neighbour);
-        let message = format!("job `{}` has taken {name} for lost, and goes on without it", plan.name);
+        let neighbour = plan.ports.neighbour(port);
+        let (name, job) = (plan.name(neighbour), &plan.name);
+        let message = format!("job `{job}` has taken {name} for lost, and goes on without it");
         let begun = hosted.shard.begun(port);
         let token = hosted.lane_of[port as usize];
-        if let Err(lost) = hosted.shard.lose(port) {
-            let fault = Fault::LostBeforeStart(lost);
-            let (message, cause) = (fault.message(&name), FaultCause::Kind(CauseKind::Known));
-            self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit: neighbour, message, cause });
-        }
+        hosted.shard.lose(port);
         if let Some(lane) = token.and_then(|token| self.take_lane(token)) {
             let failure = Failure { rank: neighbour.rank(), message }.encode();
             self.final_messages.dismiss(lane, begun, (Operation::Failure, &failure), now);

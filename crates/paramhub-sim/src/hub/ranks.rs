@@ -1,9 +1,7 @@
 //! Ranks that are lost while the job goes on, and the processes that take them: what a core does.
 
-use paramhub_core::composition::Neighbour;
-use paramhub_core::job_control::{CoreEvent, FaultCause, RankChange};
+use paramhub_core::job_control::{CoreEvent, RankChange, chosen_step};
 use paramhub_core::placement::RouteId;
-use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Failure, Header, Operation};
 
 use super::Hub;
@@ -28,7 +26,7 @@ impl Hub {
         let of_core =
             job.routes.iter().filter(|(_, route)| route.core == core && route.state == RouteState::Open);
         let routes: Vec<RouteId> = of_core.map(|(&id, _)| id).collect();
-        let mut first_step = 0;
+        let mut named = Vec::new();
         for id in routes {
             match change {
                 RankChange::Lose => self.lose_rank(id, rank, epoch, context),
@@ -39,13 +37,16 @@ impl Hub {
                     if route.exchange.begin_steps_again() {
                         route.drop_sums();
                     }
-                    first_step = route.exchange.rejoin(rank).max(first_step);
+                    let step = route.exchange.rejoin(rank);
+                    named.push(route.exchange.have_all_begun().then_some(step));
                 }
                 RankChange::Join { step } => {
                     let Some(job) = &mut self.job else { return };
                     // With this fault each core lets the rank join at the step that it has named itself.
-                    if context.plant != Some(Plant::JoinsAtOwnStep) {
-                        job.route(id).exchange.join_at(rank, step.unwrap_or(0));
+                    match step {
+                        Some(_) if context.plant == Some(Plant::JoinsAtOwnStep) => {}
+                        Some(step) => job.route(id).exchange.join_at(rank, step),
+                        None => job.route(id).exchange.join_at_start(rank),
                     }
                 }
             }
@@ -55,7 +56,10 @@ impl Hub {
         }
         let event = match change {
             RankChange::Lose => return,
-            RankChange::Expect => CoreEvent::RankExpected { rank, epoch, step: Some(first_step) },
+            RankChange::Expect => {
+                let step = chosen_step(named.into_iter(), false);
+                CoreEvent::RankExpected { rank, epoch, step }
+            }
             RankChange::Join { .. } => CoreEvent::RankJoined { rank, epoch },
         };
         self.handle_core_later(event, context);
@@ -67,19 +71,13 @@ impl Hub {
         let content = Content::Failure(Failure { rank: Some(rank), message });
         self.send(id, rank, Header::bare(Operation::Failure), content, context);
         let Some(job) = &mut self.job else { return };
-        let lost = job.route(id).exchange.lose(rank);
+        job.route(id).exchange.lose(rank);
         let port = job.port(id, rank);
         port.newest = Some((epoch, 0));
         (port.is_muted, port.is_cut) = (true, false);
         port.owed.clear();
         if let Some(stream) = port.stream.take() {
             context.close(stream, self.process);
-        }
-        if let Err(lost) = lost {
-            let cause = FaultCause::Kind(CauseKind::Known);
-            let culprit = Neighbour::Worker(rank);
-            let message = format!("rank {rank} {lost}");
-            self.handle_core_later(CoreEvent::Faulted { culprit, message, cause }, context);
         }
     }
 }

@@ -158,11 +158,6 @@ impl Route {
         Ok(())
     }
 
-    /// Whether all chunks have their parameters to start from.
-    pub(super) fn has_begun(&self) -> bool {
-        (0..self.chunks.len() as u32).all(|slot| self.exchange.has_begun(slot))
-    }
-
     fn mark_due_answers(&mut self, slot: u32) {
         let ports = &mut self.ports;
         self.exchange.mark_due_answers(slot, |member, answer| {

@@ -297,20 +297,51 @@ fn a_rank_is_taken_with_the_settings_of_the_job_by_one_process_and_only_when_it_
 }
 
 #[test]
-fn a_job_does_not_begin_again_without_all_parameters_to_start_from() {
-    let cluster = Cluster::new(Transports::tcp(), 1);
-    let ticket = &cluster.job_with("early", 2, options(1));
+fn workers_may_be_lost_before_rank_0_has_sent_all_parameters_to_start_from() {
+    let cluster = Cluster::new(Transports::tcp(), 2);
+    let ticket = &cluster.job_with("early", 3, options(1));
+    let settings = &Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[ELEMENTS as u64, 100])) };
     std::thread::scope(|scope| {
-        // The job may have failed before it has its streams.
-        let rank_0 = scope.spawn(move || ticket.join(0, settings()));
-        die(take(ticket, 1, &settings()));
-        let status = cluster.await_end("early");
-        assert!(
-            status.message.contains("rank 1 was lost before rank 0 had sent all parameters to start from"),
-            "{}",
-            status.message
-        );
-        drop(rank_0.join().unwrap().ok());
+        let ranks = [0, 1, 2].map(|rank| scope.spawn(move || take(ticket, rank, settings)));
+        let [rank_0, rank_1, rank_2] = ranks.map(|rank| rank.join().unwrap());
+        // The first key alone.
+        rank_0.initialise(0, vec![7.0f32; ELEMENTS], 0).unwrap().wait().unwrap();
+        die(rank_0);
+        die(rank_1);
+        cluster.await_job("early", |status| status.lost == [0, 1]);
+        let waits = rank_2.pull(1, vec![0.0f32; 100]).unwrap();
+        let rank_0 = take(ticket, 0, settings);
+        assert_eq!(rank_0.resumed_step(), None, "it begins like the first one");
+        for (key, elements) in [(0, ELEMENTS), (1, 100)] {
+            rank_0.initialise(key, vec![3.0f32; elements], 0).unwrap().wait().unwrap();
+        }
+        assert_eq!(waits.wait().unwrap().1, [3.0; 100]);
+        let kept = rank_0.pull(0, vec![0.0f32; ELEMENTS]).unwrap().wait().unwrap().1;
+        assert_eq!(kept[0], 7.0, "those that the hubs had stay");
+        let rank_1 = take(ticket, 1, settings);
+        assert_eq!(rank_1.resumed_step(), Some(0));
+        for job in [&rank_0, &rank_1, &rank_2] {
+            assert_eq!(job.pull(1, vec![0.0f32; 100]).unwrap().wait().unwrap().1, [3.0; 100]);
+        }
+        for job in [rank_0, rank_1, rank_2] {
+            job.leave().unwrap();
+        }
+    });
+    assert_eq!(cluster.await_end("early").state, JobState::Finished);
+}
+
+#[test]
+fn a_job_whose_rank_0_does_not_come_back_with_parameters_fails() {
+    let cluster = Cluster::new(Transports::tcp(), 1);
+    let ticket = &cluster.job_with("waits", 2, JobOptions { linger_s: 1.0, ..options(1) });
+    std::thread::scope(|scope| {
+        let rank_1 = scope.spawn(move || take(ticket, 1, &settings()));
+        die(take(ticket, 0, &settings()));
+        let _rank_1 = rank_1.join().unwrap();
+        let status = cluster.await_end("waits");
+        let message = &status.message;
+        assert!(message.contains("rank 0 was lost"), "{message}");
+        assert!(message.contains("without those that rank 0 had yet to send"), "{message}");
     });
 }
 
@@ -346,11 +377,14 @@ fn a_rank_that_has_left_may_be_taken_while_the_job_lives(transports: Transports)
     let cluster = Cluster::new(transports, 2);
     let ticket = &cluster.job_with("left", 2, options(2));
     let settings = &with_momentum(0.5);
+    // The others go on without a rank that has left, so neither may begin before the other has its place.
+    let have_places = &Barrier::new(2);
     let run = |until: u32, ends_well: [bool; 2], expected: Option<u32>| {
         let ranks: Vec<(Job, Vec<f32>)> = std::thread::scope(|scope| {
             let ranks = [0, 1].map(|rank| {
                 scope.spawn(move || {
                     let job = take(ticket, rank, settings);
+                    have_places.wait();
                     assert_eq!(job.resumed_step(), expected, "at rank {rank}");
                     let model = train(&job, start(&job), until);
                     (job, model)

@@ -38,7 +38,7 @@ pub(crate) enum MembershipChange {
     Rewind { rank: u32, epoch: u64, reason: String },
     /// Another process takes a lost rank.
     Expect { rank: u32, epoch: u64 },
-    /// That process contributes from this step on; `None` if all ranks begin anew.
+    /// That process contributes from this step on; `None` if it begins like the first ones.
     Join { rank: u32, epoch: u64, step: Option<u32> },
     /// All workers have left a hub, so that the job has finished at the others, too.
     Finish,
@@ -315,7 +315,9 @@ impl Job {
         let change = MembershipChange::Join { rank, epoch: holder.since, step };
         let message = match step {
             Some(step) => format!("rank {rank} joins at step {step}"),
-            None => format!("rank {rank} begins anew, since not all parameters to start from had come"),
+            None => format!(
+                "rank {rank} begins as at the start, since not all parameters to start from are there"
+            ),
         };
         Some((change, message))
     }
@@ -355,6 +357,7 @@ impl Job {
         if self.is_failing() {
             return self.check_pending_failure(now);
         }
+        let present = if self.may_lose_ranks() { self.note_presence(now) } else { 0 };
         let linger_s = self.options.linger_s;
         match self.waits_since {
             Some(since) if now.seconds_since(since) >= linger_s => {
@@ -362,6 +365,10 @@ impl Job {
                 let last = &self.message;
                 let needed = match self.options.rewinds() {
                     true => "while the job goes on with all of its workers".to_owned(),
+                    false if present >= self.least_workers() => {
+                        "while no parameters can be updated without those that rank 0 had yet to send"
+                            .to_owned()
+                    }
                     false => format!(
                         "while the job goes on with {} workers or more (min_workers)",
                         self.options.min_workers
@@ -447,11 +454,14 @@ impl Job {
         self.lost_ranks().into_iter().filter(|&rank| !is_nobody(rank) && self.takes_part(rank)).collect()
     }
 
-    /// Notes since when there are fewer workers than at the beginning, or too few, if so, and returns how many there are.
+    /// Notes since when there are fewer workers than at the beginning, or too few, if so, and returns how many there are. Before
+    /// the first update those that are there may wait for what only a process of rank 0 can send, the parameters to start
+    /// from.
     pub(super) fn note_presence(&mut self, now: Now) -> u32 {
         let present = self.assignments.standing(Standing::Member).len() as u32;
         self.loss_tally.note(present < self.expected_workers(), now);
-        self.waits_since = match present < self.least_workers() {
+        let awaits_rank_0 = self.counters().updates == 0 && self.lost_ranks().contains(&0);
+        self.waits_since = match present < self.least_workers() || awaits_rank_0 {
             true => self.waits_since.or(Some(now)),
             false => None,
         };

@@ -2,7 +2,6 @@
 //!
 //! Such a job has one site: a worker's port is its number as a member, and its rank.
 
-use paramhub_core::exchange::LostBeforeStart;
 use paramhub_core::hyperparameters::Change;
 
 use super::Shard;
@@ -11,14 +10,13 @@ use crate::local::RankArenas;
 impl Shard {
     /// Notes that a worker is lost. Nothing leaves by its port any more. The steps that only waited for it are to be
     /// [ended](Self::end_steps).
-    pub(crate) fn lose(&mut self, worker: u32) -> Result<(), LostBeforeStart> {
-        self.exchange.lose(worker)?;
+    pub(crate) fn lose(&mut self, worker: u32) {
+        self.exchange.lose(worker);
         self.outboxes[worker as usize].start_again();
         self.program_states.cut(worker);
         self.left[worker as usize] = true;
         self.forget_changes(worker);
         self.look_for_steps_to_end();
-        Ok(())
     }
 
     /// Notes a change of hyperparameters that a worker has sent. Returns whether it holds: in a job that may lose workers
@@ -39,9 +37,9 @@ impl Shard {
         }
     }
 
-    /// Gives the place of a lost worker to another process. Returns the first step to which that may contribute here,
-    /// and the arenas of the former process.
-    pub(crate) fn expect(&mut self, worker: u32) -> (u32, Option<RankArenas>) {
+    /// Gives the place of a lost worker to another process. Returns the first step to which that may contribute here, `None`
+    /// if not all chunks have parameters to start from, and the arenas of the former process.
+    pub(crate) fn expect(&mut self, worker: u32) -> (Option<u32>, Option<RankArenas>) {
         if self.exchange.begin_steps_again() {
             self.sums.drop_parts();
         } else if self.arenas.has(worker) {
@@ -56,12 +54,15 @@ impl Shard {
         let step = self.exchange.rejoin(worker);
         self.left[worker as usize] = false;
         self.look_for_steps_to_end();
-        (step, arenas)
+        (self.exchange.have_all_begun().then_some(step), arenas)
     }
 
-    /// Has the process that takes a worker's place contribute from `step` on.
-    pub(crate) fn join(&mut self, worker: u32, step: u32) {
-        self.exchange.join_at(worker, step);
+    /// Has the process that takes a worker's place contribute from `step` on, or like the first ones.
+    pub(crate) fn join(&mut self, worker: u32, step: Option<u32>) {
+        match step {
+            Some(step) => self.exchange.join_at(worker, step),
+            None => self.exchange.join_at_start(worker),
+        }
         self.look_for_steps_to_end();
     }
 

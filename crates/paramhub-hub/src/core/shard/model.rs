@@ -86,6 +86,15 @@ impl Model {
             .copy_from_slice(state);
     }
 
+    /// Begins a slot of a chunk's state with values as they travel.
+    pub(super) fn begin_state(&mut self, slot: ChunkPlace, state_slot: usize, mut values: &[u8]) {
+        for block in slot.state_blocks(self.state_slots, state_slot, self.block_elements) {
+            let (wire, rest) = values.split_at(block.len() * size_of::<f32>());
+            convert::decode(wire, &mut self.state[block], Codec::F32);
+            values = rest;
+        }
+    }
+
     /// Sets the state of a chunk to zero, with which every optimizer begins.
     pub(super) fn clear_state(&mut self, slot: &ChunkPlace) {
         let range = slot.range();

@@ -69,16 +69,8 @@ impl Shard {
             .exchange
             .initialise_state(index, self.member(port), state.updates)
             .map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
-        if !is_new {
-            return Ok(());
-        }
-        let mut values = state.values;
-        for block in
-            slot.state_blocks(self.model.state_slots, header.step as usize, self.model.block_elements)
-        {
-            let (wire, rest) = values.split_at(block.len() * size_of::<f32>());
-            convert::decode(wire, &mut self.model.state[block], Codec::F32);
-            values = rest;
+        if is_new {
+            self.model.begin_state(slot, header.step as usize, state.values);
         }
         if matches!(self.plan.ports.side(port), Side::Worker(_)) {
             self.outboxes[port as usize].owe(index, Answer::Applied);
