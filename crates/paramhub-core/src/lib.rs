@@ -16,6 +16,7 @@
 
 pub mod arena;
 pub mod auth;
+pub mod between_sites;
 pub mod checkpoint;
 pub mod chunk;
 pub mod codec;

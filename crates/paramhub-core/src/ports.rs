@@ -118,6 +118,11 @@ impl Ports {
         (self.ranks.len() + self.sites.len()) as u32
     }
 
+    /// Number of slots of the route.
+    pub fn slots(&self) -> u32 {
+        self.above.len() as u32
+    }
+
     /// Number of workers that exchange here. Theirs are the first ports.
     pub fn workers(&self) -> u32 {
         self.ranks.len() as u32

@@ -4,8 +4,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use paramhub_core::between_sites;
 use paramhub_core::liveness::{FINAL_MESSAGE_TIMEOUT, LivenessChange, LivenessRules, PeerLiveness};
-use paramhub_core::ports::Side;
 use paramhub_core::resuming::{HubWait, StreamEnd};
 use paramhub_core::wire::{Direction, Header, Operation};
 use paramhub_transport::shm::RING_BYTES_DEFAULT;
@@ -259,12 +259,8 @@ impl Lane {
             return None;
         }
         let plan = shard.plan();
-        let end = match (plan.ports.side(self.port), end) {
-            // A hub closes its cut stream when it opens another, and the end of the old one may be seen first.
-            (Side::Below(_), StreamEnd::Closed) => StreamEnd::Reset,
-            (_, end) => end,
-        };
-        let until = match plan.resuming.hub_waits(end)? {
+        let side = plan.ports.side(self.port);
+        let until = match between_sites::hub_waits(&plan.resuming, side, end)? {
             HubWait::For(grace) => Some(now + grace),
             HubWait::UntilDead => None,
         };

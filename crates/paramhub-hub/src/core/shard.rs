@@ -21,6 +21,7 @@ mod two_phases;
 
 use std::time::Instant;
 
+use paramhub_core::between_sites::Departures;
 use paramhub_core::exchange::{Answer, Exchange, LeftWhileAwaited, ProtocolViolation, SumAction, Update};
 use paramhub_core::hyperparameters::{ChangesOfMembers, Hyperparameters, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
@@ -73,8 +74,7 @@ pub(crate) struct Shard {
     outboxes: Vec<Outbox>,
     /// The ports whose outbox has something new.
     dirty: ReadySet,
-    /// For each port: whether the member has left or, for a site above, whether this hub has.
-    left: Vec<bool>,
+    departures: Departures,
     counters: JobCounters,
     /// The time of the newest frames, if steps end by time.
     pub(crate) now: Instant,
@@ -135,9 +135,7 @@ impl Shard {
                 .collect(),
             dirty: ReadySet::new(plan.ports.len()),
             // Nothing leaves by the port of a worker that has not come yet.
-            left: (0..plan.ports.len())
-                .map(|port| (layout.rules.first_members..layout.rules.members).contains(&port))
-                .collect(),
+            departures: Departures::new(&plan.ports, &(layout.rules.first_members..layout.rules.members)),
             counters: JobCounters::default(),
             now,
             steps_to_end: None,
@@ -207,7 +205,7 @@ impl Shard {
                 self.program_states.cut(member);
                 self.repeat_norm(port);
             }
-            side @ (Side::Below(_) | Side::Above) => self.resume_site(port, side),
+            Side::Below(_) | Side::Above => self.resume_site(port),
         }
         self.counters.streams_moved += 1;
     }
@@ -220,14 +218,14 @@ impl Shard {
     /// Returns whether the stream of this port may end: its neighbour has left or, for a site above, this hub
     /// has.
     pub(crate) fn has_left(&self, port: u32) -> bool {
-        self.left[port as usize]
+        self.departures.has_left(port)
     }
 
     /// Returns whether a Leave is due at a site above, because everything else has been sent. It returns
     /// `true` once.
     pub(crate) fn sends_leave(&mut self, port: u32) -> bool {
         let is_due = self.plan.ports.side(port) == Side::Above
-            && self.left[port as usize]
+            && self.departures.has_left(port)
             && self.outboxes[port as usize].is_empty();
         is_due && !std::mem::replace(&mut self.outboxes[port as usize].sent_leave, true)
     }

@@ -1,6 +1,7 @@
 //! The exchange between a shard and those of other sites: sums go up, answers come down, and what rank 0
 //! sends goes to all sites.
 
+use paramhub_core::between_sites::{self, Again};
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Answer, SumAction};
 use paramhub_core::hyperparameters::Change;
@@ -23,22 +24,14 @@ impl Shard {
 
     /// Sends again by a new stream to a neighbouring site what the old one may have lost: the parameters to start from,
     /// sums that were not answered, and changes of hyperparameters.
-    pub(super) fn resume_site(&mut self, port: u32, side: Side) {
-        let ports = self.plan.ports.clone();
+    pub(super) fn resume_site(&mut self, port: u32) {
         let outbox = &mut self.outboxes[port as usize];
         outbox.start_at = None;
-        let mut newest = 0;
-        for index in (0..self.slots.len() as u32).filter(|&index| ports.carries(port, side, index)) {
-            newest = newest.max(self.exchange.step(index));
-            if self.exchange.is_at_start(index) {
-                outbox.start.insert(index);
-            }
-            match side {
-                Side::Below(member) => self.exchange.resume_at(index, member),
-                Side::Above if self.exchange.is_sent_up(index) => outbox.owe(index, Answer::Parameters),
-                Side::Above | Side::Worker(_) => {}
-            }
-        }
+        let again = |again| match again {
+            Again::Start(index) => drop(outbox.start.insert(index)),
+            Again::Sum(index) => outbox.owe(index, Answer::Parameters),
+        };
+        let newest = between_sites::resume(&mut self.exchange, &self.plan.ports, port, again);
         // A site that has contributed to a step, or has answered one, has the changes that were sent before it: at a chunk
         // that is at step t both ends know those for steps before t - 1.
         for (group, schedule) in (0..).zip(&self.schedules) {
@@ -120,7 +113,7 @@ impl Shard {
         let changed = schedule.change(self.newest_step, first_step, next);
         changed.map_err(|error| refused(error.to_string()))?;
         let ports = self.plan.ports.clone();
-        for (to, _) in ports.to_sites().filter(|&(to, _)| to != port && !self.left[to as usize]) {
+        for (to, _) in ports.to_sites().filter(|&(to, _)| to != port && !self.departures.has_left(to)) {
             if !self.outboxes[to as usize].message(*header, payload.to_vec()) {
                 let name = self.plan.name(ports.neighbour(to));
                 return Err(refused(format!("{name} has too many of them to read already")));
@@ -132,31 +125,14 @@ impl Shard {
 
     /// Notes that a neighbour has left. Once every neighbour below has left, this hub leaves the sites above.
     pub(super) fn leave(&mut self, port: u32) -> Result<(), Fault> {
-        self.left[port as usize] = true;
-        let ports = self.plan.ports.clone();
-        let (Side::Worker(member) | Side::Below(member)) = ports.side(port) else { return Ok(()) };
-        self.forget_changes(member);
-        let is_of_member = |&port: &u32| match ports.side(port) {
-            Side::Worker(other) | Side::Below(other) => other == member,
-            Side::Above => false,
-        };
-        let left = match (0..ports.len()).filter(is_of_member).all(|port| self.left[port as usize]) {
-            true => self.member_left(member),
-            false => Ok(()),
-        };
-        let stays = |port: u32| match ports.side(port) {
-            Side::Worker(member) | Side::Below(member) => {
-                ports.is_worker_or_child(member) && !self.left[port as usize]
-            }
-            Side::Above => false,
-        };
-        if !(0..ports.len()).any(stays) {
-            for (above, _) in ports.to_sites().filter(|(_, port)| port.side == Side::Above) {
-                if !std::mem::replace(&mut self.left[above as usize], true) {
-                    self.outboxes[above as usize].message(Header::bare(Operation::Leave), Vec::new());
-                    self.dirty.insert(above);
-                }
-            }
+        let departure = self.departures.leave(&self.plan.ports, port);
+        if let Side::Worker(member) | Side::Below(member) = self.plan.ports.side(port) {
+            self.forget_changes(member);
+        }
+        let left = departure.member.map_or(Ok(()), |member| self.member_left(member));
+        for above in departure.above {
+            self.outboxes[above as usize].message(Header::bare(Operation::Leave), Vec::new());
+            self.dirty.insert(above);
         }
         left
     }

@@ -14,7 +14,7 @@ impl Shard {
         self.exchange.lose(worker);
         self.outboxes[worker as usize].start_again();
         self.program_states.cut(worker);
-        self.left[worker as usize] = true;
+        self.departures.set_lost(worker, true);
         self.forget_changes(worker);
         self.look_for_steps_to_end();
     }
@@ -52,7 +52,7 @@ impl Shard {
         }
         let arenas = self.arenas.detach(worker);
         let step = self.exchange.rejoin(worker);
-        self.left[worker as usize] = false;
+        self.departures.set_lost(worker, false);
         self.look_for_steps_to_end();
         (self.exchange.have_all_begun().then_some(step), arenas)
     }

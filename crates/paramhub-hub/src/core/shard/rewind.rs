@@ -83,7 +83,7 @@ impl Shard {
             outbox.norm = None;
         }
         (0..self.plan.ports.workers()).for_each(|worker| self.program_states.cut(worker));
-        self.left.fill(true);
+        self.departures.lose_all();
         self.rewind = Rewind::Awaited { workers: 0 };
         std::mem::replace(&mut self.arenas, Arenas::new(self.plan.ports.workers()))
     }
@@ -110,7 +110,7 @@ impl Shard {
         if let Rewind::Awaited { workers } = self.rewind {
             self.begin_to_go_back(step, workers).map_err(|cannot| self.describe(cannot))?;
         }
-        self.left[worker as usize] = false;
+        self.departures.set_lost(worker, false);
         Ok(())
     }
 
