@@ -23,6 +23,8 @@ pub use retunes::Retunes;
 pub const SILENT: Duration = Duration::from_secs(4);
 /// How long a worker tries to open a stream again by other paths.
 pub const RESUME: Duration = Duration::from_secs(RESUME_S);
+/// How long the handshake of a stream may take that replaces another, before it is dialled once more: a busy hub answers late.
+pub const HANDSHAKE: Duration = Duration::from_secs(3);
 /// How often in a row a stream may be cut, each time within the redial grace of its opening, before it is lost: a path
 /// that resets every connection is not worth dialling for ever.
 pub const CUTS_IN_A_ROW_MAX: u32 = 20;

@@ -9,7 +9,7 @@ use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::placement::RouteId;
 use paramhub_core::ports::{Ports, Side};
-use paramhub_core::resuming::{AfterRound, Attempts};
+use paramhub_core::resuming::{AfterRound, Attempts, HANDSHAKE};
 use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
 use paramhub_transport::dialling::{dial, dial_first};
@@ -73,7 +73,7 @@ impl ParentDialler {
     /// Opens all streams, or returns which one cannot be opened.
     pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), String> {
         for above in above {
-            let opened = self.open(above, 0, self.deadline).map_err(|reason| {
+            let opened = self.open(above, 0, [self.deadline; 2]).map_err(|reason| {
                 let name = self.composed.composition.name(above.site);
                 format!("{name} cannot be reached at {} to bring sums there: {reason}", above.address)
             });
@@ -87,8 +87,10 @@ impl ParentDialler {
         let begun = Instant::now();
         let attempts = Attempts::new(begun, self.deadline.saturating_duration_since(begun));
         for attempt in first_attempt.. {
-            let connected_by = attempts.by(Instant::now(), attempts.connect_timeout());
-            if let Ok(stream) = self.open(above, attempt, connected_by) {
+            let (now, connecting) = (Instant::now(), attempts.connect_timeout());
+            // A handshake whose answer is lost must not take all the time that there is.
+            let by = [connecting, connecting + HANDSHAKE].map(|patience| attempts.by(now, patience));
+            if let Ok(stream) = self.open(above, attempt, by) {
                 return self.pass_on(above, stream, attempt);
             }
             match attempts.after_round(Instant::now(), false, false) {
@@ -114,7 +116,7 @@ impl ParentDialler {
         &self,
         above: &ParentStream,
         attempt: u32,
-        connected_by: Instant,
+        [connected_by, greeted_by]: [Instant; 2],
     ) -> Result<AcceptedStream, String> {
         let dialled = dial_first(&above.address, connected_by, dial);
         let mut socket = dialled.map_err(|error| error.to_string())?;
@@ -131,7 +133,7 @@ impl ParentDialler {
             challenge: [0; CHALLENGE_BYTES],
         };
         let secret = self.secrets.epoch.secret.of_hubs();
-        let (welcome, keys) = greet(&mut socket, &secret, hello, self.encrypts, self.deadline)
+        let (welcome, keys) = greet(&mut socket, &secret, hello, self.encrypts, greeted_by)
             .map_err(|error| error.to_string())?;
         let state_slots = welcome.state_slots;
         if state_slots != self.state_slots {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::StreamSecret;
-use paramhub_core::resuming::{AfterRound, Attempts, BrokenPath, path_order};
+use paramhub_core::resuming::{AfterRound, Attempts, BrokenPath, HANDSHAKE, path_order};
 use paramhub_core::wire::{Attempt, Direction, Hello, Refusal};
 use paramhub_transport::dialling::dial_from;
 use paramhub_transport::interface::Selector;
@@ -19,9 +19,6 @@ use crate::dial::Dialler;
 use crate::error::{WorkerError, WorkerId};
 use crate::interfaces::Interfaces;
 use crate::job::Shared;
-
-/// How long the handshake may take: a busy hub answers late.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// An event that concerns the streams, for the I/O thread of a job whose streams are opened again.
 pub(crate) enum StreamEvent {
@@ -250,7 +247,7 @@ impl Redialler {
             secret: &self.secret,
             interfaces,
             encrypts: self.encrypts,
-            deadline: by(tries.connect_timeout() + HANDSHAKE_TIMEOUT),
+            deadline: by(tries.connect_timeout() + HANDSHAKE),
         };
         let left = by(tries.connect_timeout())
             .saturating_duration_since(Instant::now())
