@@ -1,9 +1,12 @@
 //! The rules of a hub's streams to neighbours of which some are other sites: what goes once more over a stream that
-//! replaces another, how long a neighbour whose stream has ended is waited for, and when the hub leaves the sites above.
+//! replaces another, how long a neighbour whose stream has ended is waited for, how soon an end learns that its stream is
+//! cut, and when the hub leaves the sites above.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use crate::exchange::Exchange;
+use crate::liveness::{HEARTBEAT, LivenessRules};
 use crate::ports::{Ports, Side};
 use crate::resuming::{HubWait, ResumeTerms, StreamEnd};
 
@@ -43,6 +46,22 @@ pub fn hub_waits(terms: &ResumeTerms, side: Side, end: StreamEnd) -> Option<HubW
         (Side::Below(_), StreamEnd::Closed) => terms.hub_waits(StreamEnd::Reset),
         (_, end) => terms.hub_waits(end),
     }
+}
+
+/// The waiting times of a hub at a port with this role. At a site above the hub dials again, so it must learn soon that its
+/// stream is cut.
+pub fn liveness(terms: &ResumeTerms, side: Side, dead_after: Duration) -> LivenessRules {
+    let heartbeat = match side {
+        Side::Above => terms.heartbeat(HEARTBEAT),
+        Side::Worker(_) | Side::Below(_) => HEARTBEAT,
+    };
+    LivenessRules::of_stream(heartbeat, dead_after)
+}
+
+/// The waiting times of all ports of a route that are the shortest: they say how often a hub looks at the clock.
+pub fn shortest_liveness(terms: &ResumeTerms, ports: &Ports, dead_after: Duration) -> LivenessRules {
+    let above = ports.to_sites().map(|(_, site)| site.side).find(|&side| side == Side::Above);
+    liveness(terms, above.unwrap_or(Side::Worker(0)), dead_after)
 }
 
 /// By which ports of a route nothing more arrives or, to sites above, leaves.
@@ -103,8 +122,6 @@ impl Departures {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::chunk::ChunkMap;
     use crate::composition::{Composed, Composition, Crossing, OptimizeAt, Site, SiteId};
@@ -194,6 +211,20 @@ mod tests {
         assert_eq!(sides.map(waits), [None, Some(HubWait::For(grace)), None]);
         assert_eq!(hub_waits(&ResumeTerms::default(), Side::Below(1), StreamEnd::Closed), None);
         assert_eq!(hub_waits(&terms, Side::Above, StreamEnd::Reset), Some(HubWait::For(grace)));
+    }
+
+    #[test]
+    fn a_hub_that_dials_again_learns_of_a_cut_within_the_time_for_which_the_other_waits() {
+        let (grace, dead_after) = (Duration::from_millis(500), Duration::from_secs(30));
+        let terms = ResumeTerms { redial_grace: grace, moves: false };
+        let sites = || vec![site(1, &[0], None), site(1, &[1, 2], Some(0))];
+        let [top, below] = [0, 1].map(|at| shortest_liveness(&terms, &ports(sites(), at), dead_after));
+        assert_eq!((top.heartbeat, below.heartbeat), (HEARTBEAT, grace / 2));
+        assert!(below.heartbeat + below.check_every() < grace);
+        assert_eq!(
+            liveness(&terms, Side::Below(0), dead_after),
+            liveness(&terms, Side::Worker(0), dead_after)
+        );
     }
 
     #[test]

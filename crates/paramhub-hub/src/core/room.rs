@@ -7,6 +7,7 @@
 use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::between_sites;
 use paramhub_core::stragglers::Quorum;
 use paramhub_core::wire::{Failure, Operation};
 
@@ -145,6 +146,10 @@ impl Core {
     }
 
     fn set_tick_interval(&mut self) {
-        self.tick_interval = tick_interval(self.shards.values().map(|hosted| hosted.shard.plan().dead_after));
+        let rules = |hosted: &HostedShard| {
+            let plan = hosted.shard.plan();
+            between_sites::shortest_liveness(&plan.resuming, &plan.ports, plan.dead_after)
+        };
+        self.tick_interval = tick_interval(self.shards.values().map(rules));
     }
 }

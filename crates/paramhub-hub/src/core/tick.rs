@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules};
-use paramhub_core::ports::Side;
+use paramhub_core::between_sites;
+use paramhub_core::liveness::{LivenessChange, LivenessRules};
 use paramhub_core::service::JobCounters;
 use paramhub_core::wire::Operation;
 
@@ -13,10 +13,10 @@ use super::{Core, CoreEvent};
 /// The interval of ticks of a core that has no job, or jobs that give silent workers up late.
 const TICK: Duration = Duration::from_millis(250);
 
-/// The interval at which a core checks the clock for heartbeats, silent workers and counters, if its jobs have these
-/// `dead_after`. A job that soon gives a silent worker up would otherwise wait for the tick longer than for anything else.
-pub(super) fn tick_interval(dead_after: impl Iterator<Item = Duration>) -> Duration {
-    let rules = dead_after.map(|dead_after| LivenessRules::of_stream(HEARTBEAT, dead_after));
+/// The interval at which a core checks the clock for heartbeats, silent workers and counters, if its shards have these rules.
+/// A job that soon gives a neighbour up, or must soon find a cut stream, would otherwise wait for the tick longer than for
+/// anything else.
+pub(super) fn tick_interval(rules: impl Iterator<Item = LivenessRules>) -> Duration {
     rules.map(|rules| rules.check_every()).fold(TICK, Duration::min)
 }
 
@@ -41,12 +41,7 @@ impl Core {
             let hosted = self.shards.index_mut(index);
             let namespace = hosted.shard.plan().namespace;
             let plan = hosted.shard.plan();
-            let heartbeat = match plan.ports.side(port) {
-                // This hub dials again, so it must learn soon that the stream is cut.
-                Side::Above => plan.resuming.heartbeat(HEARTBEAT),
-                Side::Worker(_) | Side::Below(_) => HEARTBEAT,
-            };
-            let rules = LivenessRules::of_stream(heartbeat, plan.dead_after);
+            let rules = between_sites::liveness(&plan.resuming, plan.ports.side(port), plan.dead_after);
             let neighbour = plan.ports.neighbour(port);
             let liveness = if hosted.shard.has_left(port) { None } else { lane.liveness(now, &rules) };
             if lane.wants_heartbeat(now, &rules) && hosted.shard.has_sent_all(port) {
@@ -120,10 +115,13 @@ mod tests {
 
     #[test]
     fn the_job_that_gives_workers_up_first_decides_how_often_a_core_checks_them() {
-        let interval =
-            |jobs: &[f64]| tick_interval(jobs.iter().copied().map(Duration::from_secs_f64)).as_secs_f64();
+        let rules = |heartbeat, dead_after| {
+            LivenessRules::of_stream(Duration::from_secs_f64(heartbeat), Duration::from_secs_f64(dead_after))
+        };
+        let interval = |jobs: &[LivenessRules]| tick_interval(jobs.iter().copied()).as_secs_f64();
         assert_eq!(interval(&[]), 0.25);
-        assert_eq!(interval(&[30.0, 86_400.0]), 0.25);
-        assert_eq!(interval(&[30.0, 1.0, 2.0]), 1.0 / 16.0);
+        assert_eq!(interval(&[rules(1.0, 30.0), rules(1.0, 86_400.0)]), 0.25);
+        assert_eq!(interval(&[rules(1.0, 30.0), rules(1.0, 1.0), rules(1.0, 2.0)]), 1.0 / 16.0);
+        assert_eq!(interval(&[rules(1.0, 30.0), rules(0.25, 30.0)]), 1.0 / 16.0);
     }
 }
