@@ -9,6 +9,7 @@ use crate::exchange::Exchange;
 use crate::liveness::{HEARTBEAT, LivenessRules};
 use crate::ports::{Ports, Side};
 use crate::resuming::{HubWait, ResumeTerms, StreamEnd};
+use crate::wire::Operation;
 
 /// What goes once more to a neighbouring site, over a stream that replaces another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +46,16 @@ pub fn hub_waits(terms: &ResumeTerms, side: Side, end: StreamEnd) -> Option<HubW
         // A hub closes its cut stream when it opens another, and the end of the old one may be seen first.
         (Side::Below(_), StreamEnd::Closed) => terms.hub_waits(StreamEnd::Reset),
         (_, end) => terms.hub_waits(end),
+    }
+}
+
+/// Whether a frame may come from a neighbour that has left. Its stream was cut after the Leave, and it could not know that
+/// this had arrived: over the next stream it sends once more what goes before it, and it.
+pub fn repeats_after_leave(side: Side, operation: Operation) -> bool {
+    match operation {
+        Operation::Retune | Operation::Leave => true,
+        Operation::Initialise | Operation::InitialiseState => matches!(side, Side::Below(_)),
+        _ => false,
     }
 }
 

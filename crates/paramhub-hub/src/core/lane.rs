@@ -302,8 +302,10 @@ impl Lane {
                     _ => ReceiveOutcome::Open,
                 })
             }
-            // A worker that has left need not close in order.
-            Err(ReceiveError::Stream(_)) if shard.has_left(self.port) => Ok(ReceiveOutcome::Closed),
+            // A neighbour that has left need not close in order. A site above may lack this hub's Leave.
+            Err(ReceiveError::Stream(_)) if shard.has_left(self.port) && !shard.leaves_above(self.port) => {
+                Ok(ReceiveOutcome::Closed)
+            }
             Err(ReceiveError::Stream(error)) => match self.cut_by(shard, &error, now) {
                 Some(cut) => Ok(ReceiveOutcome::Cut(cut)),
                 None => Err(Fault::Lost(error.to_string())),
@@ -383,6 +385,11 @@ impl Lane {
     /// Drops some of what has arrived. Returns whether nothing more can arrive.
     pub(crate) fn discard(&mut self) -> bool {
         self.stream.discard()
+    }
+
+    /// Ends what the hub sends, after what has been sent.
+    pub(crate) fn end_sending(&mut self) -> io::Result<()> {
+        self.stream.end_sending()
     }
 
     /// Lets the lane send what is in its outbox, and nothing after that; it then closes the hub's side.

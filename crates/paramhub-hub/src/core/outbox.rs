@@ -33,7 +33,7 @@ pub(crate) struct Outbox {
     pub(crate) norm: Option<(Header, [u8; Norm::BYTES])>,
     /// The frame whose first bytes have left and whose last bytes have not.
     pub(crate) begun: Option<Begun>,
-    /// For a site above: whether Leave was sent, so that nothing more will leave.
+    /// For a site above: whether Leave was sent, so that nothing more will leave by this stream.
     pub(crate) sent_leave: bool,
     pub(crate) spill: Vec<u8>,
 }

@@ -41,8 +41,10 @@ impl Core {
         }
         let shard = &mut self.shards.index_mut(shard).shard;
         shard.resume(port);
-        // The worker keeps the old stream until a frame arrives on the new one.
-        shard.message(port, Operation::Heartbeat, Vec::new());
+        if let Side::Worker(_) = shard.plan().ports.side(port) {
+            // The worker keeps the old stream until a frame arrives on the new one.
+            shard.message(port, Operation::Heartbeat, Vec::new());
+        }
         let neighbour = shard.plan().ports.neighbour(port);
         self.mailbox.send_event(CoreEvent::Moved { namespace, neighbour, by });
     }

@@ -221,13 +221,16 @@ impl Shard {
         self.departures.has_left(port)
     }
 
-    /// Returns whether a Leave is due at a site above, because everything else has been sent. It returns
-    /// `true` once.
-    pub(crate) fn sends_leave(&mut self, port: u32) -> bool {
-        let is_due = self.plan.ports.side(port) == Side::Above
-            && self.departures.has_left(port)
-            && self.outboxes[port as usize].is_empty();
-        is_due && !std::mem::replace(&mut self.outboxes[port as usize].sent_leave, true)
+    /// Returns whether this hub has just sent Leave to a site above, the last frame of the stream. It returns `true` once for
+    /// each stream.
+    pub(crate) fn has_sent_leave(&mut self, port: u32) -> bool {
+        let has_sent = self.leaves_above(port) && self.outboxes[port as usize].is_empty();
+        has_sent && !std::mem::replace(&mut self.outboxes[port as usize].sent_leave, true)
+    }
+
+    /// Returns whether this hub leaves a site above by this port. It has left when that closes the stream.
+    pub(crate) fn leaves_above(&self, port: u32) -> bool {
+        self.plan.ports.side(port) == Side::Above && self.departures.has_left(port)
     }
 
     /// Does what a whole frame requests.

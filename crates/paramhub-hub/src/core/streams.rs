@@ -103,7 +103,10 @@ impl Core {
         self.answer(shard, now);
         self.end_snapshot(shard);
         match taken {
-            Ok(ReceiveOutcome::Closed) => self.drop_lane(token),
+            Ok(ReceiveOutcome::Closed) => {
+                self.leave_above(shard, port);
+                self.drop_lane(token);
+            }
             Ok(ReceiveOutcome::Open) => {}
             Ok(ReceiveOutcome::Cut(cut)) => self.cut(token, cut),
             // Shared memory reports it only once.
@@ -129,9 +132,9 @@ impl Core {
         let hosted = self.shards.index_mut(lane.shard);
         match lane.flush(&mut hosted.shard, now) {
             Ok(flushed) => {
-                if flushed == Flushed::All && hosted.shard.sends_leave(lane.port) {
-                    let (namespace, route, port) = (hosted.shard.plan().namespace, hosted.route, lane.port);
-                    self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
+                if flushed == Flushed::All && hosted.shard.has_sent_leave(lane.port) {
+                    // If this fails, the stream is broken, and receiving shows how.
+                    let _ = lane.end_sending();
                 }
                 let (unfinished, is_shm) = (flushed != Flushed::All, lane.is_shm());
                 if lane.is_unannounced() && !self.unannounced.contains(&token) {
@@ -195,14 +198,29 @@ impl Core {
         let plan = hosted.shard.plan();
         let namespace = plan.namespace;
         lane.mute(now);
+        let shard = lane.shard;
         if !was_reported && !leaves_quietly && !hosted.ending {
             let culprit = fault.culprit(plan.ports.neighbour(port));
             let message = fault.message(&plan.name(culprit));
             let cause = fault.cause();
             self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
         }
+        if leaves_quietly && !was_reported {
+            self.leave_above(shard, port);
+        }
         if matches!(fault, Fault::Lost(_)) {
             self.drop_lane(token);
+        }
+    }
+
+    /// Reports that this hub has left a site above, if that is at the other end of a stream which has ended: the site has
+    /// closed it after the Leave, or cannot be reached any more. In that case the site either has the Leave, or ends the job
+    /// because this one is lost.
+    fn leave_above(&mut self, shard: usize, port: u32) {
+        let hosted = self.shards.index(shard);
+        if hosted.shard.leaves_above(port) && !hosted.ending {
+            let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
+            self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
         }
     }
 

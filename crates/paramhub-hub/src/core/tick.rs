@@ -43,8 +43,20 @@ impl Core {
             let plan = hosted.shard.plan();
             let rules = between_sites::liveness(&plan.resuming, plan.ports.side(port), plan.dead_after);
             let neighbour = plan.ports.neighbour(port);
-            let liveness = if hosted.shard.has_left(port) { None } else { lane.liveness(now, &rules) };
-            if lane.wants_heartbeat(now, &rules) && hosted.shard.has_sent_all(port) {
+            let leaves_above = hosted.shard.leaves_above(port);
+            let liveness = match lane.liveness(now, &rules) {
+                // The site above is to close the stream.
+                Some(LivenessChange::Dead(silence)) if leaves_above => {
+                    let reason = format!("it has not been heard for {:.0} s", silence.as_secs_f64());
+                    self.fault(token, &Fault::Lost(reason), now);
+                    continue;
+                }
+                _ if hosted.shard.has_left(port) => None,
+                change => change,
+            };
+            // No frame follows a Leave.
+            let may_send = hosted.shard.has_sent_all(port) && !leaves_above;
+            if lane.wants_heartbeat(now, &rules) && may_send {
                 hosted.shard.message(port, Operation::Heartbeat, Vec::new());
                 self.flush(token, now);
             }

@@ -23,10 +23,13 @@ impl Shard {
     }
 
     /// Sends again by a new stream to a neighbouring site what the old one may have lost: the parameters to start from,
-    /// sums that were not answered, and changes of hyperparameters.
+    /// sums that were not answered, changes of hyperparameters and, as the last frame, Leave.
     pub(super) fn resume_site(&mut self, port: u32) {
         let outbox = &mut self.outboxes[port as usize];
         outbox.start_at = None;
+        let is_leave = |(header, _): &(Header, Vec<u8>)| header.operation == Operation::Leave;
+        outbox.messages.retain(|message| !is_leave(message));
+        outbox.sent_leave = false;
         let again = |again| match again {
             Again::Start(index) => drop(outbox.start.insert(index)),
             Again::Sum(index) => outbox.owe(index, Answer::Parameters),
@@ -45,6 +48,9 @@ impl Shard {
                     outbox.messages.push_back(message);
                 }
             }
+        }
+        if self.leaves_above(port) {
+            self.outboxes[port as usize].message(Header::bare(Operation::Leave), Vec::new());
         }
         self.dirty.insert(port);
     }

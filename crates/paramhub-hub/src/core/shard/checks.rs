@@ -1,5 +1,6 @@
 //! The checks for which a shard refuses a frame: those of its header, and that its numbers are finite.
 
+use paramhub_core::between_sites;
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::ProtocolViolation;
 use paramhub_core::ports::Side;
@@ -40,11 +41,9 @@ impl Shard {
 
     /// Refuses what may not come by this port. Returns the slot of the frame's chunk, if it is about one.
     fn check_sender(&self, port: u32, side: Side, header: &Header) -> Result<Option<u32>, Fault> {
-        if self.has_left(port) && self.plan.resuming.resumes() && header.operation == Operation::Leave {
-            // The stream was cut after the worker's Leave, and the worker could not know that it had arrived.
-            return Ok(None);
-        }
-        if self.has_left(port) && side != Side::Above {
+        let may_repeat =
+            self.plan.resuming.resumes() && between_sites::repeats_after_leave(side, header.operation);
+        if self.has_left(port) && side != Side::Above && !may_repeat {
             return Err(Fault::AfterLeave(header.operation));
         }
         if !may_come(side, header.operation) {

@@ -82,6 +82,7 @@ struct Worker {
     values: Vec<f32>,
     /// The first steps of the changes that rank 0 has sent.
     retuned: Vec<u32>,
+    has_left: bool,
 }
 
 struct Job {
@@ -117,6 +118,7 @@ impl Job {
                     stages: vec![first; CHUNKS as usize],
                     values: vec![0.0; CHUNKS as usize],
                     retuned: Vec::new(),
+                    has_left: false,
                 });
             }
             for (port, there) in ports.to_sites().filter(|(_, there)| there.side == Side::Above) {
@@ -140,8 +142,8 @@ impl Job {
     }
 
     fn is_done(&self) -> bool {
-        let is_done = |worker: &Worker| worker.stages.iter().all(|&stage| stage == Stage::Has(STEPS));
-        self.workers.iter().all(is_done)
+        let has_left = |shard: &Shard| (0..shard.plan().ports.len()).all(|port| shard.has_left(port));
+        self.workers.iter().all(|worker| worker.has_left) && self.shards.iter().all(has_left)
     }
 
     /// Does one thing that can happen, chosen at random; `may_cut` says whether streams may be cut.
@@ -249,7 +251,10 @@ impl Job {
     /// Has a worker make its next request for some chunk, if it waits for none.
     fn request(&mut self, worker: usize) {
         let chunk = self.below(CHUNKS as usize) as u32;
-        let Worker { rank, ref mut stages, ref mut retuned, .. } = self.workers[worker];
+        let Worker { rank, ref mut stages, ref mut retuned, ref mut has_left, .. } = self.workers[worker];
+        if stages.iter().all(|&stage| stage == Stage::Has(STEPS)) && !std::mem::replace(has_left, true) {
+            return self.put(rank, vec![leave()]);
+        }
         let stage = &mut stages[chunk as usize];
         let mut frames = Vec::new();
         *stage = match *stage {
@@ -288,6 +293,7 @@ impl Job {
         let mut frames: Vec<Frame> =
             self.workers[rank as usize].retuned.iter().map(|&step| retune(step)).collect();
         frames.extend((0..CHUNKS).filter_map(|chunk| self.due(rank, chunk)));
+        frames.extend(self.workers[rank as usize].has_left.then(leave));
         self.put(rank, frames);
     }
 
@@ -298,6 +304,10 @@ impl Job {
             way.frames.extend(frames);
         }
     }
+}
+
+fn leave() -> Frame {
+    (Header::bare(Operation::Leave), Vec::new())
 }
 
 fn retune(step: u32) -> Frame {
