@@ -1,5 +1,6 @@
 //! A hub: the production state machines of its jobs and chunks, and what its threads do around them.
 
+mod dialling;
 mod job;
 mod link;
 mod ranks;
@@ -10,6 +11,7 @@ mod streams;
 use std::sync::Arc;
 use std::time::Duration;
 
+use paramhub_core::between_sites;
 use paramhub_core::composition::Place;
 use paramhub_core::job_control::{CoreEvent, Event, HubTerms, JobControl, JobLimits, Output};
 use paramhub_core::liveness::{HEARTBEAT, LivenessRules, OwnPauses};
@@ -47,7 +49,13 @@ pub(crate) struct Hub {
 
 impl Hub {
     /// A hub without jobs, which is about to join its manager.
-    pub(crate) fn new(number: u16, routes: u16, plan: &Arc<JobPlan>, context: &mut Context<'_>) -> Hub {
+    pub(crate) fn new(
+        number: u16,
+        routes: u16,
+        place: Place,
+        plan: &Arc<JobPlan>,
+        context: &mut Context<'_>,
+    ) -> Hub {
         let process = Process::Hub(number);
         let shape = hub_shape(number, routes);
         let terms = HubTerms {
@@ -60,7 +68,7 @@ impl Hub {
         let offer = RegisterHub {
             protocol: VERSION,
             shape,
-            place: Place::default(),
+            place,
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
@@ -83,6 +91,11 @@ impl Hub {
     /// Whether it has no job, and its manager knows so.
     pub(crate) fn is_idle(&self) -> bool {
         self.job.as_ref().is_none_or(|job| job.is_forgotten) && self.link.has_reported()
+    }
+
+    /// Whether it has opened all streams to other hubs of which it knows.
+    pub(crate) fn is_linked(&self) -> bool {
+        self.job.as_ref().is_none_or(HubJob::is_linked)
     }
 
     /// How the job has ended, as the hub reports it.
@@ -120,6 +133,16 @@ impl Hub {
                     self.go_back(route, context);
                 }
             }
+            Wake::DialLink { allocation, link } => {
+                if allocation == self.allocations {
+                    self.link_paused(link, context);
+                }
+            }
+            Wake::LinkTimeout { allocation, link, stream } => {
+                if allocation == self.allocations {
+                    self.link_timed_out(link, stream, context);
+                }
+            }
             Wake::Adopt { stream, place } => self.adopt(stream, place, context),
             Wake::CutOver { stream } => self.cut_over(stream, context),
             other => unreachable!("{other:?} is of others"),
@@ -127,8 +150,13 @@ impl Hub {
     }
 
     fn next_tick(&self, context: &mut Context<'_>) {
-        let rules = LivenessRules::of_stream(HEARTBEAT, self.plan.dead_after);
-        context.wake_in(self.process, rules.check_every(), Wake::Tick);
+        let JobPlan { resuming, dead_after, .. } = &*self.plan;
+        let routes = self.job.iter().flat_map(|job| job.routes.values());
+        let rules =
+            routes.map(|route| between_sites::shortest_liveness(resuming, &route.neighbours, *dead_after));
+        let of_others = LivenessRules::of_stream(HEARTBEAT, *dead_after);
+        let wait = rules.chain([of_others]).map(|rules| rules.check_every()).min();
+        context.wake_in(self.process, wait.unwrap_or(HEARTBEAT), Wake::Tick);
     }
 
     /// The jobs of which cores have something.
@@ -144,6 +172,7 @@ impl Hub {
         let event = match command {
             HubCommand::Allocate(ordered) if self.control.wants(ordered.namespace) => {
                 let (job, terms) = HubJob::plan(&self.plan, &ordered);
+                context.ledger.arranged(&job.composed.composition);
                 self.job = Some(job);
                 self.allocations += 1;
                 Event::Planned(Box::new(terms))
@@ -206,6 +235,7 @@ impl Hub {
                             job.is_open = true;
                         }
                     }
+                    Output::Link { until, .. } => self.link(until, context),
                     Output::RefuseStreams { message, .. } => self.refuse_streams(message),
                     Output::RefuseRank { rank, epoch, .. } => {
                         if let Some(job) = &mut self.job {
@@ -229,6 +259,7 @@ impl Hub {
                         self.link.report_end(report, context);
                     }
                     Output::Forget(_) => {
+                        self.stop_dialling(context);
                         if let Some(job) = &mut self.job {
                             job.is_forgotten = true;
                         }
@@ -273,20 +304,20 @@ impl Hub {
     /// A core frees its routes of the job and closes their streams, with the reason if it failed.
     fn free(&mut self, core: u16, failure: Option<&Failure>, context: &mut Context<'_>) {
         let Some(job) = &self.job else { return };
-        let ranks = job.plan.workers;
         let of_core = job.routes.iter().filter(|(_, route)| route.core == core);
         let ended: Vec<RouteId> = of_core.map(|(&id, _)| id).collect();
         let now = context.agenda.now();
         for id in ended {
             // A core that has yet to allocate does that first.
             self.opened_and_freed(id, now);
-            for rank in 0..ranks {
+            let Some(job) = &mut self.job else { return };
+            for port in 0..job.route(id).neighbours.len() {
                 if let Some(failure) = failure {
                     let content = Content::Failure(failure.clone());
-                    self.send(id, rank, Header::bare(Operation::Failure), content, context);
+                    self.send(id, port, Header::bare(Operation::Failure), content, context);
                 }
                 let Some(job) = &mut self.job else { return };
-                let port = job.port(id, rank);
+                let port = job.port(id, port);
                 port.is_muted = true;
                 if let Some(stream) = port.stream.take() {
                     context.close(stream, self.process);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paramhub_core::auth::{Epoch, EpochSecret, Incarnation, Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
-use paramhub_core::composition::{Composed, Composition};
+use paramhub_core::composition::{Composed, Composition, Place};
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::resuming::ResumeTerms;
@@ -13,7 +13,7 @@ use paramhub_core::service::{CreateService, JobOptions, OnInterfaceDown, OnWorke
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::stragglers::Quorum;
 
-use crate::scenario::Scenario;
+use crate::scenario::{Racks, Scenario};
 
 /// The job's name on the wire.
 pub(crate) const NAMESPACE: Namespace = Namespace([1; 16]);
@@ -48,6 +48,8 @@ pub(crate) struct JobPlan {
     /// The number of updates from one copy of a chunk to the next, if the job goes back when a worker is lost.
     pub(crate) rewind_every: Option<u32>,
     pub(crate) dead_after: Duration,
+    /// The racks of its workers, if it has several sites.
+    pub(crate) racks: Option<Racks>,
 }
 
 impl JobPlan {
@@ -74,6 +76,8 @@ impl JobPlan {
                 false => OnInterfaceDown::Fail,
             },
             redial_grace_s: scenario.redial_grace.as_secs_f64(),
+            reduction: scenario.racks.map(|racks| racks.reduction).unwrap_or_default(),
+            optimize_at: scenario.racks.map(|racks| racks.optimize_at).unwrap_or_default(),
             ..JobOptions::default()
         };
         let settings = Settings {
@@ -94,7 +98,13 @@ impl JobPlan {
             quorum: options.quorum(scenario.workers),
             rewind_every: scenario.rewind_every,
             dead_after: scenario.dead_after,
+            racks: scenario.racks,
         }
+    }
+
+    /// The place of a worker.
+    pub(crate) fn place_of(&self, rank: u32) -> Place {
+        self.racks.map(|racks| racks.place(rank)).unwrap_or_default()
     }
 
     /// The placement of the job's chunks, as every process computes it.

@@ -2,27 +2,35 @@
 //! manager has told.
 
 mod rewinds;
+mod sites;
 mod told;
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use paramhub_core::auth::Incarnation;
 use paramhub_core::chunk::ChunkId;
+use paramhub_core::composition::{Composition, SiteId};
 use paramhub_core::service::{JobState, ServiceConnected, ServiceError, ServiceInitialised};
 
 use crate::message::Contribution;
 use crate::random::mixed;
+use crate::scenario::Scenario;
 use rewinds::Rewinds;
+use sites::Sites;
 use told::Told;
+
+/// A chunk at a site.
+pub(crate) type SiteChunk = (SiteId, ChunkId);
 
 /// All updates of a run.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
-    /// The digests of each chunk's parameters, by version.
-    versions: BTreeMap<ChunkId, Vec<u64>>,
+    /// The digests of each chunk's parameters at each site, by version.
+    versions: BTreeMap<SiteChunk, Vec<u64>>,
     /// The present version of each chunk that has gone back, and not yet come as far again as it had been.
-    behind: BTreeMap<ChunkId, u32>,
+    behind: BTreeMap<SiteChunk, u32>,
     workers: u32,
+    sites: Sites,
     rewinds: Rewinds,
     /// The number of workers with which the job has begun.
     first_workers: u32,
@@ -34,9 +42,15 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// The ledger of a job with so many workers, which begins with the first of them, or may go back to an earlier step.
-    pub(crate) fn new(workers: u32, first_workers: u32, rewind_every: Option<u32>) -> Ledger {
-        Ledger { workers, first_workers, rewinds: Rewinds::new(rewind_every), ..Ledger::default() }
+    /// The ledger of a scenario's job.
+    pub(crate) fn new(scenario: &Scenario) -> Ledger {
+        Ledger {
+            workers: scenario.workers,
+            first_workers: scenario.start_workers.unwrap_or(scenario.workers),
+            rewinds: Rewinds::new(scenario.rewind_every),
+            told: Told::new(scenario.racks.map_or(1, |racks| racks.count.into())),
+            ..Ledger::default()
+        }
     }
 
     /// The first thing that must not be, if there was one.
@@ -51,11 +65,16 @@ impl Ledger {
         }
     }
 
+    /// A hub has the job, whose sites are these.
+    pub(crate) fn arranged(&mut self, composition: &Composition) {
+        self.sites.arranged(composition);
+    }
+
     /// A hub has taken the initial parameters of a chunk. Returns their digest.
-    pub(crate) fn initialised(&mut self, chunk: ChunkId) -> u64 {
-        let digest = mixed(u64::from(chunk) + 1);
+    pub(crate) fn initialised(&mut self, chunk: SiteChunk) -> u64 {
+        let digest = mixed(u64::from(chunk.1) + 1);
         if self.versions.insert(chunk, vec![digest]).is_some() {
-            self.violate(|| format!("chunk {chunk} was initialised twice"));
+            self.violate(|| format!("{} was initialised twice", name(chunk)));
         }
         digest
     }
@@ -64,7 +83,7 @@ impl Ledger {
     /// that goes back, all ranks must be in the sum, each with the process that has come since the chunk went back last.
     pub(crate) fn updated(
         &mut self,
-        chunk: ChunkId,
+        chunk: SiteChunk,
         step: u32,
         sum: &mut [Contribution],
         rewound_in: u64,
@@ -79,12 +98,12 @@ impl Ledger {
             sum.iter().any(|contribution| contribution.step != step || contribution.epoch <= rewound_in);
         let has_one_twice = sum.windows(2).any(|pair| pair[0].rank == pair[1].rank);
         if lacks_one || has_others || has_one_twice {
-            self.violate(|| format!("the update of chunk {chunk} at step {step} has the sum of {sum:?}"));
+            self.violate(|| format!("the update of {} at step {step} has the sum of {sum:?}", name(chunk)));
         }
         let versions = self.versions.entry(chunk).or_default();
         let version = self.behind.get(&chunk).map_or(versions.len(), |&present| present as usize + 1);
         let before = versions.get(version.wrapping_sub(1)).copied().unwrap_or_default();
-        let digest = mixed(before ^ u64::from(step) << 32 ^ u64::from(chunk));
+        let digest = mixed(before ^ u64::from(step) << 32 ^ u64::from(chunk.1));
         match version == versions.len() {
             true => versions.push(digest),
             false => drop(self.behind.insert(chunk, version as u32)),
@@ -93,32 +112,52 @@ impl Ledger {
             self.behind.remove(&chunk);
         }
         if version != step as usize + 1 {
-            self.violate(|| format!("the update of chunk {chunk} at step {step} makes version {version}"));
+            self.violate(|| format!("the update of {} at step {step} makes version {version}", name(chunk)));
         }
+        let checked = self.sites.updated(chunk, version as u32, sum, digest);
+        self.check(checked);
         digest
     }
 
+    /// A site sends the sum of its members' contributions to a step of a chunk to the site above.
+    pub(crate) fn raised(&mut self, chunk: SiteChunk, step: u32, sum: &[Contribution]) {
+        let checked = self.sites.raised(chunk, step, sum);
+        self.check(checked);
+    }
+
+    /// A site has taken the parameters of a version from a chunk's owner.
+    pub(crate) fn lowered(&mut self, chunk: SiteChunk, version: u32, digest: u64) {
+        let versions = self.versions.entry(chunk).or_default();
+        versions.push(digest);
+        let made = versions.len() as u32 - 1;
+        if made != version {
+            self.violate(|| format!("{} takes version {version}, and had come to {}", name(chunk), made - 1));
+        }
+        let checked = self.sites.lowered(chunk, version, digest);
+        self.check(checked);
+    }
+
     /// A hub has taken a chunk back to a version, with parameters of this digest.
-    pub(crate) fn went_back(&mut self, chunk: ChunkId, version: u32, digest: u64) {
+    pub(crate) fn went_back(&mut self, chunk: SiteChunk, version: u32, digest: u64) {
         let versions = self.versions.get(&chunk).map_or(&[][..], |versions| versions);
         let present = self.behind.get(&chunk).copied().unwrap_or(versions.len() as u32 - 1);
         if version > present || versions[version as usize] != digest {
             self.violate(|| {
-                format!("chunk {chunk} goes back from version {present} to another than {version}")
+                format!("{} goes back from version {present} to another than {version}", name(chunk))
             });
         }
         self.behind.insert(chunk, version);
     }
 
     /// A chunk waits for parameters to start from once more.
-    pub(crate) fn began_anew(&mut self, chunk: ChunkId) {
+    pub(crate) fn began_anew(&mut self, chunk: SiteChunk) {
         self.versions.remove(&chunk);
         self.behind.remove(&chunk);
     }
 
-    /// The version that every chunk has at the end; `None` if they have several.
+    /// The version that every chunk has at the end at all sites; `None` if they have several.
     pub(crate) fn common_version(&self) -> Option<u32> {
-        let present = |(chunk, versions): (&ChunkId, &Vec<u64>)| match self.behind.get(chunk) {
+        let present = |(chunk, versions): (&SiteChunk, &Vec<u64>)| match self.behind.get(chunk) {
             Some(&present) => present,
             None => versions.len() as u32 - 1,
         };
@@ -173,7 +212,7 @@ impl Ledger {
     }
 
     /// A hub has moved a chunk on to a version without an update.
-    pub(crate) fn skipped(&mut self, chunk: ChunkId, version: u32) {
+    pub(crate) fn skipped(&mut self, chunk: SiteChunk, version: u32) {
         let versions = self.versions.entry(chunk).or_default();
         let newest = versions.last().copied().unwrap_or_default();
         versions.resize(version as usize + 1, newest);
@@ -181,7 +220,10 @@ impl Ledger {
 
     /// A worker has received parameters.
     pub(crate) fn received(&mut self, rank: u32, chunk: ChunkId, version: u32, digest: u64) {
-        let known = self.versions.get(&chunk).and_then(|versions| versions.get(version as usize));
+        let known = self
+            .versions
+            .get(&(self.sites.of(rank), chunk))
+            .and_then(|versions| versions.get(version as usize));
         if known != Some(&digest) {
             self.violate(|| {
                 format!("rank {rank} has received parameters of chunk {chunk} that are not those of version {version}")
@@ -196,8 +238,8 @@ impl Ledger {
     }
 
     /// The manager tells a rank that the job runs.
-    pub(crate) fn told_that_it_runs(&mut self, initialised: &ServiceInitialised) {
-        let checked = self.told.initialised(initialised);
+    pub(crate) fn told_that_it_runs(&mut self, rank: u32, initialised: &ServiceInitialised) {
+        let checked = self.told.initialised(rank, initialised);
         self.check(checked);
     }
 
@@ -225,4 +267,8 @@ impl Ledger {
             self.violate(|| violation);
         }
     }
+}
+
+fn name((site, chunk): SiteChunk) -> String {
+    format!("chunk {chunk} at site {site}")
 }

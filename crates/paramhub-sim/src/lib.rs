@@ -3,7 +3,7 @@
 //!
 //! The state machines are those of the product: [`exchange`](paramhub_core::exchange),
 //! [`job_control`](paramhub_core::job_control), [`membership`](paramhub_core::membership),
-//! [`stream_admission`](paramhub_core::stream_admission), [`requests`](paramhub_core::requests),
+//! [`between_sites`](paramhub_core::between_sites), [`stream_admission`](paramhub_core::stream_admission), [`requests`](paramhub_core::requests),
 //! [`worker_job`](paramhub_core::worker_job), [`resuming`](paramhub_core::resuming) and
 //! [`liveness`](paramhub_core::liveness). `manager`, `hub`, `member` and `worker` do around them what threads, sockets and
 //! the store do in the product. In place of its numbers, a gradient has its rank and step, so that a sum tells who is in
@@ -14,7 +14,8 @@
 //! and that what the manager has told survives it; and in the `verdict`, that a job has gone through if nobody has died but
 //! the manager, or workers that it outlives and that are replaced; that it is over everywhere within a bound otherwise; and
 //! that the manager has recorded what has happened. [`shrunk`] finds the faults without which a run would not fail.
-//! Launchers, jobs of several sites and several jobs are not simulated yet.
+//! In a job of several sites, hubs open streams to one another, and the `ledger` checks that all sites make the same versions of
+//! the same sums. Launchers and several jobs are not simulated yet.
 #![forbid(unsafe_code)]
 
 mod agenda;
@@ -57,6 +58,10 @@ pub struct Explored {
     pub steps: u64,
     /// Jobs that went through with all their workers although streams of theirs were cut.
     pub cut: u64,
+    /// Jobs of several sites that have finished.
+    pub with_sites: u64,
+    /// Those of them that had to although streams between their hubs were cut.
+    pub sites_cut: u64,
     /// Streams that were broken by faults.
     pub broken_streams: u64,
     /// Restarts of managers.
@@ -86,6 +91,17 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
         explored.without_workers += u64::from(had_to_finish && outlives_workers);
         let has_cuts = scenario.faults.iter().any(|(_, fault)| matches!(fault, Fault::Cut { .. }));
         explored.cut += u64::from(summary.had_to_keep_all && has_cuts);
+        let has_sites = scenario.racks.is_some();
+        explored.with_sites += u64::from(summary.has_finished && has_sites);
+        let is_between_hubs = |(_, fault): &(_, Fault)| {
+            matches!(
+                fault,
+                Fault::Cut { neighbour: Process::Hub(_), .. }
+                    | Fault::Break(Process::Hub(_), Process::Hub(_))
+            )
+        };
+        let are_hubs_cut = scenario.faults.iter().any(is_between_hubs);
+        explored.sites_cut += u64::from(summary.had_to_keep_all && has_sites && are_hubs_cut);
         explored.rewinds += summary.rewinds as u64;
         explored.begun_anew += summary.begun_anew as u64;
         explored.steps += summary.steps;

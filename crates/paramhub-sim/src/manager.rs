@@ -330,7 +330,7 @@ impl Manager {
                 Answer::Connected(Box::new(connected))
             }
             membership::Answer::Initialised(Ok(initialised)) => {
-                context.ledger.told_that_it_runs(&initialised);
+                context.ledger.told_that_it_runs(rank, &initialised);
                 Answer::Initialised(initialised)
             }
             membership::Answer::Connected(Err(refusal)) | membership::Answer::Initialised(Err(refusal)) => {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use paramhub_core::auth::{Incarnation, Purpose, RankClaim, StreamSecret};
-use paramhub_core::composition::{Composed, Composition, Place};
+use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::service::{ConnectService, ErrorCode, InitService, LeaveService, ServiceConnected};
 
 use crate::call::{Answer, CallError, Caller, Line, Request};
@@ -50,14 +50,14 @@ impl Member {
     pub(crate) fn new(rank: u32, number: u8, workers: Option<u32>, plan: &Arc<JobPlan>) -> Member {
         let process = Process::Worker(rank, number);
         let caller = Caller::new(process, Line::Member, RETRY_TIMEOUT);
-        let call = ConnectService { workers, ..connect_service(rank, number, 0) };
+        let call = ConnectService { workers, ..connect_service(rank, number, 0, plan) };
         Member { process, plan: plan.clone(), call, caller, connected: None, number, again: 0, workers }
     }
 
     /// All ranks go back to an earlier step: the process joins anew, after a while, as another of its rank would.
     pub(crate) fn begin_again(&mut self, context: &mut Context<'_>) {
         self.again += 1;
-        self.call = connect_service(self.call.rank, self.number, self.again);
+        self.call = connect_service(self.call.rank, self.number, self.again, &self.plan);
         self.connected = None;
         let wait = context.random.time(&context.compute.clone());
         context.wake_in(self.process, wait, Wake::Begin);
@@ -183,7 +183,7 @@ impl Member {
 }
 
 /// The first call of the process of this number among those that were started for a rank, when it has begun again so often.
-fn connect_service(rank: u32, number: u8, again: u8) -> ConnectService {
+fn connect_service(rank: u32, number: u8, again: u8, plan: &JobPlan) -> ConnectService {
     let incarnation = incarnation(number, again);
     ConnectService {
         rank,
@@ -192,7 +192,7 @@ fn connect_service(rank: u32, number: u8, again: u8) -> ConnectService {
         claim: Some(RankClaim(std::array::from_fn(|byte| incarnation.0[byte % 16]))),
         host: format!("host{rank}"),
         process: number.into(),
-        place: Place::default(),
+        place: plan.place_of(rank),
         peer_address: None,
         workers: None,
     }

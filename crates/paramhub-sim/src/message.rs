@@ -9,7 +9,7 @@ use crate::call::{Answer, Request};
 /// A message on a stream.
 #[derive(Clone, Debug)]
 pub(crate) enum Message {
-    /// A worker opens a stream; the proofs are left out.
+    /// A worker, or a hub of another site, opens a stream; the proofs are left out.
     Hello(Box<Hello>),
     /// The hub has admitted the stream.
     Welcome,
@@ -39,6 +39,8 @@ pub(crate) enum Content {
     Nothing,
     /// The gradient of a rank at a step.
     Gradient(Contribution),
+    /// The gradients that a site has summed.
+    Sum(Vec<Contribution>),
     /// Parameters, with a digest of all that ever went into them.
     Parameters(u64),
     /// Why all ranks go back to an earlier step.

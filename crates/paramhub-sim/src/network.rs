@@ -185,9 +185,12 @@ impl Network {
         open.len()
     }
 
+    /// Besides these sides, one learns it whose messages are under way: the system repeats them.
     fn reset(&mut self, stream: StreamId, learning: &[usize], agenda: &mut Agenda<Event>) {
-        self.streams[stream.0].is_reset = true;
-        for &side in learning {
+        let state = &mut self.streams[stream.0];
+        state.is_reset = true;
+        let has_sent = [0, 1].map(|side: usize| !state.ends[1 - side].coming.is_empty());
+        for side in (0..2).filter(|side| learning.contains(side) || has_sent[*side]) {
             self.learn_reset(stream, side, agenda);
         }
     }

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::time::Duration;
 
+use paramhub_core::composition::{OptimizeAt, Place, Reduction};
+
 use crate::network::Process;
 use crate::random::Random;
 use crate::world::Plant;
@@ -44,6 +46,8 @@ pub struct Scenario {
     /// The number of steps from one to which the job can go back to the next, if all its ranks go back when one is lost
     /// (`--on-worker-loss rewind`). Then `min_workers` is `None`.
     pub rewind_every: Option<u32>,
+    /// The racks on which hubs and workers are spread, if the job has several sites.
+    pub racks: Option<Racks>,
     /// The silence after which a neighbour counts as dead.
     pub dead_after: Duration,
     /// How long a message takes.
@@ -60,10 +64,25 @@ pub struct Scenario {
     pub compute: Range<Duration>,
     /// What fails, and when.
     pub faults: Vec<(Duration, Fault)>,
+    /// Whether the last fault, if it breaks streams, happens a moment after the first worker has done all steps instead.
+    pub breaks_at_end: bool,
     /// A fault of the program itself, which the simulator must find.
     pub plant: Option<Plant>,
     /// Whether everything that happens to streams is printed.
     pub is_traced: bool,
+}
+
+/// The racks of a job of several sites, and how their sums become those of all workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Racks {
+    /// How many there are. Hubs and workers are dealt to them in turn.
+    pub count: u16,
+    /// Whether the last hub serves all racks.
+    pub has_hub_of_all: bool,
+    /// The way in which sums of sites become those of all workers.
+    pub reduction: Reduction,
+    /// The place where the optimizer runs.
+    pub optimize_at: OptimizeAt,
 }
 
 /// Something that fails.
@@ -71,10 +90,10 @@ pub struct Scenario {
 pub enum Fault {
     /// The path of all streams between two processes fails, and both ends learn it.
     Break(Process, Process),
-    /// One stream between a worker's newest process and a hub is reset, or all.
+    /// One stream between a hub and a worker's newest process, or another hub, is reset, or all.
     Cut {
-        /// The worker.
-        worker: Process,
+        /// The worker or the other hub.
+        neighbour: Process,
         /// The hub.
         hub: Process,
         /// Which of the streams.
@@ -114,9 +133,9 @@ pub enum Fault {
 pub enum Learns {
     /// Both ends.
     Both,
-    /// The worker alone.
-    Worker,
-    /// The hub alone.
+    /// The worker, or the first of two hubs, alone.
+    Neighbour,
+    /// The hub, or the second of two, alone.
     Hub,
 }
 
@@ -146,6 +165,7 @@ impl Scenario {
             min_workers: None,
             start_workers: None,
             rewind_every: None,
+            racks: None,
             dead_after: Duration::from_secs(15 + random.below(15)),
             delay: Duration::from_micros(20)..if slow { ms(400) } else { ms(2) },
             late_hellos: u32::from(random.happens(50)),
@@ -154,6 +174,7 @@ impl Scenario {
             saving: ms(0)..if random.happens(20) { ms(2_000) } else { ms(30) },
             compute: ms(1)..ms(1 + random.below(1500)),
             faults: Vec::new(),
+            breaks_at_end: false,
             plant: None,
             is_traced: false,
         };
@@ -175,8 +196,10 @@ impl Scenario {
                 scenario.continues &= random.happens(30);
                 scenario.late_hellos = 0;
             }
+            60..80 if workers > 1 => scenario.spread_on_racks(&mut random),
             _ => {}
         }
+        let hubs = scenario.hubs;
         // Ranks that gather take some seconds. What fails between workers and hubs is of interest after that.
         let span = scenario.compute.end * scenario.steps + ms(500);
         let gathering = scenario.starting.end + scenario.saving.end * 3 + scenario.delay.end * 10 + ms(200);
@@ -190,6 +213,9 @@ impl Scenario {
                     }
                 }
                 true => Fault::of_manager(&mut random, workers, hubs),
+                false if scenario.racks.is_some() && random.happens(60) => {
+                    Fault::between_hubs(&mut random, hubs)
+                }
                 false => Fault::of_streams(&mut random, workers, hubs),
             };
             let is_early = random.happens(if fault.is_of_manager() { 60 } else { 15 });
@@ -202,7 +228,38 @@ impl Scenario {
         if random.happens(20) {
             scenario.elements = ONE_CHUNK;
         }
+        scenario.breaks_at_end = random.happens(25);
         scenario
+    }
+
+    /// Gives the job several sites.
+    fn spread_on_racks(&mut self, random: &mut Random) {
+        let count = 2 + random.below(u64::from(self.workers.min(3)) - 1) as u16;
+        let reduction = [Reduction::Tree, Reduction::Sharded, Reduction::Ring][random.below(3) as usize];
+        let has_hub_of_all = reduction == Reduction::Tree && random.happens(50);
+        let optimize_at = if random.happens(70) { OptimizeAt::EverySite } else { OptimizeAt::Owner };
+        self.racks = Some(Racks { count, has_hub_of_all, reduction, optimize_at });
+        self.hubs = count + u16::from(has_hub_of_all) + random.below(2) as u16;
+        self.continues = false;
+    }
+
+    /// The place of a hub.
+    pub(crate) fn place_of_hub(&self, hub: u16) -> Place {
+        match self.racks {
+            Some(racks) if !(racks.has_hub_of_all && hub + 1 == self.hubs) => racks.place(hub.into()),
+            _ => Place::default(),
+        }
+    }
+
+    /// The number of the fault that happens when the first worker has done all steps.
+    pub(crate) fn fault_at_end(&self) -> Option<usize> {
+        let last = self.faults.len().checked_sub(1).filter(|_| self.breaks_at_end)?;
+        let breaks = match self.faults[last].1 {
+            Fault::Cut { .. } => true,
+            fault @ Fault::Break(..) => !fault.is_of_manager(),
+            _ => false,
+        };
+        breaks.then_some(last)
     }
 
     /// Whether the job goes on when a worker is lost.
@@ -216,7 +273,41 @@ impl Scenario {
     }
 }
 
+impl Racks {
+    /// The place of the hub or the worker of this number.
+    pub(crate) fn place(&self, number: u32) -> Place {
+        Place { rack: format!("r{}", number % u32::from(self.count)), host: String::new() }
+    }
+}
+
 impl Fault {
+    /// Something that fails between two hubs.
+    fn between_hubs(random: &mut Random, hubs: u16) -> Fault {
+        let first = random.below(hubs.into()) as u16;
+        let other = (first + 1 + random.below(u64::from(hubs) - 1) as u16) % hubs;
+        let (first, other) = (Process::Hub(first), Process::Hub(other));
+        match random.below(20) {
+            0..=3 => Fault::Break(first, other),
+            4..=13 => Fault::cut(random, first, other),
+            14 => Fault::Silence(first, other),
+            15..=17 => Fault::Block(first, other, any_length(random, 70, 40_000)),
+            _ => Fault::Part(first, other, any_length(random, 70, 40_000)),
+        }
+    }
+
+    fn cut(random: &mut Random, neighbour: Process, hub: Process) -> Fault {
+        Fault::Cut {
+            neighbour,
+            hub,
+            nth: random.happens(70).then(|| random.below(4) as usize),
+            learns: match random.below(4) {
+                0..=1 => Learns::Both,
+                2 => Learns::Neighbour,
+                _ => Learns::Hub,
+            },
+        }
+    }
+
     /// Something that fails between workers and hubs, or in them.
     fn of_streams(random: &mut Random, workers: u32, hubs: u16) -> Fault {
         let (worker, hub) = (any_worker(random, workers), any_hub(random, hubs));
@@ -225,16 +316,7 @@ impl Fault {
         let length = any_length(random, 70, 40_000);
         match random.below(26) {
             0..=3 => Fault::Break(worker, hub),
-            4..=6 | 22..=25 => Fault::Cut {
-                worker,
-                hub,
-                nth: random.happens(70).then(|| random.below(4) as usize),
-                learns: match random.below(4) {
-                    0..=1 => Learns::Both,
-                    2 => Learns::Worker,
-                    _ => Learns::Hub,
-                },
-            },
+            4..=6 | 22..=25 => Fault::cut(random, worker, hub),
             7..=10 => Fault::Silence(worker, hub),
             11..=14 => Fault::Block(from, to, length),
             15..=17 => Fault::Pause(any, length),

@@ -162,7 +162,13 @@ impl Scenario {
         let terms = ResumeTerms { redial_grace: self.redial_grace, moves: self.continues };
         let rules = LivenessRules::of_stream(terms.heartbeat(HEARTBEAT), self.dead_after);
         let learning = rules.heartbeat + rules.check_every();
-        let of_hub = |fault: &&Fault| matches!(fault, Fault::Cut { learns: Learns::Hub, .. });
+        // Either of two hubs may be the one that dials.
+        let is_of_hubs = |process: &Process| matches!(process, Process::Hub(_));
+        let of_hub = |fault: &&Fault| match fault {
+            Fault::Cut { learns: Learns::Hub, .. } => true,
+            Fault::Cut { learns: Learns::Neighbour, neighbour, .. } => is_of_hubs(neighbour),
+            _ => false,
+        };
         let again = cuts.len() as u32 - 1;
         let waiting = SILENT_HANDSHAKE * again.min(cuts.iter().filter(of_hub).count() as u32);
         (learning + self.delay.end * 4 + ADMISSION) * (again + 1) + waiting
@@ -220,7 +226,8 @@ impl Ends<'_> {
                     "the manager records that the job has finished, and rank {rank} has not"
                 ));
             }
-            if self.scenario.rewind_every.is_some() && self.common_version != Some(self.scenario.steps) {
+            let must_agree = self.scenario.rewind_every.is_some() || self.scenario.racks.is_some();
+            if must_agree && self.common_version != Some(self.scenario.steps) {
                 return Err(format!(
                     "the manager records that the job has finished, and chunks have not made all steps: {:?}",
                     self.common_version

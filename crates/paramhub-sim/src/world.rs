@@ -67,7 +67,11 @@ pub(crate) enum Wake {
     GoBack { allocation: u32, route: RouteId },
     /// A hub has waited long enough for another stream in place of one that was cut.
     CutOver { stream: StreamId },
-    /// A hub's acceptor passes a stream on to its core.
+    /// A hub dials again for this link.
+    DialLink { allocation: u32, link: usize },
+    /// A hub has dialled long enough.
+    LinkTimeout { allocation: u32, link: usize, stream: StreamId },
+    /// A hub's acceptor passes a stream on to its core, or one that the hub has opened is passed on.
     Adopt { stream: StreamId, place: StreamPlace },
 }
 
@@ -76,6 +80,12 @@ pub(crate) enum Wake {
 pub enum Plant {
     /// A contribution that came before is added again.
     RepeatCounted,
+    /// A sum that a site has sent before is added again.
+    SumCountedAgain,
+    /// A hub does not send sums again that the site above has not answered, when their stream was replaced.
+    SumsNotSentAgain,
+    /// A hub has left a site above as soon as it has sent its Leave.
+    LeavesUnheard,
     /// An older stream displaces a newer one.
     StaleStream,
     /// A second stream of a rank is admitted beside the first.
@@ -188,7 +198,7 @@ struct World<'a> {
     /// The events that wait for processes which stand still.
     paused: BTreeMap<Process, (usize, Vec<Event>)>,
     broken: usize,
-    /// When the last worker had opened all its streams.
+    /// When the last worker and the last hub had opened all streams.
     connected: Option<Duration>,
 }
 
@@ -203,11 +213,7 @@ pub fn run(scenario: &Scenario) -> Result<Summary, String> {
         plan: Arc::new(JobPlan::new(scenario)),
         network: Network::new(scenario, Random::new(random.number())),
         agenda: Agenda::default(),
-        ledger: Ledger::new(
-            scenario.workers,
-            scenario.start_workers.unwrap_or(scenario.workers),
-            scenario.rewind_every,
-        ),
+        ledger: Ledger::new(scenario),
         random,
         begun: Instant::now(),
         workers: BTreeMap::new(),
@@ -234,13 +240,17 @@ impl World<'_> {
         let computing = self.scenario.compute.end * self.scenario.steps;
         let bound =
             last.unwrap_or_default() + computing + BOUND + self.scenario.delay.end * 4 * self.scenario.steps;
+        let mut at_end = self.scenario.fault_at_end();
         for (number, &(at, _)) in self.scenario.faults.iter().enumerate() {
-            self.agenda.add(at, Event::Fault(number));
+            if at_end != Some(number) {
+                self.agenda.add(at, Event::Fault(number));
+            }
         }
         let plan = self.plan.clone();
         self.manager = Some(Manager::new(&plan, &mut self.context()));
         for number in 0..self.scenario.hubs {
-            let hub = Hub::new(number, self.scenario.routes_per_hub, &plan, &mut self.context());
+            let (routes, place) = (self.scenario.routes_per_hub, self.scenario.place_of_hub(number));
+            let hub = Hub::new(number, routes, place, &plan, &mut self.context());
             self.hubs.insert(number, hub);
         }
         for rank in 0..self.current_workers {
@@ -248,10 +258,19 @@ impl World<'_> {
         }
         while let Some(event) = self.agenda.take() {
             self.happen(event);
-            if self.connected.is_none() && self.workers.values().all(Worker::is_connected) {
+            if self.connected.is_none()
+                && self.workers.values().all(Worker::is_connected)
+                && self.hubs.values().all(Hub::is_linked)
+            {
                 self.connected = Some(self.agenda.now());
             }
             self.start_again_those_who_left();
+            let has_done_all = |worker: &Worker| worker.step() >= self.scenario.steps;
+            if let Some(number) = at_end.filter(|_| self.workers.values().any(has_done_all)) {
+                at_end = None;
+                let wait = self.random.time(&(Duration::ZERO..self.scenario.delay.end * 4));
+                self.agenda.add(self.agenda.now() + wait, Event::Fault(number));
+            }
             if let Some(violation) = self.ledger.violation() {
                 return Err(format!("at {:?}: {violation}", self.agenda.now()));
             }

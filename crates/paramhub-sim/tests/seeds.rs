@@ -19,6 +19,13 @@ const PLANTS: [(Plant, &str); 13] = [
     (Plant::AllWorkersAwaited, "the run is stuck"),
 ];
 
+/// Faults that only jobs of several sites can have.
+const PLANTS_BETWEEN_SITES: [(Plant, &str); 3] = [
+    (Plant::SumCountedAgain, "has the sum of"),
+    (Plant::SumsNotSentAgain, "the run is stuck"),
+    (Plant::LeavesUnheard, "although nobody died"),
+];
+
 #[test]
 fn no_seed_breaks_a_rule() {
     let explored = explore(0..5000).unwrap_or_else(|failing| panic!("{failing}"));
@@ -30,19 +37,34 @@ fn no_seed_breaks_a_rule() {
     assert!(explored.rewinds > 500, "few jobs went back: {explored:?}");
     assert!(explored.begun_anew > 20, "few jobs began anew: {explored:?}");
     assert!(explored.cut > 80, "few jobs kept all their workers although streams were cut: {explored:?}");
+    assert!(explored.with_sites > 400, "few jobs of several sites have finished: {explored:?}");
+    assert!(explored.sites_cut > 30, "few sites kept together although their streams were cut: {explored:?}");
     assert!(explored.without_manager > 200, "few jobs went through without their manager: {explored:?}");
 }
 
 #[test]
 fn planted_faults_are_found_and_made_small() {
     for (plant, symptom) in PLANTS {
-        let mut planted = (0..3000).map(|seed| Scenario { plant: Some(plant), ..Scenario::new(seed) });
-        let fails = |scenario: &Scenario| run(scenario).is_err_and(|failure| failure.contains(symptom));
-        let Some(failing) = planted.find(fails) else { panic!("{plant:?} was not found") };
-        let (smallest, failure) = shrunk(&failing);
-        println!("{plant:?}: seed {}: {failure}", smallest.seed);
-        assert!(smallest.faults.len() <= 4, "{plant:?} is not made small: {:?}", smallest.faults);
+        find((0..3000).map(Scenario::new), plant, symptom);
     }
+}
+
+#[test]
+fn planted_faults_between_sites_are_found_and_made_small() {
+    for (plant, symptom) in PLANTS_BETWEEN_SITES {
+        let scenarios = (0..15_000).map(Scenario::new).filter(|scenario| scenario.racks.is_some());
+        find(scenarios, plant, symptom);
+    }
+}
+
+/// Finds the first of the scenarios that fails because of a planted fault, and makes it small.
+fn find(scenarios: impl Iterator<Item = Scenario>, plant: Plant, symptom: &str) {
+    let fails = |scenario: &Scenario| run(scenario).is_err_and(|failure| failure.contains(symptom));
+    let mut planted = scenarios.map(|scenario| Scenario { plant: Some(plant), ..scenario });
+    let Some(failing) = planted.find(fails) else { panic!("{plant:?} was not found") };
+    let (smallest, failure) = shrunk(&failing);
+    println!("{plant:?}: seed {}: {failure}", smallest.seed);
+    assert!(smallest.faults.len() <= 4, "{plant:?} is not made small: {:?}", smallest.faults);
 }
 
 #[test]

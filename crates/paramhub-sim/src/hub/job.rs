@@ -1,28 +1,32 @@
 //! A job as a hub has planned it: what the job control is told of it, its routes, and which streams are admitted.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkId;
-use paramhub_core::composition::{Composed, Neighbour};
+use paramhub_core::composition::{Composed, Neighbour, SiteId};
 use paramhub_core::job_control::{AdmittedStreams, JobTerms, RouteTerms};
 use paramhub_core::placement::RouteId;
 use paramhub_core::ports::Ports;
 use paramhub_core::service;
 use paramhub_core::stream_admission::{JobStreams, StreamSecrets, StreamTerms};
 
+use super::dialling::Link;
 use super::route::{Port, Route};
 use crate::job::{JobPlan, RENDEZVOUS};
 use crate::network::{Arrival, StreamId};
 
 /// A job at a hub.
 pub(super) struct HubJob {
-    pub(super) plan: Arc<JobPlan>,
-    composed: Arc<Composed>,
+    pub(super) composed: Arc<Composed>,
+    /// The hub's site.
+    pub(super) site: SiteId,
     pub(super) epoch: u64,
     /// The routes that lead here.
     pub(super) routes: BTreeMap<RouteId, Route>,
+    /// The streams that the hub opens to others.
+    pub(super) links: Vec<Link>,
     /// Which streams the acceptor admits, once it admits any.
     pub(super) streams: JobStreams,
     pub(super) is_open: bool,
@@ -60,10 +64,13 @@ impl HubJob {
         let own: Vec<(RouteId, u16)> = own.map(|(id, route)| (id, route.interface)).collect();
         // A start with another number of workers may have come before the job began.
         let first_workers = ordered.options.first_workers(plan.workers);
+        let ports = own.iter().map(|&(id, _)| (id, Arc::new(Ports::new(&composed, ordered.site, id))));
+        let ports: HashMap<RouteId, Arc<Ports>> = ports.collect();
         let route = |&(id, interface): &(RouteId, u16)| {
-            let slots = placement.chunks(id);
-            (id, Route::new(plan, first_workers, interface, slots))
+            let place = (ordered.site, id);
+            (id, Route::new(plan, &composed, place, &ports[&id], first_workers, interface))
         };
+        let links = own.iter().flat_map(|(id, _)| Link::of(*id, &ports[id], &composed)).collect();
         let streams = StreamTerms {
             name: ordered.name.clone(),
             secrets: StreamSecrets {
@@ -75,10 +82,7 @@ impl HubJob {
             composed: composed.clone(),
             first_workers,
             site: ordered.site,
-            ports: own
-                .iter()
-                .map(|&(id, _)| (id, Arc::new(Ports::new(&composed, ordered.site, id))))
-                .collect(),
+            ports: ports.clone(),
             routes: own.iter().map(|&(id, interface)| ((interface, interface), id)).collect(),
             resumes: plan.resuming.resumes(),
             encrypts: ordered.options.encrypt,
@@ -90,7 +94,12 @@ impl HubJob {
             site: ordered.site,
             routes: own
                 .iter()
-                .map(|&(id, interface)| RouteTerms { id, core: interface, interface, streams: plan.workers })
+                .map(|&(id, interface)| RouteTerms {
+                    id,
+                    core: interface,
+                    interface,
+                    streams: ports[&id].len(),
+                })
                 .collect(),
             rendezvous: RENDEZVOUS,
             dead_after: plan.dead_after,
@@ -109,10 +118,11 @@ impl HubJob {
             checkpoint_folder: String::new(),
         };
         let job = HubJob {
-            plan: plan.clone(),
             epoch: ordered.epoch.number,
             composed: composed.clone(),
+            site: ordered.site,
             routes: own.iter().map(route).collect(),
+            links,
             streams: JobStreams::new(streams),
             is_open: false,
             admitted: BTreeMap::new(),
@@ -123,9 +133,9 @@ impl HubJob {
         (job, terms)
     }
 
-    /// The place of a rank's stream. Workers are the only members, and their ports are their ranks.
-    pub(super) fn port(&mut self, route: RouteId, rank: u32) -> &mut Port {
-        &mut self.route(route).ports[rank as usize]
+    /// The place of the stream of a port.
+    pub(super) fn port(&mut self, route: RouteId, port: u32) -> &mut Port {
+        &mut self.route(route).ports[port as usize]
     }
 
     pub(super) fn route(&mut self, route: RouteId) -> &mut Route {
@@ -134,13 +144,13 @@ impl HubJob {
 
     /// The slot of a chunk among those of its route.
     pub(super) fn slot(&self, chunk: ChunkId) -> u32 {
-        self.composed.placements[0].locate(chunk).expect("a chunk of the job").1
+        self.composed.placements[usize::from(self.site)].locate(chunk).expect("a chunk of the job").1
     }
 
     pub(super) fn port_of(&self, stream: StreamId) -> Option<(RouteId, u32)> {
         self.routes.iter().find_map(|(&id, route)| {
-            let rank = route.ports.iter().position(|port| port.stream == Some(stream))?;
-            Some((id, rank as u32))
+            let port = route.ports.iter().position(|port| port.stream == Some(stream))?;
+            Some((id, port as u32))
         })
     }
 }

@@ -1,4 +1,5 @@
-//! Ranks that are lost while the job goes on, and the processes that take them: what a core does.
+//! Ranks that are lost while the job goes on, and the processes that take them: what a core does. Such a job has one site: the
+//! ports of its workers are their ranks.
 
 use paramhub_core::job_control::{CoreEvent, RankChange, chosen_step};
 use paramhub_core::placement::RouteId;
@@ -32,8 +33,8 @@ impl Hub {
                 RankChange::Lose => self.lose_rank(id, rank, epoch, context),
                 RankChange::Expect => {
                     let Some(job) = &mut self.job else { return };
-                    job.port(id, rank).has_left = false;
                     let route = job.route(id);
+                    route.departures.set_lost(rank, false);
                     if route.exchange.begin_steps_again() {
                         route.drop_sums();
                     }
@@ -71,7 +72,9 @@ impl Hub {
         let content = Content::Failure(Failure { rank: Some(rank), message });
         self.send(id, rank, Header::bare(Operation::Failure), content, context);
         let Some(job) = &mut self.job else { return };
-        job.route(id).exchange.lose(rank);
+        let route = job.route(id);
+        route.exchange.lose(rank);
+        route.departures.set_lost(rank, true);
         let port = job.port(id, rank);
         port.newest = Some((epoch, 0));
         (port.is_muted, port.is_cut) = (true, false);

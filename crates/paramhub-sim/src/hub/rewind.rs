@@ -1,4 +1,5 @@
-//! Ranks that all go back to an earlier step because one of them is lost: what a core does.
+//! Ranks that all go back to an earlier step because one of them is lost: what a core does. Such a job has one site: the
+//! ports of its workers are their ranks.
 
 use paramhub_core::job_control::{CoreEvent, RankChange, chosen_step};
 use paramhub_core::placement::RouteId;
@@ -32,6 +33,7 @@ impl Hub {
             }
             let Some(job) = &mut self.job else { return };
             let route = job.route(id);
+            route.departures.lose_all();
             (route.rewind, route.rewound_in) = (Rewind::Awaited { workers: 0 }, epoch);
             route.notice = Some(notice.clone());
         }
@@ -61,7 +63,7 @@ impl Hub {
                     route.exchange.newest_rewind().map_err(|cannot| cannot.to_string())
                 }
                 RankChange::Join { step } => {
-                    route.ports[rank as usize].has_left = false;
+                    route.departures.set_lost(rank, false);
                     let own = route.exchange.newest_rewind().unwrap_or(step);
                     // With this fault each core goes back to the step that it has named itself.
                     let step = if context.plant == Some(Plant::RewindsToOwnStep) { own } else { step };

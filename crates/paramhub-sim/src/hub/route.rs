@@ -1,14 +1,19 @@
 //! A route of a hub: the exchange of its chunks, and the streams that lead to it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
+use paramhub_core::between_sites::{self, Again, Departures};
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::Codec;
+use paramhub_core::composition::{Composed, OptimizeAt, SiteId};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::{
-    Answer, Exchange, Fold, ProtocolViolation, RewoundTo, Rules, SumAction, Update,
+    Answer, Exchange, Fold, LeftWhileAwaited, ProtocolViolation, RewoundTo, Rules, SumAction, Update,
 };
 use paramhub_core::liveness::PeerLiveness;
+use paramhub_core::placement::RouteId;
+use paramhub_core::ports::{Ports, Side};
 use paramhub_core::wire::{Header, Notice, Operation};
 
 use crate::job::JobPlan;
@@ -22,7 +27,13 @@ pub(super) struct Route {
     pub(super) state: RouteState,
     pub(super) exchange: Exchange,
     chunks: Vec<Chunk>,
+    site: SiteId,
+    /// Whether this site updates chunks whose owner is another.
+    optimizes_here: bool,
+    /// Who is at the other end of each stream.
+    pub(super) neighbours: Arc<Ports>,
     pub(super) ports: Vec<Port>,
+    pub(super) departures: Departures,
     pub(super) rewind: Rewind,
     /// The epoch in which its chunks have begun to go back last; 0 if they never have.
     pub(super) rewound_in: u64,
@@ -53,6 +64,8 @@ pub(super) enum RouteState {
 struct Chunk {
     id: ChunkId,
     sum: Vec<Contribution>,
+    /// The sum of the last update, for sites below.
+    total: Vec<Contribution>,
     /// The digest of the parameters.
     parameters: u64,
     /// The same of the copy to which the chunk can go back.
@@ -60,7 +73,7 @@ struct Chunk {
     length: u32,
 }
 
-/// The place of one rank's stream.
+/// The place of the stream of a worker, or of a route of another site.
 #[derive(Default)]
 pub(super) struct Port {
     pub(super) stream: Option<StreamId>,
@@ -70,35 +83,66 @@ pub(super) struct Port {
     pub(super) is_cut: bool,
     /// What still comes is dropped: the job is over, or its rank was at fault.
     pub(super) is_muted: bool,
-    pub(super) has_left: bool,
+    /// The chunks whose parameters to start from are to be sent to another site.
+    pub(super) starts: BTreeSet<u32>,
+    /// The answers that are due and, to a site above, sums.
     pub(super) owed: BTreeMap<u32, Answer>,
+    /// To a site above: how far the hub's Leave is.
+    pub(super) leave: Leave,
     pub(super) liveness: Option<PeerLiveness>,
+}
+
+/// How far a Leave is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Leave {
+    #[default]
+    NotDue,
+    Due,
+    Sent,
 }
 
 impl Chunk {
     /// Makes an update, whose contributions must be of processes that have come since an epoch. `keeps` says whether the
     /// parameters before it are copied.
-    fn update(&mut self, update: Update, keeps: bool, rewound_in: u64, context: &mut Context<'_>) {
+    fn update(
+        &mut self,
+        site: SiteId,
+        update: Update,
+        keeps: bool,
+        rewound_in: u64,
+        context: &mut Context<'_>,
+    ) {
         let mut sum = std::mem::take(&mut self.sum);
         if keeps {
             self.copy = Some(self.parameters);
         }
-        self.parameters = context.ledger.updated(self.id, update.step, &mut sum, rewound_in);
+        self.parameters = context.ledger.updated((site, self.id), update.step, &mut sum, rewound_in);
         if sum.len() != update.contributions as usize {
             let step = update.step;
             context.ledger.violate(|| format!("the mean of step {step} divides by another number than came"));
         }
+        self.total = sum;
     }
 }
 
 impl Route {
-    pub(super) fn new(plan: &JobPlan, first_workers: u32, core: u16, chunks: &[ChunkId]) -> Route {
+    /// The route `id` of a site, with these neighbours.
+    pub(super) fn new(
+        plan: &JobPlan,
+        composed: &Composed,
+        (site, id): (SiteId, RouteId),
+        neighbours: &Arc<Ports>,
+        first_workers: u32,
+        core: u16,
+    ) -> Route {
+        let members = neighbours.members();
         let rules = Rules {
             workers: plan.workers,
-            members: plan.workers,
-            first_members: first_workers,
-            first_site: plan.workers,
-            rank_0: Some(0),
+            members,
+            // Only a job of one site begins without some workers.
+            first_members: members - (plan.workers - first_workers),
+            first_site: neighbours.workers(),
+            rank_0: neighbours.rank_0(),
             consistency: Consistency::Synchronous,
             reproducible: plan.reproducible,
             has_parameters: true,
@@ -108,60 +152,171 @@ impl Route {
         };
         let chunk = |&id: &ChunkId| {
             let length = plan.map.extent(id).expect("a chunk of the job").bytes(Codec::F32);
-            Chunk { id, sum: Vec::new(), parameters: 0, copy: None, length }
+            Chunk { id, sum: Vec::new(), total: Vec::new(), parameters: 0, copy: None, length }
         };
         Route {
             core,
             state: RouteState::Opening,
-            exchange: Exchange::new(rules, chunks.len() as u32),
-            chunks: chunks.iter().map(chunk).collect(),
-            ports: (0..plan.workers).map(|_| Port::default()).collect(),
+            exchange: Exchange::among_sites(rules, neighbours.reach()),
+            chunks: composed.placements[usize::from(site)].chunks(id).iter().map(chunk).collect(),
+            site,
+            optimizes_here: composed.composition.optimize_at == OptimizeAt::EverySite,
+            ports: (0..neighbours.len()).map(|_| Port::default()).collect(),
+            departures: Departures::new(neighbours, &(rules.first_members..members)),
+            neighbours: neighbours.clone(),
             rewind: Rewind::NotNeeded,
             rewound_in: 0,
             notice: None,
         }
     }
 
-    /// Takes a request for a chunk, as a shard does.
-    pub(super) fn take_request(
+    /// The member that contributes by a port; `None` for a site above.
+    fn member(&self, port: u32) -> Option<u32> {
+        match self.neighbours.side(port) {
+            Side::Worker(member) | Side::Below(member) => Some(member),
+            Side::Above => None,
+        }
+    }
+
+    /// Takes a frame about a chunk, as a shard does.
+    pub(super) fn take_frame(
         &mut self,
         slot: u32,
-        rank: u32,
+        port: u32,
         header: &Header,
-        content: &Content,
+        content: Content,
         context: &mut Context<'_>,
     ) -> Result<(), ProtocolViolation> {
-        let chunk = &mut self.chunks[slot as usize];
-        match header.operation {
-            Operation::Initialise => {
-                if self.exchange.initialise(slot, Some(rank), header.step)? {
-                    chunk.parameters = context.ledger.initialised(chunk.id);
-                }
+        match (header.operation, content) {
+            (Operation::Initialise, _) => self.initialise(slot, port, header.step, context)?,
+            (Operation::Pull, _) => self.exchange.pull(slot, port, header.step)?,
+            (Operation::PushPull, Content::Gradient(contribution)) => {
+                self.contribute(slot, port, header.step, vec![contribution], context)?;
             }
-            Operation::Pull => self.exchange.pull(slot, rank, header.step)?,
-            Operation::PushPull => {
-                let Content::Gradient(contribution) = *content else { unreachable!("a push has a gradient") };
-                let arrival = self.exchange.push(slot, rank, header.step, Answer::Parameters)?;
-                match arrival.fold {
-                    Fold::Drop if context.plant == Some(Plant::RepeatCounted) => chunk.sum.push(contribution),
-                    Fold::Drop => {}
-                    Fold::Sum { .. } | Fold::Park => chunk.sum.push(contribution),
-                }
-                if let SumAction::Update(update) = arrival.then {
-                    let keeps = self.exchange.keeps_version(slot);
-                    chunk.update(update, keeps, self.rewound_in, context);
-                }
+            (Operation::PushPull, Content::Sum(sum)) => {
+                self.contribute(slot, port, header.step, sum, context)?;
             }
-            other => unreachable!("no worker here sends {other:?}"),
+            (Operation::Total, Content::Sum(total)) => {
+                let then = self.exchange.lower(slot, header.step.wrapping_sub(1))?;
+                self.chunks[slot as usize].sum = total;
+                self.go_on(slot, then, context);
+            }
+            (Operation::Parameters, Content::Parameters(digest)) => {
+                self.exchange.lower(slot, header.step.wrapping_sub(1))?;
+                let chunk = &mut self.chunks[slot as usize];
+                chunk.sum.clear();
+                chunk.parameters = digest;
+                context.ledger.lowered((self.site, chunk.id), header.step, digest);
+            }
+            (other, content) => unreachable!("nobody sends {other:?} with {content:?}"),
         }
         self.mark_due_answers(slot);
         Ok(())
     }
 
+    /// Takes parameters to start from, and passes them on to the other sites that have the chunk.
+    fn initialise(
+        &mut self,
+        slot: u32,
+        port: u32,
+        version: u32,
+        context: &mut Context<'_>,
+    ) -> Result<(), ProtocolViolation> {
+        if self.exchange.initialise(slot, self.member(port), version)? {
+            let chunk = &mut self.chunks[slot as usize];
+            chunk.parameters = context.ledger.initialised((self.site, chunk.id));
+            for (to, there) in self.neighbours.to_sites() {
+                if to != port && self.neighbours.carries(to, there.side, slot) {
+                    self.ports[to as usize].starts.insert(slot);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn contribute(
+        &mut self,
+        slot: u32,
+        port: u32,
+        step: u32,
+        contributions: Vec<Contribution>,
+        context: &mut Context<'_>,
+    ) -> Result<(), ProtocolViolation> {
+        let member = self.member(port).expect("nothing is contributed from above");
+        let is_counted_again = match context.plant {
+            Some(Plant::RepeatCounted) => true,
+            Some(Plant::SumCountedAgain) => member >= self.neighbours.workers(),
+            _ => false,
+        };
+        let arrival = self.exchange.push(slot, member, step, Answer::Parameters)?;
+        if arrival.fold != Fold::Drop || is_counted_again {
+            self.chunks[slot as usize].sum.extend(contributions);
+        }
+        self.go_on(slot, arrival.then, context);
+        Ok(())
+    }
+
+    /// Continues with a sum that lacks contributions, or that is complete and at its place.
+    fn go_on(&mut self, slot: u32, then: SumAction, context: &mut Context<'_>) {
+        let chunk = &mut self.chunks[slot as usize];
+        match then {
+            SumAction::Raise => {
+                context.ledger.raised((self.site, chunk.id), self.exchange.step(slot), &chunk.sum);
+                let above = self.neighbours.above(slot).expect("sums are raised where a site is above");
+                self.ports[above as usize].owed.insert(slot, Answer::Parameters);
+            }
+            SumAction::Update(update) => {
+                let keeps = self.exchange.keeps_version(slot);
+                chunk.update(self.site, update, keeps, self.rewound_in, context);
+            }
+            SumAction::Wait | SumAction::Repeated | SumAction::Late => {}
+            SumAction::Make | SumAction::Hold => unreachable!("no job here has factors or two phases"),
+        }
+    }
+
+    /// Another stream is in the place of that of a port.
+    pub(super) fn resume(&mut self, port: u32, context: &Context<'_>) {
+        let leaves_above = self.leaves_above(port);
+        let state = &mut self.ports[port as usize];
+        state.owed.clear();
+        state.leave = if leaves_above { Leave::Due } else { Leave::NotDue };
+        if context.plant == Some(Plant::NoResume) {
+            return;
+        }
+        match self.neighbours.side(port) {
+            Side::Worker(member) => self.exchange.resume(member),
+            Side::Below(_) | Side::Above => {
+                between_sites::resume(&mut self.exchange, &self.neighbours, port, |again| match again {
+                    Again::Start(slot) => drop(state.starts.insert(slot)),
+                    Again::Sum(_) if context.plant == Some(Plant::SumsNotSentAgain) => {}
+                    Again::Sum(slot) => drop(state.owed.insert(slot, Answer::Parameters)),
+                });
+            }
+        }
+    }
+
+    /// Whether this hub leaves a site above by a port. It has left when that closes the stream.
+    pub(super) fn leaves_above(&self, port: u32) -> bool {
+        self.neighbours.side(port) == Side::Above && self.departures.has_left(port)
+    }
+
+    /// The neighbour at a port has left, or this hub leaves some above because of it.
+    pub(super) fn leave(&mut self, port: u32) -> Result<(), LeftWhileAwaited> {
+        let departure = self.departures.leave(&self.neighbours, port);
+        for above in departure.above {
+            self.ports[above as usize].leave = Leave::Due;
+        }
+        let Some(member) = departure.member else { return Ok(()) };
+        let (ports, neighbours) = (&mut self.ports, &self.neighbours);
+        self.exchange.leave(member, |slot, member, answer| {
+            ports[neighbours.of_member(slot, member) as usize].owed.insert(slot, answer);
+        })
+    }
+
     fn mark_due_answers(&mut self, slot: u32) {
-        let ports = &mut self.ports;
+        let (ports, neighbours) = (&mut self.ports, &self.neighbours);
         self.exchange.mark_due_answers(slot, |member, answer| {
-            ports[member as usize].owed.insert(slot, answer);
+            ports[neighbours.of_member(slot, member) as usize].owed.insert(slot, answer);
         });
     }
 
@@ -171,9 +326,9 @@ impl Route {
             let chunk = &mut self.chunks[slot as usize];
             loop {
                 if let Some(update) = self.exchange.end_if_complete(slot) {
-                    chunk.update(update, false, self.rewound_in, context);
+                    chunk.update(self.site, update, false, self.rewound_in, context);
                 } else if self.exchange.skip_missed_steps(slot) {
-                    context.ledger.skipped(chunk.id, self.exchange.step(slot));
+                    context.ledger.skipped((self.site, chunk.id), self.exchange.step(slot));
                 } else {
                     break;
                 }
@@ -215,12 +370,12 @@ impl Route {
                 if self.exchange.rewind_chunk(next, step) == RewoundTo::Copy {
                     chunk.parameters = chunk.copy.unwrap_or_default();
                 }
-                context.ledger.went_back(chunk.id, step, chunk.parameters);
+                context.ledger.went_back((self.site, chunk.id), step, chunk.parameters);
             }
             None => {
                 self.exchange.begin_chunk_anew(next);
                 (chunk.parameters, chunk.copy) = (0, None);
-                context.ledger.began_anew(chunk.id);
+                context.ledger.began_anew((self.site, chunk.id));
             }
         }
         self.rewind = Rewind::UnderWay { step, next: next + 1 };
@@ -232,30 +387,74 @@ impl Route {
         self.chunks.iter_mut().for_each(|chunk| chunk.sum.clear());
     }
 
-    /// Takes every answer that is owed by a stream that works, with the rank that gets it.
-    pub(super) fn take_due_answers(&mut self) -> Vec<(u32, Header, Content)> {
-        let mut answers = Vec::new();
-        for (rank, port) in (0..).zip(&mut self.ports) {
-            if port.stream.is_none() || port.is_cut || port.is_muted {
+    /// Takes everything that is to leave by a stream that works, each frame with its port.
+    pub(super) fn take_due_frames(&mut self) -> Vec<(u32, Header, Content)> {
+        let mut frames = Vec::new();
+        for port in 0..self.ports.len() as u32 {
+            let state = &mut self.ports[port as usize];
+            if state.stream.is_none() || state.is_cut || state.is_muted {
                 continue;
             }
-            for (slot, answer) in std::mem::take(&mut port.owed) {
-                let chunk = &self.chunks[slot as usize];
-                let step = self.exchange.answer_version(slot, rank);
-                self.exchange.answer_begun(slot, rank);
-                answers.push(match answer {
-                    Answer::Parameters => {
-                        let (operation, length) = (Operation::Parameters, chunk.length);
-                        let header = Header { operation, codec: Codec::F32, chunk: chunk.id, step, length };
-                        (rank, header, Content::Parameters(chunk.parameters))
-                    }
-                    Answer::Applied | Answer::State(_) => {
-                        let header = Header { chunk: chunk.id, step, ..Header::bare(Operation::Applied) };
-                        (rank, header, Content::Nothing)
-                    }
-                });
+            let (starts, owed) = (std::mem::take(&mut state.starts), std::mem::take(&mut state.owed));
+            let leaves = state.leave == Leave::Due;
+            // A chunk that has moved on is sent once more where a stream was replaced, and the other site has begun it.
+            for slot in starts.into_iter().filter(|&slot| self.exchange.is_at_start(slot)) {
+                let step = self.exchange.step(slot);
+                let header = self.header(Operation::Initialise, slot, step);
+                frames.push((port, header, Content::Parameters(self.chunks[slot as usize].parameters)));
+            }
+            for (slot, answer) in owed {
+                let (header, content) = self.answer(port, slot, answer);
+                if let Some(member) = self.member(port) {
+                    self.exchange.answer_begun(slot, member);
+                }
+                frames.push((port, header, content));
+            }
+            if leaves {
+                frames.push((port, Header::bare(Operation::Leave), Content::Nothing));
             }
         }
-        answers
+        frames
+    }
+
+    /// The answer that is due at a port, or the sum that goes to the site above.
+    fn answer(&self, port: u32, slot: u32, answer: Answer) -> (Header, Content) {
+        let chunk = &self.chunks[slot as usize];
+        let version = |member| self.exchange.answer_version(slot, member);
+        match (self.neighbours.side(port), answer) {
+            (Side::Above, _) => {
+                let header = self.header(Operation::PushPull, slot, self.exchange.step(slot));
+                (header, Content::Sum(chunk.sum.clone()))
+            }
+            (Side::Below(member), _) if self.optimizes_here => {
+                let header = self.header(Operation::Total, slot, version(member));
+                (header, Content::Sum(chunk.total.clone()))
+            }
+            (Side::Worker(member) | Side::Below(member), Answer::Parameters) => {
+                let header = self.header(Operation::Parameters, slot, version(member));
+                (header, Content::Parameters(chunk.parameters))
+            }
+            (Side::Worker(member) | Side::Below(member), Answer::Applied | Answer::State(_)) => {
+                let header =
+                    Header { chunk: chunk.id, step: version(member), ..Header::bare(Operation::Applied) };
+                (header, Content::Nothing)
+            }
+        }
+    }
+
+    fn header(&self, operation: Operation, slot: u32, step: u32) -> Header {
+        let Chunk { id, length, .. } = self.chunks[slot as usize];
+        Header { operation, codec: Codec::F32, chunk: id, step, length }
+    }
+
+    /// The ports of sites above, and their streams, by which this hub has sent everything, its Leave last. Each is returned once.
+    pub(super) fn take_left_above(&mut self) -> Vec<(u32, StreamId)> {
+        let left = (0..).zip(&mut self.ports).filter_map(|(number, port)| {
+            let works = port.leave == Leave::Due && !port.is_cut && !port.is_muted;
+            let stream = port.stream.filter(|_| works)?;
+            port.leave = Leave::Sent;
+            Some((number, stream))
+        });
+        left.collect()
     }
 }

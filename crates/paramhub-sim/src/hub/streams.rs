@@ -1,10 +1,12 @@
 //! The streams of a job to a hub: what the acceptor and the cores do with each.
 
 use paramhub_core::auth::Incarnation;
+use paramhub_core::between_sites;
 use paramhub_core::composition::Neighbour;
 use paramhub_core::job_control::{CoreEvent, FaultCause};
-use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, PeerLiveness};
+use paramhub_core::liveness::{LivenessChange, PeerLiveness};
 use paramhub_core::placement::RouteId;
+use paramhub_core::ports::Side;
 use paramhub_core::resuming::{HubWait, StreamEnd};
 use paramhub_core::service::CauseKind;
 use paramhub_core::stream_admission::{StreamOrigin, StreamPlace};
@@ -23,21 +25,22 @@ impl Hub {
             if let Some(waiting) = job.admitted.get_mut(&stream) {
                 return waiting.push(arrival);
             }
-            if let Some((route, rank)) = job.port_of(stream) {
-                return self.port_arrived(route, rank, arrival, context);
+            if let Some((route, port)) = job.port_of(stream) {
+                return self.port_arrived(route, port, arrival, context);
             }
         }
-        if let Arrival::Message(Message::Hello(hello)) = arrival {
+        let arrival = self.link_arrived(stream, arrival, context);
+        if let Some(Arrival::Message(Message::Hello(hello))) = arrival {
             self.greet(stream, &hello, context);
         }
     }
 
-    fn port_arrived(&mut self, route: RouteId, rank: u32, arrival: Arrival, context: &mut Context<'_>) {
+    fn port_arrived(&mut self, route: RouteId, port: u32, arrival: Arrival, context: &mut Context<'_>) {
         match arrival {
-            Arrival::Message(Message::Frame(frame)) => self.take_frame(route, rank, frame, context),
-            Arrival::Closed => self.closed(route, rank, context),
-            Arrival::Broken => self.cut(route, rank, StreamEnd::PathFailed, context),
-            Arrival::Reset => self.cut(route, rank, StreamEnd::Reset, context),
+            Arrival::Message(Message::Frame(frame)) => self.take_frame(route, port, frame, context),
+            Arrival::Closed => self.ended(route, port, StreamEnd::Closed, context),
+            Arrival::Broken => self.ended(route, port, StreamEnd::PathFailed, context),
+            Arrival::Reset => self.ended(route, port, StreamEnd::Reset, context),
             Arrival::Message(_) | Arrival::Refused => {}
         }
     }
@@ -74,15 +77,14 @@ impl Hub {
 
     /// The core takes a stream, and in place of another drops that.
     pub(super) fn adopt(&mut self, stream: StreamId, place: StreamPlace, context: &mut Context<'_>) {
-        // All members are workers, whose ports are their ranks.
-        let StreamPlace { route, port: rank, epoch, attempt, resumed_by } = place;
+        let StreamPlace { route, port: number, epoch, attempt, resumed_by } = place;
         let process = self.process;
         // A stream of a job that was allocated before the present one is not among those that were admitted.
         let admitted = self.job.as_mut().and_then(|job| Some((job.admitted.remove(&stream)?, job)));
         let Some((arrivals, job)) = admitted else { return context.close(stream, process) };
         let is_planted = context.plant == Some(Plant::StaleStream);
         let is_over = job.is_forgotten;
-        let newest = job.port(route, rank).newest;
+        let newest = job.port(route, number).newest;
         if newest.is_some_and(|newest| (epoch, attempt) < newest) && !is_planted || is_over {
             // It was admitted before all ranks have gone back.
             if let Some(notice) = job.route(route).notice.clone() {
@@ -91,8 +93,9 @@ impl Hub {
             }
             return context.close(stream, process);
         }
-        let port = job.port(route, rank);
-        context.trace(|| format!("{process:?} adopts {stream:?}, attempt {attempt} of rank {rank}"));
+        let neighbour = job.route(route).neighbours.neighbour(number);
+        let port = job.port(route, number);
+        context.trace(|| format!("{process:?} adopts {stream:?}, attempt {attempt} of {neighbour:?}"));
         port.newest = Some((epoch, attempt));
         let before = port.stream.replace(stream);
         let had_stream = before.is_some();
@@ -102,21 +105,21 @@ impl Hub {
         (port.is_cut, port.is_muted) = (false, false);
         port.liveness = Some(PeerLiveness::new(context.instant()));
         if resumed_by.is_some() || had_stream {
-            port.owed.clear();
-            if context.plant != Some(Plant::NoResume) {
-                job.route(route).exchange.resume(rank);
+            job.route(route).resume(number, context);
+            if let Neighbour::Worker(_) = neighbour {
+                // It keeps the old stream until a frame arrives on the new one.
+                self.send(route, number, Header::bare(Operation::Heartbeat), Content::Nothing, context);
             }
-            // The worker keeps the old stream until a frame arrives on the new one.
-            self.send(route, rank, Header::bare(Operation::Heartbeat), Content::Nothing, context);
-            self.handle_core(CoreEvent::Moved { neighbour: Neighbour::Worker(rank), by: 0 }, context);
+            self.handle_core(CoreEvent::Moved { neighbour, by: 0 }, context);
         }
+        self.answer(route, context);
         arrivals.into_iter().for_each(|arrival| self.stream_arrived(stream, arrival, context));
     }
 
-    fn take_frame(&mut self, route: RouteId, rank: u32, frame: Frame, context: &mut Context<'_>) {
+    fn take_frame(&mut self, route: RouteId, number: u32, frame: Frame, context: &mut Context<'_>) {
         let now = context.instant();
         let job = self.job_mut();
-        let port = job.port(route, rank);
+        let port = job.port(route, number);
         if port.is_muted || port.is_cut {
             return;
         }
@@ -124,43 +127,72 @@ impl Hub {
             liveness.heard(now);
         }
         let header = frame.header;
+        let state = job.route(route);
+        let side = state.neighbours.side(number);
+        if state.departures.has_left(number)
+            && side != Side::Above
+            && !between_sites::repeats_after_leave(side, header.operation)
+        {
+            let name = self.name_at(route, number);
+            return context.ledger.violate(|| format!("{name} sent {header:?} after it had left"));
+        }
         let taken = match header.operation {
             Operation::Heartbeat => Ok(()),
-            Operation::Leave => return self.left(route, rank, context),
+            Operation::Leave => return self.left(route, number, context),
             Operation::Failure => {
                 let Content::Failure(failure) = frame.content else { unreachable!("a failure has a reason") };
-                let message = format!("rank {rank} gave up: {}", failure.message);
-                return self.fault(route, rank, rank, message, FaultCause::Kind(CauseKind::GaveUp), context);
+                let neighbour = job.route(route).neighbours.neighbour(number);
+                let message = match neighbour {
+                    Neighbour::Worker(rank) => format!("rank {rank} gave up: {}", failure.message),
+                    // Another site has ended the job.
+                    Neighbour::Site(_) => failure.message,
+                };
+                let cause = FaultCause::Kind(CauseKind::GaveUp);
+                return self.fault(route, number, neighbour, message, cause, context);
             }
             _ => {
                 let slot = job.slot(header.chunk);
-                job.route(route).take_request(slot, rank, &header, &frame.content, context)
+                job.route(route).take_frame(slot, number, &header, frame.content, context)
             }
         };
         if let Err(violation) = taken {
-            context.ledger.violate(|| format!("rank {rank} broke the rules at {header:?}: {violation}"));
+            let name = self.name_at(route, number);
+            context.ledger.violate(|| format!("{name} broke the rules at {header:?}: {violation}"));
         }
         self.answer(route, context);
     }
 
-    /// Sends every answer that is owed by a stream that works.
+    /// Sends everything that is due by a stream that works.
     pub(super) fn answer(&mut self, id: RouteId, context: &mut Context<'_>) {
-        let answers = self.job_mut().route(id).take_due_answers();
-        for (rank, header, content) in answers {
-            self.send(id, rank, header, content, context);
+        for (port, header, content) in self.job_mut().route(id).take_due_frames() {
+            self.send(id, port, header, content, context);
         }
+        for (port, stream) in self.job_mut().route(id).take_left_above() {
+            context.network.end_sending(stream, self.process, context.agenda);
+            if context.plant == Some(Plant::LeavesUnheard) {
+                self.handle_core(CoreEvent::Left { route: id, port }, context);
+            }
+        }
+    }
+
+    /// The hub has left a site above: that has closed the stream after the Leave, or cannot be reached any more.
+    fn left_above(&mut self, route: RouteId, number: u32, context: &mut Context<'_>) {
+        if let Some(stream) = self.job_mut().port(route, number).stream.take() {
+            context.close(stream, self.process);
+        }
+        self.handle_core(CoreEvent::Left { route, port: number }, context);
     }
 
     pub(super) fn send(
         &mut self,
         route: RouteId,
-        rank: u32,
+        port: u32,
         header: Header,
         content: Content,
         context: &mut Context<'_>,
     ) {
         let process = self.process;
-        let port = self.job_mut().port(route, rank);
+        let port = self.job_mut().port(route, port);
         let Some(stream) = port.stream else { return };
         if let Some(liveness) = &mut port.liveness {
             liveness.sent(context.instant());
@@ -168,93 +200,108 @@ impl Hub {
         context.send(stream, process, Message::Frame(Frame { header, content }));
     }
 
-    /// A rank has left by a stream.
-    fn left(&mut self, id: RouteId, rank: u32, context: &mut Context<'_>) {
+    /// A neighbour has left by a stream.
+    fn left(&mut self, id: RouteId, port: u32, context: &mut Context<'_>) {
         let route = self.job_mut().route(id);
-        if std::mem::replace(&mut route.ports[rank as usize].has_left, true) {
+        if route.departures.has_left(port) {
             return;
         }
-        let ports = &mut route.ports;
-        let left = route.exchange.leave(rank, |slot, member, answer| {
-            ports[member as usize].owed.insert(slot, answer);
-        });
-        if let Err(left) = left {
-            let message = format!("rank {} left the job, but others wait for {}", left.member, left.awaited);
-            return self.fault(id, rank, left.member, message, FaultCause::Kind(CauseKind::Known), context);
+        if let Err(left) = route.leave(port) {
+            let culprit = route.neighbours.member(left.member);
+            let name = self.name_of(culprit);
+            let message = format!("{name} left the job, but others wait for {}", left.awaited);
+            return self.fault(id, port, culprit, message, FaultCause::Kind(CauseKind::Known), context);
         }
-        self.handle_core(CoreEvent::Left { route: id, port: rank }, context);
+        self.handle_core(CoreEvent::Left { route: id, port }, context);
+        self.answer(id, context);
     }
 
-    /// The other end has closed a stream.
-    fn closed(&mut self, route: RouteId, rank: u32, context: &mut Context<'_>) {
-        let port = self.job_mut().port(route, rank);
-        if !port.has_left && !port.is_muted {
-            return self.lose(route, rank, "it closed its stream", context);
+    /// A stream has ended: the core waits for another in its place, or its neighbour has left or is lost.
+    fn ended(&mut self, route: RouteId, number: u32, end: StreamEnd, context: &mut Context<'_>) {
+        let (process, terms) = (self.process, self.plan.resuming);
+        let route_state = self.job_mut().route(route);
+        let side = route_state.neighbours.side(number);
+        let has_left = route_state.departures.has_left(number);
+        let leaves_above = has_left && side == Side::Above;
+        let port = &mut route_state.ports[number as usize];
+        if leaves_above && !port.is_muted && end == StreamEnd::Closed {
+            return self.left_above(route, number, context);
         }
-        if let Some(stream) = port.stream.take() {
-            context.close(stream, self.process);
-        }
-    }
-
-    /// A stream was cut: the core waits for another in its place, or its worker is lost.
-    fn cut(&mut self, route: RouteId, rank: u32, end: StreamEnd, context: &mut Context<'_>) {
-        let wait = self.plan.resuming.hub_waits(end);
-        let process = self.process;
-        let port = self.job_mut().port(route, rank);
-        if port.is_cut || port.is_muted {
+        if has_left && !leaves_above || port.is_muted {
+            if let Some(stream) = port.stream.take() {
+                context.close(stream, process);
+            }
             return;
         }
-        if port.has_left {
-            return self.closed(route, rank, context);
+        if port.is_cut {
+            return;
         }
+        let wait = between_sites::hub_waits(&terms, side, end);
         let Some(wait) = wait.filter(|_| context.plant != Some(Plant::CutsLose)) else {
-            return self.lose(route, rank, &format!("its stream ended: {end:?}"), context);
+            return self.lose(route, number, &format!("its stream ended: {end:?}"), context);
         };
+        context.trace(|| {
+            format!("{process:?} waits {wait:?} for another stream at port {number} of route {route}")
+        });
         port.is_cut = true;
-        if let (HubWait::For(grace), Some(stream)) = (wait, port.stream) {
-            context.wake_in(process, grace, Wake::CutOver { stream });
+        let (HubWait::For(grace), Some(stream)) = (wait, port.stream) else { return };
+        context.wake_in(process, grace, Wake::CutOver { stream });
+        if side == Side::Above {
+            self.dial_again(route, number, grace, context);
         }
     }
 
     /// The time is over in which another stream could take the place of one that was cut.
     pub(super) fn cut_over(&mut self, stream: StreamId, context: &mut Context<'_>) {
-        let Some((route, rank)) = self.job.as_ref().and_then(|job| job.port_of(stream)) else { return };
-        let port = self.job_mut().port(route, rank);
-        if port.is_cut && !port.is_muted {
-            self.lose(route, rank, "its stream was cut, and it has not come back", context);
+        let Some((route, port)) = self.job.as_ref().and_then(|job| job.port_of(stream)) else { return };
+        let state = self.job_mut().port(route, port);
+        if state.is_cut && !state.is_muted {
+            self.lose(route, port, "its stream was cut, and it has not come back", context);
         }
     }
 
-    fn lose(&mut self, route: RouteId, rank: u32, why: &str, context: &mut Context<'_>) {
-        let message = format!("rank {rank} was lost: {why}");
-        self.fault(route, rank, rank, message, FaultCause::Kind(CauseKind::PeerLost), context);
-        if let Some(stream) = self.job_mut().port(route, rank).stream.take() {
+    fn lose(&mut self, route: RouteId, port: u32, why: &str, context: &mut Context<'_>) {
+        if self.job_mut().route(route).leaves_above(port) {
+            return self.left_above(route, port, context);
+        }
+        let message = format!("{} was lost: {why}", self.name_at(route, port));
+        let culprit = self.job_mut().route(route).neighbours.neighbour(port);
+        self.fault(route, port, culprit, message, FaultCause::Kind(CauseKind::PeerLost), context);
+        if let Some(stream) = self.job_mut().port(route, port).stream.take() {
             context.close(stream, self.process);
         }
     }
 
-    /// The job cannot go on because of `culprit`, as the stream of `rank` shows.
+    fn name_at(&mut self, route: RouteId, port: u32) -> String {
+        let neighbour = self.job_mut().route(route).neighbours.neighbour(port);
+        self.name_of(neighbour)
+    }
+
+    fn name_of(&mut self, neighbour: Neighbour) -> String {
+        self.job_mut().composed.composition.name_of(neighbour)
+    }
+
+    /// The job cannot go on because of `culprit`, as the stream of a port shows.
     fn fault(
         &mut self,
         route: RouteId,
-        rank: u32,
-        culprit: u32,
+        port: u32,
+        culprit: Neighbour,
         message: String,
         cause: FaultCause,
         context: &mut Context<'_>,
     ) {
-        self.job_mut().port(route, rank).is_muted = true;
-        let event = CoreEvent::Faulted { culprit: Neighbour::Worker(culprit), message, cause };
-        self.handle_core(event, context);
+        self.job_mut().port(route, port).is_muted = true;
+        self.handle_core(CoreEvent::Faulted { culprit, message, cause }, context);
     }
 
     pub(super) fn tick(&mut self, context: &mut Context<'_>) {
         let now = context.instant();
-        let rules = LivenessRules::of_stream(HEARTBEAT, self.plan.dead_after);
+        let plan = self.plan.clone();
         let pause = self.own_pauses.turn(now);
         let (mut due, mut dead) = (Vec::new(), Vec::new());
         for (&id, route) in self.job.iter_mut().flat_map(|job| &mut job.routes) {
-            for (rank, port) in (0..).zip(&mut route.ports) {
+            for (number, port) in (0..).zip(&mut route.ports) {
                 let Some(liveness) = port.liveness.as_mut().filter(|_| port.stream.is_some()) else {
                     continue;
                 };
@@ -262,23 +309,33 @@ impl Hub {
                 if port.is_muted {
                     continue;
                 }
-                if !port.is_cut && liveness.is_heartbeat_due(now, &rules) {
-                    due.push((id, rank));
+                let side = route.neighbours.side(number);
+                let rules = between_sites::liveness(&plan.resuming, side, plan.dead_after);
+                let has_left = route.departures.has_left(number);
+                // No frame follows a Leave.
+                let leaves_above = has_left && side == Side::Above;
+                if !port.is_cut && !leaves_above && liveness.is_heartbeat_due(now, &rules) {
+                    due.push((id, number));
                 }
-                if !port.has_left
+                if (!has_left || leaves_above)
                     && let Some(LivenessChange::Dead(silence)) = liveness.check(now, &rules)
                 {
-                    dead.push((id, rank, silence));
+                    dead.push((id, number, silence));
                 }
             }
         }
-        for (route, rank) in due {
-            self.send(route, rank, Header::bare(Operation::Heartbeat), Content::Nothing, context);
+        for (route, port) in due {
+            self.send(route, port, Header::bare(Operation::Heartbeat), Content::Nothing, context);
         }
-        for (route, rank, silence) in dead {
-            let message =
-                format!("rank {rank} was lost: it has not been heard for {} s", silence.as_secs_f64());
-            self.fault(route, rank, rank, message, FaultCause::Silence, context);
+        for (route, port, silence) in dead {
+            if self.job_mut().route(route).leaves_above(port) {
+                self.left_above(route, port, context);
+                continue;
+            }
+            let name = self.name_at(route, port);
+            let message = format!("{name} was lost: it has not been heard for {} s", silence.as_secs_f64());
+            let culprit = self.job_mut().route(route).neighbours.neighbour(port);
+            self.fault(route, port, culprit, message, FaultCause::Silence, context);
         }
         self.carry_out(context);
     }

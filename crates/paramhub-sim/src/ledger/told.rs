@@ -12,13 +12,20 @@ pub(super) struct Told {
     epoch: u64,
     /// The process that was told that it has a rank, and the secret that it was given, by epoch and rank.
     holders: BTreeMap<(u64, u32), (Incarnation, Option<StreamSecret>)>,
-    /// What all ranks of an epoch were told.
-    connected: BTreeMap<u64, String>,
-    /// What the ranks of the job were told when it began to run.
-    initialised: Option<String>,
+    /// The racks to which ranks are dealt: the ranks of one are told the same.
+    racks: u32,
+    /// What all ranks of an epoch were told, by epoch and rack.
+    connected: BTreeMap<(u64, u32), String>,
+    /// What the ranks of each rack were told when the job began to run.
+    initialised: BTreeMap<u32, String>,
 }
 
 impl Told {
+    /// The record of a job whose ranks are dealt to so many racks.
+    pub(super) fn new(racks: u32) -> Told {
+        Told { racks, ..Told::default() }
+    }
+
     /// A process is told that it has its rank, and who else is in the job.
     pub(super) fn connected(
         &mut self,
@@ -40,7 +47,7 @@ impl Told {
             return Err(format!("rank {rank} is given two secrets in epoch {epoch}"));
         }
         let text = format!("{:?}", ServiceConnected { secrets: None, ..connected.clone() });
-        let before = self.connected.entry(epoch).or_insert_with(|| text.clone());
+        let before = self.connected.entry((epoch, rank % self.racks)).or_insert_with(|| text.clone());
         match *before == text {
             true => Ok(()),
             false => Err(format!("ranks are told different things of epoch {epoch}: {before} and {text}")),
@@ -48,13 +55,13 @@ impl Told {
     }
 
     /// A rank is told that the job runs.
-    pub(super) fn initialised(&mut self, initialised: &ServiceInitialised) -> Result<(), String> {
+    pub(super) fn initialised(&mut self, rank: u32, initialised: &ServiceInitialised) -> Result<(), String> {
         // A process that has taken a lost rank is told where it joins.
         let text = format!(
             "{:?}",
             ServiceInitialised { resumed_step: None, joined_running: false, ..initialised.clone() }
         );
-        let before = self.initialised.get_or_insert_with(|| text.clone());
+        let before = self.initialised.entry(rank % self.racks).or_insert_with(|| text.clone());
         match *before == text {
             true => Ok(()),
             false => Err(format!("ranks are told different placements: {before} and {text}")),
@@ -85,7 +92,7 @@ impl Told {
         let is_behind = match state {
             None => true,
             Some(JobState::Connecting) => !self.holders.is_empty(),
-            Some(JobState::Initialising) => self.initialised.is_some(),
+            Some(JobState::Initialising) => !self.initialised.is_empty(),
             Some(JobState::Running | JobState::Finished | JobState::Failed) => false,
         };
         match is_behind {

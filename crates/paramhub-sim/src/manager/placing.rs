@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::composition::SiteId;
 use paramhub_core::membership::{Membership, SettingsSummary, SitePlacement};
 use paramhub_core::scheme::{InformationBook, Plan};
 use paramhub_core::service::{self, HubCommand, ServiceError};
@@ -55,9 +56,13 @@ pub(super) fn place(
     let schemes = Plan::new(settings, &ordered.cluster);
     let information_book = InformationBook { job: ordered.name.clone(), roster, plan: schemes };
     let hubs = membership.place(namespace, summary, placements.collect(), Arc::new(information_book));
-    let command = |(position, hub): (u32, u32)| {
-        ordered.hub = position;
+    let sites = (0..).zip(&ordered.composition.sites);
+    let places: Vec<(SiteId, u32)> = sites
+        .flat_map(|(site, of_site)| (0..of_site.hubs.len() as u32).map(move |hub| (site, hub)))
+        .collect();
+    let command = |((site, position), hub): ((SiteId, u32), u32)| {
+        (ordered.site, ordered.hub) = (site, position);
         (hub, HubCommand::Allocate(Box::new(ordered.clone())))
     };
-    Ok((0..).zip(hubs).map(command).collect())
+    Ok(places.into_iter().zip(hubs).map(command).collect())
 }

@@ -16,11 +16,12 @@ impl World<'_> {
         match fault {
             Fault::Break(a, b) => self.broken += self.network.break_streams([a, b], false, &mut self.agenda),
             Fault::Silence(a, b) => self.broken += self.network.break_streams([a, b], true, &mut self.agenda),
-            Fault::Cut { worker, hub, nth, learns } => {
-                let (worker, between) = (self.newest_process(worker), [self.newest_process(worker), hub]);
+            Fault::Cut { neighbour, hub, nth, learns } => {
+                let neighbour = self.newest_process(neighbour);
+                let between = [neighbour, hub];
                 let learning: &[Process] = match learns {
                     Learns::Both => &between,
-                    Learns::Worker => &[worker],
+                    Learns::Neighbour => &[neighbour],
                     Learns::Hub => &[hub],
                 };
                 self.broken += self.network.reset_streams(between, nth, learning, &mut self.agenda);
@@ -109,10 +110,10 @@ impl World<'_> {
         }
     }
 
-    /// The newest process of a worker's rank.
-    fn newest_process(&self, worker: Process) -> Process {
-        match worker {
-            Process::Worker(rank, _) => self.newest_of(rank).unwrap_or(worker),
+    /// The newest process of a worker's rank; a hub has one process.
+    fn newest_process(&self, process: Process) -> Process {
+        match process {
+            Process::Worker(rank, _) => self.newest_of(rank).unwrap_or(process),
             other => other,
         }
     }
