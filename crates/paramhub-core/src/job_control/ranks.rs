@@ -275,7 +275,7 @@ impl JobControl {
         *cores -= 1;
         named.push(step);
         if *cores == 0 {
-            let step = chosen_step(named.iter().copied(), rewinds);
+            let step = chosen_step(rank, named.iter().copied(), rewinds);
             *phase = RankPhase::Named { step };
             self.report(HubEvent::RankExpected { namespace, rank, epoch, step });
         }
@@ -379,10 +379,35 @@ impl JobControl {
 }
 
 /// The step at which a process takes a rank, of those that cores or hubs have named: the latest or, in a job that goes back,
-/// the earliest. `None`, with which the process begins like the first ones, if one of them has not all parameters to start
-/// from.
-pub fn chosen_step(named: impl Iterator<Item = Option<u32>>, rewinds: bool) -> Option<u32> {
-    let steps: Option<Vec<u32>> = named.collect();
-    let steps = steps?.into_iter();
-    Some(if rewinds { steps.min() } else { steps.max() }.unwrap_or(0))
+/// the earliest. They name `None` where parameters to start from are missing. If one of them does, a process of rank 0 begins
+/// like the first ones, for which this returns `None`, and so do all in a job that goes back. Another process does so only if
+/// all of them name `None`: rank 0 may have sent the rest since one of them has answered, and have gone on at others.
+pub fn chosen_step(rank: u32, named: impl Iterator<Item = Option<u32>>, rewinds: bool) -> Option<u32> {
+    let named: Vec<Option<u32>> = named.collect();
+    let are_missing = match rewinds || rank == 0 {
+        true => named.contains(&None),
+        false => !named.is_empty() && named.iter().all(Option::is_none),
+    };
+    let steps = named.into_iter().flatten();
+    let chosen = if rewinds { steps.min() } else { steps.max() };
+    (!are_missing).then(|| chosen.unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_begins_like_the_first_ones_where_rank_0_may_not_have_gone_on() {
+        let chosen = |rank, named: &[Option<u32>]| chosen_step(rank, named.iter().copied(), false);
+        for rank in [0, 1] {
+            assert_eq!(chosen(rank, &[Some(2), Some(3)]), Some(3));
+            assert_eq!(chosen(rank, &[None, None]), None);
+            assert_eq!(chosen(rank, &[]), Some(0), "a hub without chunks");
+        }
+        assert_eq!(chosen(0, &[None, Some(0)]), None, "it sends what is missing");
+        assert_eq!(chosen(1, &[None, Some(1)]), Some(1), "rank 0 has gone on since the first has answered");
+        let chosen = |named: &[Option<u32>]| chosen_step(1, named.iter().copied(), true);
+        assert_eq!((chosen(&[Some(2), Some(3)]), chosen(&[None, Some(3)])), (Some(2), None));
+    }
 }

@@ -46,7 +46,7 @@ impl Core {
             RankChange::Lose => {}
             RankChange::Expect => {
                 let named: Result<Vec<Option<u32>>, String> = named.into_iter().collect();
-                let chosen = |named: Vec<Option<u32>>| chosen_step(named.into_iter(), rewinds);
+                let chosen = |named: Vec<Option<u32>>| chosen_step(rank, named.into_iter(), rewinds);
                 self.mailbox.send_event(match named.map(chosen) {
                     Ok(step) => CoreEvent::RankExpected { namespace, rank, epoch, step },
                     Err(reason) => CoreEvent::CannotGoOn { namespace, reason },

@@ -58,7 +58,7 @@ impl Hub {
         let event = match change {
             RankChange::Lose => return,
             RankChange::Expect => {
-                let step = chosen_step(named.into_iter(), false);
+                let step = chosen_step(rank, named.into_iter(), false);
                 CoreEvent::RankExpected { rank, epoch, step }
             }
             RankChange::Join { .. } => CoreEvent::RankJoined { rank, epoch },

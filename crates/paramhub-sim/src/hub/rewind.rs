@@ -91,7 +91,7 @@ impl Hub {
         match change {
             RankChange::Lose => {}
             RankChange::Expect => {
-                let step = chosen_step(named.into_iter(), true);
+                let step = chosen_step(rank, named.into_iter(), true);
                 let event = CoreEvent::RankExpected { rank, epoch, step };
                 self.handle_core_later(event, context);
             }

@@ -309,7 +309,7 @@ impl Job {
         if !self.hubs_of_members().all(|hub| join.named.contains_key(&hub)) {
             return None;
         }
-        let step = chosen_step(join.named.values().copied(), self.options.rewinds());
+        let step = chosen_step(rank, join.named.values().copied(), self.options.rewinds());
         let holder = self.assignments.holder_mut(rank)?;
         holder.joined_at = step;
         let change = MembershipChange::Join { rank, epoch: holder.since, step };
