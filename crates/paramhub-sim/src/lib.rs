@@ -3,8 +3,8 @@
 //!
 //! The state machines are those of the product: [`exchange`](paramhub_core::exchange),
 //! [`job_control`](paramhub_core::job_control), [`membership`](paramhub_core::membership),
-//! [`between_sites`](paramhub_core::between_sites), [`stream_admission`](paramhub_core::stream_admission), [`requests`](paramhub_core::requests),
-//! [`worker_job`](paramhub_core::worker_job), [`resuming`](paramhub_core::resuming) and
+//! [`between_sites`](paramhub_core::between_sites), [`stream_admission`](paramhub_core::stream_admission),
+//! [`requests`](paramhub_core::requests), [`worker_job`](paramhub_core::worker_job), [`resuming`](paramhub_core::resuming) and
 //! [`liveness`](paramhub_core::liveness). `manager`, `hub`, `member` and `worker` do around them what threads, sockets and
 //! the store do in the product. In place of its numbers, a gradient has its rank and step, so that a sum tells who is in
 //! it.
@@ -14,8 +14,8 @@
 //! and that what the manager has told survives it; and in the `verdict`, that a job has gone through if nobody has died but
 //! the manager, or workers that it outlives and that are replaced; that it is over everywhere within a bound otherwise; and
 //! that the manager has recorded what has happened. [`shrunk`] finds the faults without which a run would not fail.
-//! In a job of several sites, hubs open streams to one another, and the `ledger` checks that all sites make the same versions of
-//! the same sums. Launchers and several jobs are not simulated yet.
+//! In a job of several sites, hubs open streams to one another, and the `ledger` checks that all sites make the same
+//! versions of the same sums. Launchers and several jobs are not simulated yet.
 #![forbid(unsafe_code)]
 
 mod agenda;

@@ -84,7 +84,7 @@ pub enum HubEvent {
         rank: u32,
         /// The epoch since which the process has the rank.
         epoch: u64,
-        /// The step; `None` if a chunk has no parameters yet, so that the process begins like the first ones.
+        /// The step; `None` if a chunk has no parameters yet.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         step: Option<u32>,
     },
