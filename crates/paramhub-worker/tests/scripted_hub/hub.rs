@@ -1,6 +1,7 @@
 //! The scripted hub: a test drives each of its streams by hand.
 
 use std::collections::VecDeque;
+use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
@@ -38,6 +39,7 @@ pub(crate) struct Hub {
 impl Hub {
     pub(crate) fn new(cores: u16) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
         let address = listener.local_addr().unwrap().to_string();
         Hub { listener, address, cores }
     }
@@ -56,6 +58,7 @@ impl Hub {
             incarnation: Incarnation([2; 16]),
             roster: Roster::beside_workers(2, &hubs),
             hubs,
+            shares: Vec::new(),
             settings,
             job_options: JobOptions::default(),
             resumed_step: None,
@@ -68,8 +71,12 @@ impl Hub {
     pub(crate) fn open(&self, job_config: JobConfig, options: Options) -> (Job, Vec<Peer>) {
         std::thread::scope(|scope| {
             let job = scope.spawn(|| job_config.open(options));
-            let peers = (0..self.cores).map(|_| self.accept()).collect();
-            (job.join().unwrap().unwrap(), peers)
+            let peers: Vec<Peer> =
+                (0..self.cores).map_while(|_| self.accept_unless(|| job.is_finished())).collect();
+            // A job that cannot be opened says why here.
+            let job = job.join().unwrap().unwrap();
+            assert_eq!(peers.len(), usize::from(self.cores), "one stream for each core");
+            (job, peers)
         })
     }
 
@@ -80,7 +87,12 @@ impl Hub {
 
     /// Accepts the next stream.
     pub(crate) fn accept(&self) -> Peer {
-        let (mut socket, _) = self.listener.accept().unwrap();
+        self.accept_unless(|| false).expect("a stream comes in time")
+    }
+
+    /// Accepts the next stream; `None` if none has come and none will any more.
+    fn accept_unless(&self, is_over: impl Fn() -> bool) -> Option<Peer> {
+        let mut socket = self.next_connection(is_over)?;
         let handshake = challenge(&mut socket);
         let deadline = Instant::now() + WAIT_TIMEOUT;
         let mut proof = [0; PROOF_BYTES];
@@ -88,7 +100,24 @@ impl Hub {
         assert!(handshake.is_proven(&SECRET, &Proof(proof)), "the worker's proof");
         let welcome = Welcome { state_slots: 2, epoch: EPOCH, ..Welcome::default() };
         write_all_by(&mut socket, &handshake.welcome(&SECRET, &welcome), deadline).unwrap();
-        Peer::new(socket, *handshake.hello())
+        Some(Peer::new(socket, *handshake.hello()))
+    }
+
+    /// Waits for a connection as long as one may still come.
+    fn next_connection(&self, is_over: impl Fn() -> bool) -> Option<std::net::TcpStream> {
+        let deadline = Instant::now() + WAIT_TIMEOUT;
+        loop {
+            let is_last = is_over();
+            match self.listener.accept() {
+                Ok((socket, _)) => return Some(socket),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}"),
+            }
+            if is_last {
+                return None;
+            }
+            assert!(Instant::now() < deadline, "the worker dialled nobody for {WAIT_TIMEOUT:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Passes one connection to the test's function, while a worker tries to open a job.
@@ -98,7 +127,7 @@ impl Hub {
         script: impl FnOnce(std::net::TcpStream) + Send,
     ) -> WorkerError {
         std::thread::scope(|scope| {
-            scope.spawn(|| script(self.listener.accept().unwrap().0));
+            scope.spawn(|| script(self.next_connection(|| false).expect("the worker dials")));
             self.job_config(1, settings(&[10])).open(options).unwrap_err()
         })
     }
@@ -166,9 +195,12 @@ impl Peer {
 
     /// The next frame that is no heartbeat.
     pub(crate) fn request(&mut self) -> Option<(Header, Vec<u8>)> {
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             match self.frame() {
-                Some((header, _)) if header.operation == Operation::Heartbeat => {}
+                Some((header, _)) if header.operation == Operation::Heartbeat => {
+                    assert!(Instant::now() < deadline, "only heartbeats came for {WAIT_TIMEOUT:?}");
+                }
                 frame => return frame,
             }
         }
