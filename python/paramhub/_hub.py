@@ -39,6 +39,7 @@ def create_job(
     min_workers: int | None = None,
     max_workers: int | None = None,
     rewind_every: int | None = None,
+    replicas: int | None = None,
     linger: float | None = None,
     program_state_bytes: int | None = None,
     stragglers: str = "wait",
@@ -86,6 +87,10 @@ def create_job(
     a copy of parameters and optimizer state from before every ``rewind_every``-th step, 1 by default. ``rewind`` needs
     synchronous consistency and an optimizer at the hub, and every rank must exchange all keys in every step.
 
+    With ``replicas=1`` another hub stands by for each chunk: it has all that workers were answered, and takes over inside the
+    step when the hub is lost. The job waits for two hubs. It needs synchronous consistency, one site and no ``clip_norm``, and
+    for now ``on_worker_loss`` ``fail`` and no checkpoints.
+
     ``program_state_bytes`` is the largest number of bytes that a rank can save with `Job.save_program_state`, at most 64 MiB. By
     default none can be saved.
 
@@ -124,6 +129,7 @@ def create_job(
         "on_worker_loss": None if on_worker_loss == "fail" else on_worker_loss,
         "min_workers": min_workers,
         "rewind_every": rewind_every,
+        "replicas": replicas,
         "linger_s": linger,
         "program_state_bytes": program_state_bytes,
         "checkpoint_every": checkpoint_every,

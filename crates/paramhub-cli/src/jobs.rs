@@ -170,6 +170,10 @@ struct CreateFlags {
     /// With --on-worker-loss rewind, the number of steps from one to which it can go back to the next [default: 1]
     #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rewind_every: Option<u32>,
+    /// The number of standbys of each chunk, 0 or 1: with 1 another hub has all that workers were answered, and takes over when
+    /// the hub is lost [default: 0]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1))]
+    replicas: Option<u32>,
     /// How long it waits for others while it has fewer workers than a step needs [default: 300]
     #[arg(long, value_name = "SECONDS")]
     linger: Option<f64>,
@@ -213,6 +217,7 @@ impl CreateFlags {
             on_worker_loss: self.on_worker_loss.unwrap_or(default.on_worker_loss),
             min_workers: self.min_workers.unwrap_or(default.min_workers),
             start_workers,
+            replicas: self.replicas.unwrap_or(default.replicas),
             rewind_every: self.rewind_every.unwrap_or(default.rewind_every),
             linger_s: self.linger.unwrap_or(default.linger_s),
             program_state_bytes: self.program_state_bytes.unwrap_or(default.program_state_bytes),

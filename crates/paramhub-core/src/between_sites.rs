@@ -11,12 +11,15 @@ use crate::ports::{Ports, Side};
 use crate::resuming::{HubWait, ResumeTerms, StreamEnd};
 use crate::wire::Operation;
 
+/// How long a standby waits for another stream in place of one that the hub which it follows has closed.
+const REPLACED_SOON: Duration = Duration::from_millis(50);
+
 /// What goes once more to a neighbouring site, over a stream that replaces another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Again {
     /// The parameters with which the chunk in this slot begins.
     Start(u32),
-    /// The sum of the chunk in this slot, to the site above, which has not answered it.
+    /// The sum of the chunk in this slot, to the site above or to the standby, which has not answered it.
     Sum(u32),
 }
 
@@ -27,13 +30,13 @@ pub fn resume(exchange: &mut Exchange, ports: &Ports, port: u32, mut again: impl
     let mut newest = 0;
     for slot in (0..ports.slots()).filter(|&slot| ports.carries(port, side, slot)) {
         newest = newest.max(exchange.step(slot));
-        if exchange.is_at_start(slot) {
+        if exchange.is_at_start(slot) && side != Side::Serving {
             again(Again::Start(slot));
         }
         match side {
             Side::Below(member) => exchange.resume_at(slot, member),
-            Side::Above if exchange.is_sent_up(slot) => again(Again::Sum(slot)),
-            Side::Above | Side::Worker(_) => {}
+            Side::Above | Side::Standby if exchange.is_sent_up(slot) => again(Again::Sum(slot)),
+            Side::Above | Side::Standby | Side::Serving | Side::Worker(_) => {}
         }
     }
     newest
@@ -45,6 +48,8 @@ pub fn hub_waits(terms: &ResumeTerms, side: Side, end: StreamEnd) -> Option<HubW
     match (side, end) {
         // A hub closes its cut stream when it opens another, and the end of the old one may be seen first.
         (Side::Below(_), StreamEnd::Closed) => terms.hub_waits(StreamEnd::Reset),
+        // The same, but the loss of a hub is to be noticed soon.
+        (Side::Serving, StreamEnd::Closed) => Some(HubWait::For(REPLACED_SOON)),
         (_, end) => terms.hub_waits(end),
     }
 }
@@ -54,7 +59,7 @@ pub fn hub_waits(terms: &ResumeTerms, side: Side, end: StreamEnd) -> Option<HubW
 pub fn repeats_after_leave(side: Side, operation: Operation) -> bool {
     match operation {
         Operation::Retune | Operation::Leave => true,
-        Operation::Initialise | Operation::InitialiseState => matches!(side, Side::Below(_)),
+        Operation::Initialise | Operation::InitialiseState => matches!(side, Side::Below(_) | Side::Serving),
         _ => false,
     }
 }
@@ -63,15 +68,15 @@ pub fn repeats_after_leave(side: Side, operation: Operation) -> bool {
 /// stream is cut.
 pub fn liveness(terms: &ResumeTerms, side: Side, dead_after: Duration) -> LivenessRules {
     let heartbeat = match side {
-        Side::Above => terms.heartbeat(HEARTBEAT),
-        Side::Worker(_) | Side::Below(_) => HEARTBEAT,
+        Side::Above | Side::Standby => terms.heartbeat(HEARTBEAT),
+        Side::Worker(_) | Side::Below(_) | Side::Serving => HEARTBEAT,
     };
     LivenessRules::of_stream(heartbeat, dead_after)
 }
 
 /// The waiting times of all ports of a route that are the shortest: they say how often a hub looks at the clock.
 pub fn shortest_liveness(terms: &ResumeTerms, ports: &Ports, dead_after: Duration) -> LivenessRules {
-    let above = ports.to_sites().map(|(_, site)| site.side).find(|&side| side == Side::Above);
+    let above = ports.to_sites().map(|(_, site)| site.side).find(|side| side.takes_sums());
     liveness(terms, above.unwrap_or(Side::Worker(0)), dead_after)
 }
 
@@ -124,7 +129,7 @@ impl Departures {
             has_member_left &= !(is_here && other == member);
             is_left_by_all &= !(is_here && ports.is_worker_or_child(other));
         }
-        let above = ports.to_sites().filter(|(_, site)| is_left_by_all && site.side == Side::Above);
+        let above = ports.to_sites().filter(|(_, site)| is_left_by_all && site.side.takes_sums());
         let above: Vec<u32> = above.map(|(port, _)| port).filter(|&port| !self.has_left(port)).collect();
         above.iter().for_each(|&port| self.left[port as usize] = true);
         Departure { member: has_member_left.then_some(member), above }
@@ -216,7 +221,7 @@ mod tests {
     #[test]
     fn the_end_of_a_stream_from_a_hub_below_may_be_that_of_a_cut_one() {
         let grace = Duration::from_secs(1);
-        let terms = ResumeTerms { redial_grace: grace, moves: false };
+        let terms = ResumeTerms { redial_grace: grace, moves: false, has_standbys: false };
         let waits = |side| hub_waits(&terms, side, StreamEnd::Closed);
         let sides = [Side::Worker(0), Side::Below(1), Side::Above];
         assert_eq!(sides.map(waits), [None, Some(HubWait::For(grace)), None]);
@@ -227,7 +232,7 @@ mod tests {
     #[test]
     fn a_hub_that_dials_again_learns_of_a_cut_within_the_time_for_which_the_other_waits() {
         let (grace, dead_after) = (Duration::from_millis(500), Duration::from_secs(30));
-        let terms = ResumeTerms { redial_grace: grace, moves: false };
+        let terms = ResumeTerms { redial_grace: grace, moves: false, has_standbys: false };
         let sites = || vec![site(1, &[0], None), site(1, &[1, 2], Some(0))];
         let [top, below] = [0, 1].map(|at| shortest_liveness(&terms, &ports(sites(), at), dead_after));
         assert_eq!((top.heartbeat, below.heartbeat), (HEARTBEAT, grace / 2));

@@ -14,7 +14,7 @@
 //! reason for the case that it does not finish.
 //!
 //! `admission` has what a job may take, `opening`, `streams` and `ending` the way of a job, `ranks` the workers that
-//! are lost and replaced, `shutdown` the way of the hub, `notices` and `awaited` what ranks and the manager hear of
+//! are lost and replaced, `standbys` the hubs, `shutdown` the way of the hub, `notices` and `awaited` what ranks and the manager hear of
 //! a job that goes on, and `reports` what a manager hears that has restarted.
 
 mod admission;
@@ -28,6 +28,7 @@ mod output;
 mod ranks;
 mod reports;
 mod shutdown;
+mod standbys;
 mod streams;
 mod terms;
 #[cfg(test)]
@@ -48,6 +49,7 @@ use reports::KeptEnd;
 pub use reports::{ENDS_KEPT, EndReport};
 use shutdown::Shutdown;
 pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
+pub use standbys::RoleChange;
 use streams::Down;
 pub use streams::{AdmittedStreams, CUT_OFF, OUTCOME_TIMEOUT, RESUME};
 pub use terms::{HubTerms, JobLimits, JobTerms, RouteTerms};
@@ -109,6 +111,8 @@ impl JobControl {
             self.check_loading(now);
             self.check_connecting(now, streams);
             self.check_joining(now, streams);
+            self.check_counterparts(now);
+            self.check_workers_come(now, streams);
             self.check_concluding(now);
             self.check_finishing(now);
             self.check_interfaces(now, streams);
@@ -144,6 +148,9 @@ impl JobControl {
                 self.rewind(namespace, (rank, epoch), &reason);
             }
             Event::ExpectRank { namespace, rank, epoch } => self.expect_rank(namespace, (rank, epoch), now),
+            Event::ChangeShares { namespace, number, shares, reason } => {
+                self.change_shares(namespace, (number, shares), &reason, now);
+            }
             Event::Finish { namespace } => self.finished_elsewhere(namespace, now),
             Event::JoinRank { namespace, rank, epoch, step } => {
                 self.join_rank(namespace, (rank, epoch), step, now);

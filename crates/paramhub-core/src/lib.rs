@@ -45,6 +45,7 @@ pub mod resuming;
 pub mod scheme;
 pub mod service;
 pub mod settings;
+pub mod standbys;
 pub mod stragglers;
 pub mod stream_admission;
 pub mod teams;

@@ -451,6 +451,16 @@ impl Membership {
                     }
                 }
             }
+            Transition::SharesChanged { message } => {
+                let (hubs, command): (Vec<u32>, _) = (job.hubs().collect(), job.shares_command());
+                self.outputs.push(Output::Log(LogEvent::SharesChanged { job: name, namespace, message }));
+                self.outputs.push(Output::Save(namespace));
+                // A hub that has no share any more hears it, too: it ends its part.
+                for hub in hubs.into_iter().filter(|&hub| self.hubs.has(hub)) {
+                    let command = command.clone();
+                    self.outputs.push(Output::ChangeMembership { hub, namespace, command });
+                }
+            }
             Transition::AskHubs { hubs, reason, when } => {
                 for hub in hubs {
                     self.command(hub, stop_command(namespace, reason.clone(), when));

@@ -23,6 +23,10 @@ pub enum Side {
     Below(u32),
     /// Sums leave, and answers arrive.
     Above,
+    /// Sums leave to the other hub of the chunks, their [standby](crate::standbys), and acknowledgements arrive.
+    Standby,
+    /// This hub is the standby. Sums arrive from the hub that serves the chunks, and acknowledgements leave.
+    Serving,
 }
 
 impl Side {
@@ -30,12 +34,17 @@ impl Side {
     pub fn incoming(self) -> Direction {
         match self {
             Side::Worker(_) => Direction::ToHub,
-            Side::Below(_) | Side::Above => Direction::Both,
+            Side::Below(_) | Side::Above | Side::Standby | Side::Serving => Direction::Both,
         }
+    }
+
+    /// Returns whether sums leave by the port. This hub opens its stream, and is the first to leave.
+    pub fn takes_sums(self) -> bool {
+        matches!(self, Side::Above | Side::Standby)
     }
 }
 
-/// A port for a site.
+/// A port for a site, or for the other hub of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SitePort {
     /// Its role.
@@ -112,6 +121,24 @@ impl Ports {
         ports
     }
 
+    /// The same ports and, behind them, one for the other hub of the route's [share](crate::standbys): its
+    /// [standby](Side::Standby), or the hub that it [follows](Side::Serving).
+    #[must_use]
+    pub fn with_counterpart(mut self, side: Side, site: SiteId, route: RouteId) -> Ports {
+        let port = self.len();
+        self.sites.push(SitePort { side, site, route });
+        if side == Side::Standby {
+            self.above.fill(port);
+        }
+        self
+    }
+
+    /// The port for the other hub of the route's share, if it has one.
+    pub fn counterpart(&self) -> Option<u32> {
+        let is_counterpart = |side| matches!(side, Side::Standby | Side::Serving);
+        self.to_sites().find(|(_, port)| is_counterpart(port.side)).map(|(number, _)| number)
+    }
+
     /// Number of ports.
     #[expect(clippy::len_without_is_empty, reason = "a route with chunks has ports")]
     pub fn len(&self) -> u32 {
@@ -159,6 +186,9 @@ impl Ports {
     /// The neighbour at the other end of a port.
     pub fn neighbour(&self, port: u32) -> Neighbour {
         match self.site_port(port) {
+            Some(SitePort { side: Side::Standby | Side::Serving, route, .. }) => {
+                Neighbour::Counterpart(route)
+            }
             Some(site) => Neighbour::Site(site.site),
             None => Neighbour::Worker(self.ranks[port as usize]),
         }
@@ -186,7 +216,7 @@ impl Ports {
         port
     }
 
-    /// The port by which a slot's sum goes up, if it does.
+    /// The port by which a slot's sum goes up, or to the standby, if it does.
     pub fn above(&self, slot: u32) -> Option<u32> {
         Some(self.above[slot as usize]).filter(|&port| port != NONE)
     }
@@ -194,7 +224,7 @@ impl Ports {
     /// Returns whether frames about a slot may arrive by a port, at whose other end is `side`.
     pub fn carries(&self, port: u32, side: Side, slot: u32) -> bool {
         match side {
-            Side::Worker(_) => true,
+            Side::Worker(_) | Side::Standby | Side::Serving => true,
             Side::Below(member) => {
                 let index = member as usize - self.ranks.len();
                 self.below[slot as usize * self.member_sites.len() + index] == port
@@ -225,7 +255,7 @@ impl Ports {
 
     /// The port at which the sums of a site's route arrive.
     pub fn of_site(&self, site: SiteId, route: RouteId) -> Option<u32> {
-        let wanted = |port: &SitePort| port.site == site && port.route == route && port.side != Side::Above;
+        let wanted = |port: &SitePort| port.site == site && port.route == route && !port.side.takes_sums();
         self.to_sites().find(|(_, port)| wanted(port)).map(|(number, _)| number)
     }
 

@@ -23,6 +23,11 @@ pub use retunes::Retunes;
 pub const SILENT: Duration = Duration::from_secs(4);
 /// How long a worker tries to open a stream again by other paths.
 pub const RESUME: Duration = Duration::from_secs(RESUME_S);
+/// How long a worker tries to reach a hub or its standby. The standby takes over when the connection manager says so, which
+/// may have to be started again first.
+pub const TAKE_OVER: Duration = Duration::from_secs(300);
+/// How long the handshake with a hub may take that can have been replaced, before the other is tried.
+pub const HANDSHAKE_OF_TWO: Duration = Duration::from_secs(1);
 /// How long the handshake of a stream may take that replaces another, before it is dialled once more: a busy hub answers late.
 pub const HANDSHAKE: Duration = Duration::from_secs(3);
 /// How often in a row a stream may be cut, each time within the redial grace of its opening, before it is lost: a path
@@ -58,6 +63,9 @@ pub struct ResumeTerms {
     pub redial_grace: Duration,
     /// Whether streams go on over other interfaces (`on_interface_down = continue`).
     pub moves: bool,
+    /// Whether another hub can take over what a hub serves (`replicas`). A worker then dials both, whatever has happened to a
+    /// stream.
+    pub has_standbys: bool,
 }
 
 /// How long a hub waits for another stream in place of one that has ended.
@@ -72,11 +80,18 @@ pub enum HubWait {
 impl ResumeTerms {
     /// Whether any stream is opened again.
     pub fn resumes(&self) -> bool {
-        self.moves || !self.redial_grace.is_zero()
+        self.moves || self.has_standbys || !self.redial_grace.is_zero()
     }
 
     /// How long a worker tries to open a stream again that has ended like this; `None` if it does not.
     pub fn worker_tries(&self, end: StreamEnd) -> Option<Duration> {
+        match self.has_standbys {
+            true => Some(TAKE_OVER.max(self.redial_grace)),
+            false => self.tries_same_hub(end),
+        }
+    }
+
+    fn tries_same_hub(&self, end: StreamEnd) -> Option<Duration> {
         match end {
             StreamEnd::Closed => None,
             StreamEnd::PathFailed if self.moves => Some(RESUME.max(self.redial_grace)),
@@ -91,7 +106,7 @@ impl ResumeTerms {
     pub fn hub_waits(&self, end: StreamEnd) -> Option<HubWait> {
         match end {
             StreamEnd::PathFailed if self.moves => Some(HubWait::UntilDead),
-            _ => self.worker_tries(end).map(HubWait::For),
+            _ => self.tries_same_hub(end).map(HubWait::For),
         }
     }
 
@@ -258,9 +273,9 @@ mod tests {
     #[test]
     fn only_what_may_be_the_paths_fault_is_waited_for() {
         let grace = Duration::from_millis(500);
-        let redials = ResumeTerms { redial_grace: grace, moves: false };
-        let moves = ResumeTerms { redial_grace: Duration::ZERO, moves: true };
-        let both = ResumeTerms { redial_grace: grace, moves: true };
+        let redials = ResumeTerms { redial_grace: grace, moves: false, has_standbys: false };
+        let moves = ResumeTerms { redial_grace: Duration::ZERO, moves: true, has_standbys: false };
+        let both = ResumeTerms { redial_grace: grace, moves: true, has_standbys: false };
         use StreamEnd::{Closed, PathFailed, Reset};
         let of = |terms: ResumeTerms| [Closed, Reset, PathFailed].map(|end| terms.hub_waits(end));
         assert_eq!(of(ResumeTerms::default()), [None; 3]);
@@ -270,7 +285,7 @@ mod tests {
         let of = |terms: ResumeTerms| [Closed, Reset, PathFailed].map(|end| terms.worker_tries(end));
         assert_eq!(of(redials), [None, Some(grace), Some(grace)]);
         assert_eq!(of(both), [None, Some(grace), Some(RESUME)]);
-        let patient = ResumeTerms { redial_grace: RESUME * 2, moves: true };
+        let patient = ResumeTerms { redial_grace: RESUME * 2, moves: true, has_standbys: false };
         assert_eq!(patient.worker_tries(PathFailed), Some(RESUME * 2));
         assert!(!ResumeTerms::default().resumes() && redials.resumes() && moves.resumes());
     }
@@ -278,7 +293,8 @@ mod tests {
     #[test]
     fn a_worker_learns_of_a_cut_before_its_hub_gives_it_up() {
         let heartbeat = |ms| {
-            let terms = ResumeTerms { redial_grace: Duration::from_millis(ms), moves: false };
+            let terms =
+                ResumeTerms { redial_grace: Duration::from_millis(ms), moves: false, has_standbys: false };
             terms.heartbeat(Duration::from_secs(1)).as_millis()
         };
         assert_eq!([0, 20, 500, 10_000].map(heartbeat), [1000, 100, 250, 1000]);

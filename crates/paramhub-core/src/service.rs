@@ -22,6 +22,7 @@ use crate::composition::Place;
 use crate::placement::{HubShape, Imbalance};
 use crate::scheme::Roster;
 use crate::settings::Settings;
+use crate::standbys::Share;
 
 pub use authority::{AuthorityStatus, ReplaceAuthority};
 pub use error::{ErrorCode, ServiceError, refusal};
@@ -136,6 +137,9 @@ pub struct ServiceConnected {
     /// The job's epoch, which the rank's streams name.
     #[serde(default)]
     pub epoch: u64,
+    /// The hubs of each share of the chunks, by their positions in `hubs`, if they have [standbys](crate::standbys).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<Share>,
     /// The secrets of the rank; `None` if the call has no claim.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secrets: Option<RankSecrets>,

@@ -111,6 +111,7 @@ mod tests {
             caller,
             interface: 0,
             core: 0,
+            standby_route: None,
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::first(1),

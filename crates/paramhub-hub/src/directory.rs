@@ -9,6 +9,7 @@ use paramhub_core::auth::{Namespace, StreamSecret};
 use paramhub_core::composition::Neighbour;
 use paramhub_core::job_control::AdmittedStreams;
 use paramhub_core::placement::RouteId;
+use paramhub_core::standbys::Role;
 use paramhub_core::stream_admission::{JobStreams, StreamOrigin, StreamPlace, StreamSecrets};
 use paramhub_core::wire::{Caller, Hello, Refusal};
 
@@ -37,6 +38,8 @@ struct EndedJob {
     namespace: Namespace,
     secrets: StreamSecrets,
     message: String,
+    /// Whether it goes on at other hubs, where its callers are to try again.
+    is_elsewhere: bool,
 }
 
 /// What the acceptor checks a stream against.
@@ -96,15 +99,31 @@ impl Directory {
         }
     }
 
-    /// Refuses further streams of a job, with `message`.
+    /// Admits the streams of a route as this hub's role from now on says.
+    pub(crate) fn change_role(&self, namespace: Namespace, route: RouteId, role: Role) {
+        if let Some(entry) = self.jobs().living.get_mut(&namespace) {
+            entry.streams.change_role(route, role);
+        }
+    }
+
+    /// Refuses further streams of a job that has ended, with `message`.
     pub(crate) fn remove(&self, namespace: Namespace, message: String) {
+        self.end(namespace, message, false);
+    }
+
+    /// Refuses further streams of a job that goes on at other hubs, with `message`.
+    pub(crate) fn send_elsewhere(&self, namespace: Namespace, message: String) {
+        self.end(namespace, message, true);
+    }
+
+    fn end(&self, namespace: Namespace, message: String, is_elsewhere: bool) {
         let mut jobs = self.jobs();
         if let Some(JobEntry { streams, .. }) = jobs.living.remove(&namespace) {
             let secrets = streams.secrets().clone();
             if jobs.ended.len() == ENDED_MAX {
                 jobs.ended.pop_front();
             }
-            jobs.ended.push_back(EndedJob { namespace, secrets, message });
+            jobs.ended.push_back(EndedJob { namespace, secrets, message, is_elsewhere });
         }
     }
 
@@ -130,7 +149,8 @@ impl Directory {
     ) -> Result<AdmittedStream, (Refusal, String)> {
         let mut jobs = self.jobs();
         if let Some(ended) = jobs.ended.iter().find(|ended| ended.namespace == hello.namespace) {
-            return Err((Refusal::JobEnded, ended.message.clone()));
+            let refusal = if ended.is_elsewhere { Refusal::Busy } else { Refusal::JobEnded };
+            return Err((refusal, ended.message.clone()));
         }
         let Some(entry) = jobs.living.get_mut(&hello.namespace) else {
             return Err((Refusal::JobEnded, "the job has just ended".to_string()));

@@ -134,6 +134,9 @@ impl JobController {
                 Event::LoseRank { namespace, rank, epoch, reason }
             }
             HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
+            HubCommand::ChangeShares { namespace, number, shares, reason } => {
+                Event::ChangeShares { namespace, number, shares, reason }
+            }
             HubCommand::Finish { namespace } => Event::Finish { namespace },
             HubCommand::JoinRank { namespace, rank, epoch, step } => {
                 Event::JoinRank { namespace, rank, epoch, step }

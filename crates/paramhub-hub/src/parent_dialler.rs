@@ -1,5 +1,5 @@
-//! Opens a job's streams to the sites above, and opens those again that were cut: dials their hubs as workers do, and passes
-//! each stream to the core whose sums it carries.
+//! Opens a job's streams to the sites above and to standbys, and opens those again that were cut: dials their hubs as workers
+//! do, and passes each stream to the core whose sums it carries.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,6 +10,7 @@ use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::placement::RouteId;
 use paramhub_core::ports::{Ports, Side};
 use paramhub_core::resuming::{AfterRound, Attempts, HANDSHAKE};
+use paramhub_core::standbys::{Share, route_at};
 use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
 use paramhub_transport::dialling::{dial, dial_first};
@@ -27,6 +28,8 @@ pub(crate) struct ParentStream {
     address: String,
     interface: u16,
     core: u16,
+    /// The route, if the hub there is its standby.
+    standby_route: Option<RouteId>,
 }
 
 impl ParentStream {
@@ -34,15 +37,26 @@ impl ParentStream {
     pub(crate) fn of<'a>(
         routes: impl Iterator<Item = (RouteId, &'a Ports)>,
         composed: &Composed,
+        shares: &[Share],
     ) -> Vec<ParentStream> {
         let mut above = Vec::new();
         for (route, ports) in routes {
-            for (port, there) in ports.to_sites().filter(|(_, port)| port.side == Side::Above) {
+            for (port, there) in ports.to_sites().filter(|(_, there)| there.side.takes_sums()) {
                 let at = composed.placements[usize::from(there.site)].routes()[usize::from(there.route)];
-                let hub = &composed.composition.sites[usize::from(there.site)].hubs[usize::from(at.hub)];
-                let address = hub.interfaces[usize::from(at.interface)].address.clone();
-                let (interface, core) = (at.interface, at.core);
-                above.push(ParentStream { route, port, site: there.site, address, interface, core });
+                let hubs = &composed.composition.sites[usize::from(there.site)].hubs;
+                let own = &hubs[usize::from(at.hub)];
+                let (hub, (interface, core), standby_route) = match there.side {
+                    Side::Standby => {
+                        let standby =
+                            shares[usize::from(at.hub)].standby.expect("a port for a standby has one");
+                        let hub = &hubs[usize::from(standby)];
+                        (hub, route_at(&at, own, hub), Some(route))
+                    }
+                    _ => (own, (at.interface, at.core), None),
+                };
+                let address = hub.interfaces[usize::from(interface)].address.clone();
+                let site = there.site;
+                above.push(ParentStream { route, port, site, address, interface, core, standby_route });
             }
         }
         above
@@ -74,7 +88,10 @@ impl ParentDialler {
     pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), String> {
         for above in above {
             let opened = self.open(above, 0, [self.deadline; 2]).map_err(|reason| {
-                let name = self.composed.composition.name(above.site);
+                let name = match above.standby_route {
+                    Some(_) => "the standby of some chunks".to_owned(),
+                    None => self.composed.composition.name(above.site),
+                };
                 format!("{name} cannot be reached at {} to bring sums there: {reason}", above.address)
             });
             self.pass_on(above, opened?, 0);
@@ -124,6 +141,7 @@ impl ParentDialler {
             caller: Caller::Hub { site: self.site, route: above.route },
             interface: above.interface,
             core: above.core,
+            standby_route: above.standby_route,
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: self.secrets.epoch.number, number: attempt },

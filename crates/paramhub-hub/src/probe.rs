@@ -149,6 +149,7 @@ fn dial_stream(
         caller: Caller::Prober,
         interface: 0,
         core: 0,
+        standby_route: None,
         offered: Capabilities::default(),
         required: Capabilities::default(),
         attempt: Attempt::first(0),

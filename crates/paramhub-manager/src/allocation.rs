@@ -63,6 +63,7 @@ fn plan_of(
     let (name, namespace, nonce) = (job.name.clone(), job.namespace, job.nonce);
     let (options, composition) = (job.options, job.composition());
     let (epoch, version_1_ranks) = (job.epoch, job.version_1_ranks());
+    let shares = job.shares().to_vec();
     move |settings| {
         let composition = composition.expect("a job has sites before its ranks hand in settings");
         let composition = Arc::unwrap_or_clone(composition);
@@ -77,6 +78,7 @@ fn plan_of(
             composition,
             site: 0,
             hub: 0,
+            shares,
             cluster,
             settings,
             team,

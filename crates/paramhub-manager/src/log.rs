@@ -39,6 +39,9 @@ pub(crate) fn log(event: &LogEvent) {
         LogEvent::RankChanged { job, namespace, epoch, message } => {
             tracing::warn!(job, %namespace, epoch, "{message}");
         }
+        LogEvent::SharesChanged { job, namespace, message } => {
+            tracing::warn!(job, %namespace, "{message}");
+        }
         LogEvent::HubUnheard { message }
         | LogEvent::HubHeardAgain { message }
         | LogEvent::HubLost { message } => tracing::warn!("{message}"),

@@ -243,6 +243,15 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
             options.min_workers, request.workers
         ));
     }
+    if options.replicas > 1 {
+        return refuse(format!("job `{name}` asks for {} replicas: 0 or 1 is possible", options.replicas));
+    }
+    if options.has_standbys() && options.hubs == Some(1) {
+        return refuse(format!(
+            "job `{name}` asks for standbys and for 1 hub, and the standby of a chunk is another hub: ask for 2 hubs or more, or \
+             leave `replicas` out"
+        ));
+    }
     if !(1..=REWIND_EVERY_MAX).contains(&options.rewind_every) {
         return refuse(format!(
             "rewind_every of job `{name}` is {}: 1 to {REWIND_EVERY_MAX} steps are possible",

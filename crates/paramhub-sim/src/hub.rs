@@ -190,6 +190,9 @@ impl Hub {
             }
             HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
             HubCommand::Finish { namespace } => Event::Finish { namespace },
+            HubCommand::ChangeShares { namespace, number, shares, reason } => {
+                Event::ChangeShares { namespace, number, shares, reason }
+            }
             HubCommand::JoinRank { namespace, rank, epoch, step } => {
                 Event::JoinRank { namespace, rank, epoch, step }
             }

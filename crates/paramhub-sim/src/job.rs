@@ -93,7 +93,11 @@ impl JobPlan {
             map,
             settings: Arc::new(settings),
             request: CreateService { name: "job".into(), workers: scenario.workers, options },
-            resuming: ResumeTerms { redial_grace: scenario.redial_grace, moves: scenario.continues },
+            resuming: ResumeTerms {
+                redial_grace: scenario.redial_grace,
+                moves: scenario.continues,
+                has_standbys: false,
+            },
             reproducible: scenario.reproducible,
             quorum: options.quorum(scenario.workers),
             rewind_every: scenario.rewind_every,

@@ -159,7 +159,8 @@ impl Scenario {
     /// worker may learn of a cut only when it sends a heartbeat. A later cut may hit a handshake; if only the hub learns it,
     /// the worker waits for the hub's answer for long.
     fn redialling(&self, cuts: &[Fault]) -> Duration {
-        let terms = ResumeTerms { redial_grace: self.redial_grace, moves: self.continues };
+        let terms =
+            ResumeTerms { redial_grace: self.redial_grace, moves: self.continues, has_standbys: false };
         let rules = LivenessRules::of_stream(terms.heartbeat(HEARTBEAT), self.dead_after);
         let learning = rules.heartbeat + rules.check_every();
         // Either of two hubs may be the one that dials.

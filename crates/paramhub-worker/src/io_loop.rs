@@ -359,6 +359,7 @@ impl IoLoop {
         }
         match received {
             Ok(received) if !received.closed => Ok(()),
+            Ok(_) if self.dials_after_close(index, now)? => Ok(()),
             Ok(_) => self.end_lane(index, "it closed the connection", now),
             Err(ReceiveError::Stream(error)) => match self.resumes_after_error(index, &error, now)? {
                 true => Ok(()),
@@ -384,6 +385,7 @@ impl IoLoop {
     fn check_liveness(&mut self, now: Instant) -> Result<(), WorkerError> {
         if self.failover.is_some() {
             self.resume_silent(now)?;
+            self.give_up_overdue(now);
         }
         if !self.job.watches_hubs() {
             return Ok(());
@@ -394,6 +396,9 @@ impl IoLoop {
                 continue;
             }
             if let Some(LivenessChange::Dead(silence)) = lane.liveness.check(now, &self.liveness_rules) {
+                if self.dials_instead(index, silence, now)? {
+                    continue;
+                }
                 self.lose_silent_hub(index, silence, now);
                 return Ok(());
             }

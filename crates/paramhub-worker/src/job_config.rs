@@ -16,13 +16,14 @@ use paramhub_core::codec::Codec;
 use paramhub_core::combinations::{Feature, Features};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::liveness::LivenessRules;
-use paramhub_core::placement::{HubShape, Placement, RouteId};
+use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
 use paramhub_core::program_states::payload_bytes_max;
 use paramhub_core::requests::Requests;
 use paramhub_core::resuming::{ResumeNotices, ResumeTerms, Retunes};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::{JobOptions, OnWorkerLoss};
 use paramhub_core::settings::Settings;
+use paramhub_core::standbys::{Share, route_at};
 use paramhub_core::wire::{
     Attempt, Caller, Capabilities, Direction, FACTORS_HEAD_BYTES, Hello, Refusal, State,
 };
@@ -43,7 +44,7 @@ use crate::notices::Notices;
 use crate::options::{Options, ParameterSharing, Transport, deadline};
 use crate::program_state::ProgramStateClaims;
 use crate::requests_in_flight::RequestsInFlight;
-use crate::resume::{Redialler, StreamEndpoint, StreamEventSender};
+use crate::resume::{Redialler, RoutePlace, StreamEndpoint, StreamEventSender};
 use crate::staging::Staging;
 use crate::statistics::Counters;
 use crate::steps::KeySteps;
@@ -91,6 +92,8 @@ pub struct JobConfig {
     pub incarnation: Incarnation,
     /// Every hub of the worker's site, in the order in which the placement counts them.
     pub hubs: Vec<HubShape>,
+    /// The hubs of each share of the chunks, by their positions in `hubs`, if they have standbys.
+    pub shares: Vec<Share>,
     /// The settings that the ranks agreed on.
     pub settings: Settings,
     /// The job's waits and lifetimes.
@@ -211,6 +214,7 @@ impl JobConfig {
                 epoch: self.epoch,
                 encrypts: self.job_options.encrypt,
                 moves: resuming.moves,
+                has_standbys: resuming.has_standbys,
                 selector: options.interfaces.clone(),
                 shared: Arc::downgrade(&shared),
                 chunk_bytes,
@@ -310,6 +314,7 @@ impl JobConfig {
                 caller,
                 interface: route.interface,
                 core: route.core,
+                standby_route: None,
                 offered: Capabilities::default(),
                 required: Capabilities::default(),
                 attempt: Attempt::first(self.epoch),
@@ -374,11 +379,11 @@ impl JobConfig {
                 ));
             }
             opened.state_slots = state_slots;
-            let mut addresses: Vec<Arc<str>> =
-                shape.interfaces.iter().map(|interface| interface.address.as_str().into()).collect();
-            addresses.rotate_left(usize::from(route.interface));
-            addresses.dedup();
-            let endpoint = StreamEndpoint { hello, addresses, attempts: AtomicU32::new(0) };
+            let endpoint = StreamEndpoint {
+                hello,
+                places: self.places(id as RouteId, route),
+                attempts: AtomicU32::new(0),
+            };
             let route = id as RouteId;
             opened.streams.push(OpenedStream { route, hub, stream, source: leaves_from, endpoint });
         }
@@ -389,6 +394,34 @@ impl JobConfig {
         Ok(opened)
     }
 
+    /// Where a stream of a route that was cut may be opened again: at all addresses of its hub or, if that has a standby, at the
+    /// address of the route at each of the two.
+    fn places(&self, id: RouteId, route: &Route) -> Vec<RoutePlace> {
+        let own = &self.hubs[usize::from(route.hub)];
+        let place = |shape: &HubShape, interface: u16, core: u16, standby_route| RoutePlace {
+            address: shape.interfaces[usize::from(interface)].address.as_str().into(),
+            interface,
+            core,
+            standby_route,
+        };
+        let standby = self.shares.get(usize::from(route.hub)).and_then(|share| share.standby);
+        if let Some(shape) = standby.and_then(|standby| self.hubs.get(usize::from(standby))) {
+            let (interface, core) = route_at(route, own, shape);
+            return vec![
+                place(own, route.interface, route.core, None),
+                place(shape, interface, core, Some(id)),
+            ];
+        }
+        let of_interface = |interface: u16| RoutePlace {
+            interface: route.interface,
+            ..place(own, interface, route.core, None)
+        };
+        let mut places: Vec<RoutePlace> = (0..own.interfaces.len() as u16).map(of_interface).collect();
+        places.rotate_left(usize::from(route.interface));
+        places.dedup_by(|one, other| one.address == other.address);
+        places
+    }
+
     /// Connects to the hub's local socket, where shared memory is wanted and the hub is on this host.
     fn reach_locally(
         &self,
@@ -397,7 +430,8 @@ impl JobConfig {
         shape: &HubShape,
         options: &Options,
     ) -> Result<Option<UnixStream>, WorkerError> {
-        if options.transport == Transport::Tcp || self.settings.quantises() {
+        let has_standbys = self.job_options.has_standbys();
+        if options.transport == Transport::Tcp || self.settings.quantises() || has_standbys {
             return Ok(None);
         }
         let reached = match &shape.local {

@@ -68,8 +68,8 @@ enum LaneState {
     Open,
     /// Nothing more can be sent, and frames may still come.
     SendClosed,
-    /// The stream broke, and another is being opened in its place.
-    Resuming,
+    /// The stream broke, and another is being opened in its place, which is not waited for any longer than this.
+    Resuming { until: Instant },
     /// Nothing more is sent, and nothing more will come.
     Closed,
 }
@@ -236,7 +236,12 @@ impl Lane {
 
     /// Whether another stream is being opened in the place of this one.
     pub(crate) fn is_resuming(&self) -> bool {
-        self.state == LaneState::Resuming
+        matches!(self.state, LaneState::Resuming { .. })
+    }
+
+    /// Whether another stream was to be in the place of this one by now.
+    pub(crate) fn is_resuming_overdue(&self, now: Instant) -> bool {
+        matches!(self.state, LaneState::Resuming { until } if now >= until)
     }
 
     /// Sends nothing more; what still comes is received.
@@ -250,13 +255,13 @@ impl Lane {
         self.state = LaneState::Closed;
     }
 
-    /// Notes that the stream broke and another is to be opened in its place; `false` if that was known. The
-    /// poller no longer watches the stream.
-    pub(crate) fn begin_resuming(&mut self) -> bool {
+    /// Notes that the stream broke and another is to be opened in its place, which has failed if it is not there at
+    /// `until`; `false` if that was known. The poller no longer watches the stream.
+    pub(crate) fn begin_resuming(&mut self, until: Instant) -> bool {
         if self.is_resuming() {
             return false;
         }
-        self.state = LaneState::Resuming;
+        self.state = LaneState::Resuming { until };
         self.polls_writable = false;
         self.has_more = false;
         true

@@ -269,6 +269,7 @@ impl Member {
             workers: self.connected.workers,
             incarnation: self.incarnation,
             hubs: self.connected.hubs.clone(),
+            shares: self.connected.shares.clone(),
             settings: request.settings,
             job_options: self.connected.options,
             resumed_step: initialised.resumed_step,

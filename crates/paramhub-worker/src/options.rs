@@ -285,6 +285,7 @@ mod tests {
         let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..plain.clone() };
         let late = JobOptions { stragglers: Stragglers::Backup(1), ..JobOptions::default() };
         let usual = JobOptions::default();
+        let replicas = JobOptions { replicas: 1, ..usual };
         for options in [&auto, &shm] {
             options.check(&who, &plain, &usual, 1).unwrap();
         }
@@ -294,6 +295,7 @@ mod tests {
             (&auto, &stale, &usual, 1),
             (&auto, &plain, &late, 1),
             (&auto, &plain, &usual, 2),
+            (&auto, &plain, &replicas, 2),
             (&buffers, &plain, &usual, 1),
         ]
         .map(|(options, settings, job_options, hubs)| {

@@ -1,5 +1,6 @@
 //! Opens a broken stream again: to the same core, by the same path or, in a job whose streams may move, to another
-//! address of its hub or from another address of this host.
+//! address of its hub or from another address of this host. In a job with standbys the stream may also go to the other hub
+//! that has the chunks.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -9,7 +10,8 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::StreamSecret;
-use paramhub_core::resuming::{AfterRound, Attempts, BrokenPath, HANDSHAKE, path_order};
+use paramhub_core::placement::RouteId;
+use paramhub_core::resuming::{AfterRound, Attempts, BrokenPath, HANDSHAKE, HANDSHAKE_OF_TWO, path_order};
 use paramhub_core::wire::{Attempt, Direction, Hello, Refusal};
 use paramhub_transport::dialling::dial_from;
 use paramhub_transport::interface::Selector;
@@ -19,6 +21,9 @@ use crate::dial::Dialler;
 use crate::error::{WorkerError, WorkerId};
 use crate::interfaces::Interfaces;
 use crate::job::Shared;
+
+/// How long a hub may say that a job has ended before a worker believes it whose job may go on at another hub.
+const ENDED_AFTER: Duration = Duration::from_secs(3);
 
 /// An event that concerns the streams, for the I/O thread of a job whose streams are opened again.
 pub(crate) enum StreamEvent {
@@ -68,6 +73,8 @@ pub(crate) struct Redialler {
     pub(crate) encrypts: bool,
     /// Whether streams may go by other paths than before.
     pub(crate) moves: bool,
+    /// Whether the endpoints are those of two hubs, of which one may have taken over from the other.
+    pub(crate) has_standbys: bool,
     pub(crate) selector: Selector,
     pub(crate) shared: Weak<Shared>,
     pub(crate) chunk_bytes: usize,
@@ -81,11 +88,22 @@ pub(crate) struct Redialler {
 pub(crate) struct StreamEndpoint {
     /// The hello that was sent, but for the challenge.
     pub(crate) hello: Hello,
-    /// All addresses of the hub, that of the route first.
-    pub(crate) addresses: Vec<Arc<str>>,
+    /// Where the chunks of the route are: at the addresses of the hub, that of the route first, or at those of two hubs.
+    pub(crate) places: Vec<RoutePlace>,
     /// The number of the newest stream: 0 for the first. A stream whose handshake has failed here may have
     /// opened at the hub, so each one that is begun has a number of its own.
     pub(crate) attempts: AtomicU32,
+}
+
+/// One place at which a hub has the chunks of a route.
+pub(crate) struct RoutePlace {
+    /// The address of the hub's interface.
+    pub(crate) address: Arc<str>,
+    /// The interface and the core there, as the hello names them.
+    pub(crate) interface: u16,
+    pub(crate) core: u16,
+    /// The route, if the hub is not its own in the placement.
+    pub(crate) standby_route: Option<RouteId>,
 }
 
 /// How a lane's stream broke.
@@ -120,7 +138,7 @@ enum NotOpened {
 }
 
 struct DialAttempt<'a> {
-    hub: &'a Arc<str>,
+    place: &'a RoutePlace,
     address: SocketAddr,
     source: Option<IpAddr>,
 }
@@ -135,8 +153,10 @@ impl Redialler {
         let tries = Attempts::new(Instant::now(), failure.patience);
         let (mut last_error, mut unheard) =
             ("no interface of this worker leads there".to_owned(), Vec::new());
+        let mut ended: Option<(Instant, WorkerError)> = None;
         loop {
             let mut is_hub_gone = false;
+            let (mut gone, mut tried) = (0, 0);
             let interfaces = Interfaces::learn_running(&self.selector);
             let attempts = match self.moves {
                 true => self.attempts(&self.endpoints[lane], failure, &interfaces),
@@ -149,10 +169,24 @@ impl Redialler {
                 if tries.are_over(Instant::now()) {
                     break;
                 }
+                tried += 1;
                 match self.open(lane, &attempt, &interfaces, &tries, &mut unheard) {
                     Ok((stream, source)) => {
-                        let (hub, why) = (Arc::clone(attempt.hub), failure.why());
+                        let (hub, why) = (Arc::clone(&attempt.place.address), failure.why());
                         return Ok(Box::new(ResumedStream { stream, hub, source, unheard, why }));
+                    }
+                    // One of the two hubs may have lost sight of the job, which goes on at the other.
+                    Err(NotOpened::Failed(error @ WorkerError::Refused { refusal, .. }))
+                        if self.has_standbys && refusal != Refusal::Busy =>
+                    {
+                        let (since, _) = ended.get_or_insert((Instant::now(), error.clone()));
+                        if since.elapsed() >= ENDED_AFTER {
+                            return Err(error);
+                        }
+                        last_error = error.to_string();
+                    }
+                    Err(NotOpened::HubGone(error)) if self.has_standbys => {
+                        (gone, last_error) = (gone + 1, error.to_string());
                     }
                     // The loss of the stream is what ends the job, not that this hub resumes none.
                     Err(NotOpened::Failed(WorkerError::Refused {
@@ -174,6 +208,11 @@ impl Redialler {
                     Err(NotOpened::Failed(error)) => last_error = error.to_string(),
                 }
             }
+            // Whatever the hubs that are there have said is said by all of them.
+            if let Some((_, error)) = ended.take_if(|_| gone + 1 >= tried) {
+                return Err(error);
+            }
+            is_hub_gone |= self.has_standbys && tried > 0 && gone == tried;
             let is_over = self.shared.upgrade().is_none_or(|shared| shared.inbox.closed().is_some());
             match tries.after_round(Instant::now(), is_over, is_hub_gone) {
                 AfterRound::Again(pause) => std::thread::sleep(pause),
@@ -200,21 +239,22 @@ impl Redialler {
         interfaces: &Interfaces,
     ) -> Vec<DialAttempt<'a>> {
         let mut attempts = Vec::new();
-        for hub in &endpoint.addresses {
+        for place in &endpoint.places {
             // A name that cannot be resolved now is looked up again in the next round.
-            for address in hub.to_socket_addrs().into_iter().flatten() {
+            for address in place.address.to_socket_addrs().into_iter().flatten() {
                 let sources = interfaces.sources(address);
-                attempts.extend(sources.into_iter().map(|source| DialAttempt { hub, address, source }));
+                attempts.extend(sources.into_iter().map(|source| DialAttempt { place, address, source }));
             }
         }
         attempts.sort_by_key(|attempt| {
-            path_order(failure.broken, *attempt.hub == failure.hub, attempt.source == failure.source)
+            let is_same_hub = attempt.place.address == failure.hub;
+            path_order(failure.broken, is_same_hub, attempt.source == failure.source)
         });
         attempts
     }
 
-    /// The path of the broken stream, chosen as at first. An interface that is down for a moment counts, so that its
-    /// streams do not move.
+    /// The path of the broken stream, chosen as at first, or those to both hubs that have the chunks. An interface that is down
+    /// for a moment counts, so that its streams do not move.
     fn attempts_as_before<'a>(
         &self,
         endpoint: &'a StreamEndpoint,
@@ -222,13 +262,16 @@ impl Redialler {
     ) -> Vec<DialAttempt<'a>> {
         let Ok(interfaces) = Interfaces::learn(&self.selector) else { return Vec::new() };
         let mut attempts = Vec::new();
-        for hub in endpoint.addresses.iter().filter(|hub| **hub == failure.hub) {
-            for address in hub.to_socket_addrs().into_iter().flatten() {
+        let leads_there = |place: &&RoutePlace| self.has_standbys || place.address == failure.hub;
+        for place in endpoint.places.iter().filter(leads_there) {
+            for address in place.address.to_socket_addrs().into_iter().flatten() {
                 if let Ok(source) = interfaces.source(address, usize::from(endpoint.hello.interface)) {
-                    attempts.push(DialAttempt { hub, address, source });
+                    attempts.push(DialAttempt { place, address, source });
                 }
             }
         }
+        attempts
+            .sort_by_key(|attempt| path_order(failure.broken, attempt.place.address == failure.hub, true));
         attempts
     }
 
@@ -240,14 +283,15 @@ impl Redialler {
         tries: &Attempts,
         unheard: &mut Vec<std::net::TcpStream>,
     ) -> Result<(Connection, Option<IpAddr>), NotOpened> {
-        let hub = attempt.hub;
+        let (hub, place) = (&attempt.place.address, attempt.place);
+        let handshake = if self.has_standbys { HANDSHAKE_OF_TWO } else { HANDSHAKE };
         let by = |patience| tries.by(Instant::now(), patience);
         let dialler = Dialler {
             who: &self.who,
             secret: &self.secret,
             interfaces,
             encrypts: self.encrypts,
-            deadline: by(tries.connect_timeout() + HANDSHAKE),
+            deadline: by(tries.connect_timeout() + handshake),
         };
         let left = by(tries.connect_timeout())
             .saturating_duration_since(Instant::now())
@@ -263,8 +307,15 @@ impl Redialler {
         let endpoint = &self.endpoints[lane];
         let number = endpoint.attempts.fetch_add(1, Ordering::Relaxed) + 1;
         let attempt = Attempt::Numbered { epoch: self.epoch, number };
-        let opened =
-            dialler.greet(hub, socket, Hello { attempt, ..endpoint.hello }).map_err(NotOpened::Failed)?;
+        let RoutePlace { interface, core, standby_route, .. } = *place;
+        let hello = Hello { attempt, interface, core, standby_route, ..endpoint.hello };
+        let opened = dialler.greet(hub, socket, hello).map_err(|error| {
+            if let WorkerError::Refused { .. } = error {
+                // The hub has not taken it for a stream.
+                unheard.pop();
+            }
+            NotOpened::Failed(error)
+        })?;
         let stream = TcpStream::new(opened.socket, Direction::ToWorker, self.chunk_bytes)
             .map(|stream| stream.with_encryption(opened.keys.as_ref()))
             .and_then(|stream| stream.with_buffer_bytes(self.send_bytes, self.receive_bytes))

@@ -24,6 +24,7 @@ mod e2e_racks;
 mod e2e_redial;
 mod e2e_resume;
 mod e2e_run;
+mod e2e_standbys;
 mod e2e_stragglers;
 mod e2e_teams;
 mod e2e_tenants;

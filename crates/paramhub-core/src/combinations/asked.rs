@@ -106,6 +106,7 @@ impl JobOptions {
             (Feature::ContinuesOverInterfaces, self.continues()),
             (Feature::RedialGrace, self.redial_grace_s != 0.0 && self.redial_grace_s != REDIAL_GRACE_S),
             (Feature::LateLeftOut, self.stragglers.leaves_out()),
+            (Feature::Replicas, self.has_standbys()),
             (Feature::ContinuesWithoutWorkers, self.on_worker_loss == OnWorkerLoss::Continue),
             (Feature::Rewinds, self.rewinds()),
             (Feature::NoRewind, !self.rewinds()),
@@ -136,7 +137,7 @@ impl ResumeTerms {
         let whole = schemes.fold(job, Features::with);
         let is_exact = conflict_of(Feature::RedialGrace, whole).is_none();
         let redial_grace = if is_exact { options.redial_grace() } else { Duration::ZERO };
-        ResumeTerms { redial_grace, moves: options.continues() }
+        ResumeTerms { redial_grace, moves: options.continues(), has_standbys: options.has_standbys() }
     }
 }
 

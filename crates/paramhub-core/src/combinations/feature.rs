@@ -67,6 +67,7 @@ features! {
     ContinuesOverInterfaces, "continues-over-interfaces", "`on_interface_down = continue`";
     RedialGrace, "redial-grace", "a `redial_grace` other than 0.5 and 0";
     LateLeftOut, "late-left-out", "`stragglers` other than wait";
+    Replicas, "replicas", "`replicas`";
     ContinuesWithoutWorkers, "continues-without-workers", "`on_worker_loss = continue`";
     Rewinds, "rewinds", "`on_worker_loss = rewind`";
     NoRewind, "no-rewind", "`on_worker_loss` other than rewind";

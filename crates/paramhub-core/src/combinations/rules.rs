@@ -2,6 +2,7 @@
 
 mod commands;
 mod jobs;
+mod losses;
 
 use super::Topic;
 
@@ -13,7 +14,8 @@ pub static TOPICS: &[Topic] = &[
     Topic { title: "Interfaces that go down", rules: jobs::INTERFACES },
     Topic { title: "Encrypted streams", rules: jobs::ENCRYPTION },
     Topic { title: "Late workers", rules: jobs::STRAGGLERS },
-    Topic { title: "Lost workers", rules: jobs::WORKER_LOSS },
+    Topic { title: "Lost workers", rules: losses::WORKER_LOSS },
+    Topic { title: "Replicas", rules: losses::REPLICAS },
     Topic { title: "Jobs without hubs", rules: jobs::NO_HUBS },
     Topic { title: "Checkpoints", rules: jobs::CHECKPOINTS },
     Topic { title: "A worker's own options", rules: jobs::WORKERS },

@@ -140,6 +140,7 @@ fn job(settings: Settings, options: JobOptions, composition: Composition) -> Job
         composition,
         site: 0,
         hub: 0,
+        shares: Vec::new(),
         cluster: Cluster::beside_workers(2),
         settings,
         team: Default::default(),
@@ -164,6 +165,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     let continues = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..usual };
     let outlives = JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..usual };
     let rewinds = JobOptions { on_worker_loss: OnWorkerLoss::Rewind, ..usual };
+    let replicas = JobOptions { replicas: 1, ..usual };
     let late = JobOptions { stragglers: Stragglers::Backup(1), ..usual };
     let encrypted = JobOptions { encrypt: true, ..usual };
     let saves = JobOptions { program_state_bytes: 1, ..usual };
@@ -181,9 +183,19 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         let job = job(settings.clone(), options, composition);
         check_job(&job, &Plan::new(settings, &job.cluster))
     };
-    for options in
-        [usual, continues, late, outlives, rewinds, encrypted, saves, every("30s"), every("5"), resumes]
-    {
+    for options in [
+        usual,
+        continues,
+        late,
+        outlives,
+        rewinds,
+        replicas,
+        encrypted,
+        saves,
+        every("30s"),
+        every("5"),
+        resumes,
+    ] {
         assert_eq!(conflict(&settings(), options, flat()), Ok(()));
     }
     for settings in
@@ -225,6 +237,11 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         (&stale, rewinds, flat()),
         (&mean, rewinds, flat()),
         (&quantised, rewinds, flat()),
+        (&settings(), replicas, racks()),
+        (&stale, replicas, flat()),
+        (&clipped, replicas, flat()),
+        (&quantised, replicas, flat()),
+        (&by(Scheme::FactorsToHub), replicas, flat()),
         (&mean, resumes, flat()),
         (&stale, every("5"), flat()),
         (&settings(), every("30s"), two_hubs),

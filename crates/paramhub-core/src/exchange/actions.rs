@@ -33,7 +33,8 @@ pub enum Fold {
 pub enum SumAction {
     /// Wait: the sum lacks contributions.
     Wait,
-    /// Send the sum to the site above, whose answer [`Exchange::lower`](super::Exchange::lower) takes: it is complete here.
+    /// Send the sum to the site above, whose answer [`Exchange::lower`](super::Exchange::lower) takes, or to the standby, whose
+    /// acknowledgement [`Exchange::acknowledged`](super::Exchange::acknowledged) takes: it is complete here.
     Raise,
     /// Make the sum of the factors, which are all here, and then call [`Exchange::made`](super::Exchange::made).
     Make,

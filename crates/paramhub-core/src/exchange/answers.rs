@@ -105,6 +105,7 @@ impl Exchange {
         let chunk = self.chunks[slot as usize];
         let next_step = self.member(slot, member).next_step;
         chunk.initialised
+            && !chunk.awaits_standby
             && match self.rules.consistency {
                 _ if matches!(answer, Answer::State(_)) => true,
                 Consistency::Synchronous => u64::from(next_step) <= chunk.version,

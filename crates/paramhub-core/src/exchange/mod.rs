@@ -30,6 +30,9 @@
 //! In a job that goes [back](Exchange::rewind) when a member is lost, all members begin again at an earlier step, of which
 //! the hub has kept the parameters.
 //!
+//! In a job with [standbys](crate::standbys) a complete sum goes to the standby of the chunk first, and answers wait for its
+//! acknowledgement; see [`Exchange::follow`] and [`Exchange::acknowledged`].
+//!
 //! If the [factors](crate::factors) of a layer come instead of its gradient, [`Gathering`] keeps the state of
 //! their pieces. All chunks of the layer become complete at once, and the hub makes their sums one after the
 //! other.
@@ -47,6 +50,7 @@ mod losses;
 mod releases;
 mod rewind;
 mod rules;
+mod standby;
 mod start;
 mod state;
 mod stragglers;

@@ -41,6 +41,6 @@ pub struct Rules {
 pub struct ChunkReach {
     /// The number of members that contribute to the chunk, counted from member 0.
     pub members: u32,
-    /// `true` if the sum goes on to a site above.
+    /// `true` if the sum goes on to a site above, or first to a standby.
     pub has_above: bool,
 }

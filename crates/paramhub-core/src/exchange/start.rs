@@ -46,6 +46,7 @@ impl Exchange {
             version: u64::from(version),
             updates: chunk.updates,
             takes_factors: chunk.takes_factors,
+            awaits_standby: self.has_standby(),
             ..ChunkState::new(chunk.reach, true)
         };
         for member in 0..self.rules.members {
@@ -82,6 +83,9 @@ impl Exchange {
         }
         if member.is_some_and(|member| self.is_unanswered(slot, member)) {
             return Err(ProtocolViolation::Unanswered);
+        }
+        if self.has_standby() {
+            return Err(ProtocolViolation::StateWithStandby);
         }
         if updates > STATE_UPDATES_MAX {
             return Err(ProtocolViolation::StateUpdates(updates));

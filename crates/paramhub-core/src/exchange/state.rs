@@ -5,11 +5,14 @@ use std::collections::HashSet;
 use super::actions::{Answer, Update};
 use super::rewind::KeptVersion;
 use super::rules::{ChunkReach, Rules};
+use crate::standbys::Role;
 
 /// The state of one route's chunks. Slots number the chunks as in [`crate::placement::Placement::chunks`].
 #[derive(Clone, Debug)]
 pub struct Exchange {
     pub(super) rules: Rules,
+    /// Which of the two hubs of the chunks this one is, in a job with standbys.
+    pub(super) role: Role,
     pub(super) chunks: Vec<ChunkState>,
     /// The state of member `m` at slot `s`, at `s * members + m`.
     pub(super) members: Vec<MemberState>,
@@ -62,6 +65,8 @@ pub(super) struct ChunkState {
     /// The number of those members that were counted in the step before.
     pub(super) prompt: u32,
     pub(super) initialised: bool,
+    /// `true` while the standby has not acknowledged the parameters that the chunk starts from.
+    pub(super) awaits_standby: bool,
     /// `true` once the chunk has had an update here.
     pub(super) has_moved_on: bool,
     /// `true` if members contribute factors.
@@ -75,7 +80,7 @@ pub(super) enum StepStage {
     /// Some contributions are missing.
     #[default]
     Open,
-    /// The sum is complete here and goes to the site above.
+    /// The sum is complete here and goes to the site above, or to the standby.
     SentUp,
     /// All factors are here, and the sum is being made of them.
     SummingFactors,
@@ -133,6 +138,7 @@ impl ChunkState {
             awaited: 0,
             prompt: 0,
             initialised,
+            awaits_standby: false,
             has_moved_on: false,
             takes_factors: false,
             stage: StepStage::Open,
@@ -171,6 +177,7 @@ impl Exchange {
             reach.into_iter().map(|reach| ChunkState::new(reach, !rules.has_parameters)).collect();
         let mut exchange = Exchange {
             rules,
+            role: Role::Serves { has_standby: false },
             members: vec![MemberState::default(); chunks.len() * rules.members as usize],
             departed: vec![false; rules.members as usize],
             departures: 0,

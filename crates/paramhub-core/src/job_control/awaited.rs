@@ -151,7 +151,7 @@ fn what(overdue: &OverdueNeighbours) -> String {
 fn names(job: &Job, neighbours: &[Neighbour]) -> String {
     let name = |&neighbour: &Neighbour| {
         let ranks = match neighbour {
-            Neighbour::Worker(_) => Vec::new(),
+            Neighbour::Worker(_) | Neighbour::Counterpart(_) => Vec::new(),
             Neighbour::Site(site) if may_wait_itself(job, site) => {
                 return format!("{} or one before it in the ring", job.name_of(neighbour));
             }
@@ -177,6 +177,7 @@ fn ranks_of(job: &Job, overdue: &OverdueNeighbours) -> Vec<u32> {
     for neighbour in &overdue.neighbours {
         match neighbour {
             Neighbour::Worker(rank) => ranks.push(*rank),
+            Neighbour::Counterpart(_) => {}
             Neighbour::Site(site) if may_wait_itself(job, *site) => {}
             Neighbour::Site(site) => ranks.extend(job.terms.composed.composition.ranks_below(*site)),
         }

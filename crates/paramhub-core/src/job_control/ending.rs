@@ -198,7 +198,10 @@ impl JobControl {
             self.info(format!("job `{}` finished", job.terms.name));
         }
         let counters = HubJobCounters { namespace, counters: job.counters, left_out: job.left_out };
-        self.report_end(EndReport { end, since, counters }, !job.terms.routes.is_empty());
+        // A job that goes on at other hubs has not ended.
+        if !job.is_retired {
+            self.report_end(EndReport { end, since, counters }, !job.terms.routes.is_empty());
+        }
         self.outputs.push(Output::Forget(namespace));
     }
 }

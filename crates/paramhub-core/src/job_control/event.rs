@@ -9,6 +9,7 @@ use crate::composition::Neighbour;
 use crate::exchange::Awaited;
 use crate::placement::RouteId;
 use crate::service::{CauseKind, JobCounters, ProbeOrder, ProbeReport, StopWhen};
+use crate::standbys::Share;
 
 /// With what a job begins that was to look for a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,6 +101,17 @@ pub enum Event {
         rank: u32,
         /// The epoch that begins with this.
         epoch: u64,
+    },
+    /// The manager has changed which hubs have the shares of a job.
+    ChangeShares {
+        /// The job.
+        namespace: Namespace,
+        /// The number of the change, from 1.
+        number: u32,
+        /// The shares from now on.
+        shares: Vec<Share>,
+        /// What has happened, for people.
+        reason: String,
     },
     /// All workers of a job have left another of its hubs.
     Finish {

@@ -1,15 +1,17 @@
 //! One job at a hub.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::JobTerms;
 use super::awaited::Waits;
 use super::notices::Announced;
 use super::ranks::ChangedRanks;
+use super::standbys::LostCounterpart;
 use crate::composition::Neighbour;
 use crate::placement::RouteId;
 use crate::service::{JobCounters, JobEnd, add_by_rank};
+use crate::standbys::Share;
 
 /// The state of a job.
 pub(super) struct Job {
@@ -21,6 +23,15 @@ pub(super) struct Job {
     pub(super) is_linked: bool,
     /// The routes and ports by which a neighbour has left.
     pub(super) left: BTreeSet<(RouteId, u32)>,
+    /// The hubs of each share as the manager has decided last, and the number of that change.
+    pub(super) shares: Vec<Share>,
+    pub(super) shares_number: u32,
+    /// The shares whose other hub is lost to this one.
+    pub(super) lost_counterparts: BTreeMap<u16, LostCounterpart>,
+    /// When the job fails unless all workers have come to the routes that this hub serves instead of another.
+    pub(super) awaits_workers_until: Option<Duration>,
+    /// Whether it goes on at other hubs without this one.
+    pub(super) is_retired: bool,
     /// The ranks that are lost, or were.
     pub(super) ranks: ChangedRanks,
     /// What has been reported of neighbours.
@@ -68,6 +79,13 @@ pub(super) enum Phase {
     Ending { routes: usize, end: JobEnd, since: Duration },
 }
 
+impl Phase {
+    /// Whether it is decided that the job is over.
+    pub(super) fn is_over(&self) -> bool {
+        matches!(self, Phase::Refused | Phase::Ending { .. })
+    }
+}
+
 /// The wait for the frames of workers whose processes have ended.
 pub(super) struct Concluding {
     pub(super) since: Duration,
@@ -83,6 +101,11 @@ impl Job {
             current_workers: terms.first_workers,
             ranks: ChangedRanks::without(not_yet, terms.epoch),
             phase: Phase::Opening { routes: terms.routes.len() },
+            shares: terms.shares.clone(),
+            shares_number: 0,
+            lost_counterparts: BTreeMap::new(),
+            awaits_workers_until: None,
+            is_retired: false,
             terms,
             has_opened: false,
             is_linked: false,
@@ -112,7 +135,7 @@ impl Job {
 
     /// Whether it is decided that the job is over.
     pub(super) fn is_ending(&self) -> bool {
-        matches!(self.phase, Phase::Refused | Phase::Ending { .. })
+        self.phase.is_over()
     }
 
     /// Whether the neighbour of a port has left by it on every route.
@@ -124,6 +147,9 @@ impl Job {
     /// have left if the job goes on without them, but one rank must have: a job of which all ranks are lost has not
     /// finished.
     pub(super) fn have_all_left(&self) -> bool {
+        if !self.shares.is_empty() {
+            return self.terms.routes.iter().all(|route| self.is_left(route));
+        }
         let is_away = |&(_, port): &(RouteId, u32)| !self.ranks.is_lost(port);
         let left = self.left.iter().filter(|&port| is_away(port)).count() as u64;
         let lost = self.ranks.lost().count();

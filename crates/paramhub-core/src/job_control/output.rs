@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use super::EndReport;
+use super::{EndReport, RoleChange};
 use crate::auth::Namespace;
+use crate::placement::RouteId;
 use crate::service::{HubEvent, ProbeOrder};
 use crate::wire::{Failure, Notice};
 
@@ -108,6 +109,24 @@ pub enum Output {
         epoch: u64,
         /// The change.
         change: RankChange,
+    },
+    /// Let a core change what this hub is for a route, and admit its streams accordingly.
+    ChangeRole {
+        /// The job.
+        namespace: Namespace,
+        /// The core.
+        core: u16,
+        /// The route.
+        route: RouteId,
+        /// The change.
+        role: RoleChange,
+    },
+    /// Refuse further streams of the job, which goes on at other hubs, so that their callers try these.
+    SendElsewhere {
+        /// The job.
+        namespace: Namespace,
+        /// Why it goes on elsewhere.
+        message: String,
     },
     /// Let a core close all streams of a job whose workers go back to an earlier step.
     Rewind {

@@ -67,6 +67,7 @@ impl JobControl {
         for namespace in open {
             self.report_allocated(namespace);
             self.report_lost_workers_again(namespace);
+            self.report_lost_counterparts_again(namespace);
         }
         self.outputs.extend(self.ends.iter().map(|end| Output::ReportEnd(end.report.clone())));
         self.report(HubEvent::AllReported { question });

@@ -99,6 +99,9 @@ impl JobControl {
     fn end_jobs(&mut self, now: Duration) {
         let living: Vec<Namespace> = self.jobs.keys().copied().collect();
         for namespace in living {
+            if self.hand_over(namespace, now) {
+                continue;
+            }
             self.fail_as_known(namespace, "the hub is shutting down".to_string(), now);
         }
         self.shutdown = Shutdown::EndingJobs { until: now + SHUTDOWN };

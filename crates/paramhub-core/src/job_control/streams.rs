@@ -77,6 +77,12 @@ impl JobControl {
         cause: FaultCause,
         now: Duration,
     ) {
+        let is_loss = matches!(cause, FaultCause::Silence | FaultCause::Kind(CauseKind::PeerLost));
+        if let Neighbour::Counterpart(route) = culprit
+            && is_loss
+        {
+            return self.counterpart_lost(namespace, route, message, now);
+        }
         let out_of_reach = self.manager_lost.map(|since| now.saturating_sub(since));
         let (cause, message) = match (cause, out_of_reach.filter(|time| *time >= CUT_OFF)) {
             (FaultCause::Kind(kind), _) => (kind, message),

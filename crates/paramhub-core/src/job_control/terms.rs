@@ -7,6 +7,7 @@ use crate::auth::Namespace;
 use crate::composition::{Composed, SiteId};
 use crate::placement::{Placement, RouteId};
 use crate::service::TeamAllowance;
+use crate::standbys::Share;
 use crate::stragglers::Stragglers;
 
 /// The time in which a process must open its streams once the manager has told it to, in a job that goes on when workers
@@ -68,6 +69,10 @@ pub struct JobTerms {
     pub min_workers: Option<u32>,
     /// The number of workers that are there from the beginning, counted from rank 0.
     pub first_workers: u32,
+    /// The hubs of each share, if the chunks have standbys; otherwise empty.
+    pub shares: Vec<Share>,
+    /// This hub's position among those of its site.
+    pub hub: u16,
     /// Whether all workers go back to an earlier step when one is lost.
     pub rewinds: bool,
     /// The epoch with which the job begins.
@@ -97,8 +102,10 @@ pub struct RouteTerms {
     pub core: u16,
     /// Its interface.
     pub interface: u16,
+    /// The share that it belongs to: the position of its hub in the placement.
+    pub share: u16,
     /// Number of its streams: one for each worker, and one for each route of another site that has chunks in
-    /// common with this one.
+    /// common with this one or, last, one for the other hub of the share.
     pub streams: u32,
 }
 

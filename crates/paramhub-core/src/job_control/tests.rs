@@ -6,6 +6,7 @@ mod ranks;
 mod reports;
 mod rewind;
 mod shutdown;
+mod standbys;
 mod streams;
 
 use std::collections::BTreeSet;
@@ -42,7 +43,7 @@ fn terms(number: u8) -> JobTerms {
     let hub = HubShape { interfaces: vec![interface(0), interface(1)], local: None };
     let keys = KeyTable::new(vec![Key::new("w", [100_000])]).unwrap();
     let map = ChunkMap::new(&keys, 4096).unwrap();
-    let route = |id| RouteTerms { id, core: id, interface: id, streams: 2 };
+    let route = |id| RouteTerms { id, core: id, interface: id, share: 0, streams: 2 };
     JobTerms {
         namespace: job(number),
         name: format!("job-{number}"),
@@ -51,6 +52,8 @@ fn terms(number: u8) -> JobTerms {
         routes: ROUTES.map(route).to_vec(),
         min_workers: None,
         first_workers: 2,
+        shares: Vec::new(),
+        hub: 0,
         rewinds: false,
         epoch: 1,
         rendezvous: RENDEZVOUS,

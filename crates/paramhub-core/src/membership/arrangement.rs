@@ -42,6 +42,9 @@ impl Membership {
         let shapes = self.hubs.shapes();
         if let Some(job) = self.jobs.get_mut(&namespace) {
             let transition = job.begin_initialising(shapes, &core);
+            if transition != Transition::None {
+                job.choose_standbys(|hub| self.hubs.location(hub));
+            }
             job.options.encrypt |= self.hubs.demand_encryption(|hub| job.is_served_by(hub));
             if transition != Transition::None && !job.reduction().is_empty() {
                 let (job, reduction) = (job.name.clone(), job.reduction().to_string());

@@ -137,6 +137,15 @@ impl Membership {
                 job.worker_left((rank, epoch));
                 (namespace, Transition::None)
             }
+            HubEvent::HubLost { namespace, share, hub: lost, number, reason } => {
+                let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
+                    return;
+                };
+                let transition = job.counterpart_lost(hub, (share, lost), number, bounded(&reason), now);
+                self.losses_to_check.insert(namespace);
+                self.follow(namespace, transition);
+                return self.check_losses(now);
+            }
             HubEvent::RankExpected { namespace, rank, epoch, step } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 (namespace, job.process_expected(hub, (rank, epoch), step, now))

@@ -7,9 +7,11 @@ use serde::{Deserialize, Serialize};
 use crate::composition::Place;
 use crate::limits::HUBS_MAX;
 use crate::membership::Now;
+use crate::membership::job::LastContact;
 use crate::membership::job::job_hubs::describe_hub;
 use crate::placement::HubShape;
 use crate::service::{CoreCounters, ErrorCode, HubStatus, RegisterHub, ServiceError, refusal};
+use crate::standbys::HubLocation;
 use crate::tokens;
 use crate::wire::VERSION;
 
@@ -46,6 +48,8 @@ pub(crate) struct Hub {
     token_hash: String,
     pub(crate) cores: Vec<CoreCounters>,
     heard: Now,
+    /// Whether the connection of its last call has ended since, although it was not answered.
+    has_hung_up: bool,
     /// `true` if the hub is about to stop. It takes no further jobs then.
     pub(crate) is_leaving: bool,
     contact: Contact,
@@ -104,6 +108,7 @@ impl Hubs {
             token_hash,
             cores: Vec::new(),
             heard: now,
+            has_hung_up: false,
             is_leaving: false,
             contact: Contact::Expected,
         };
@@ -148,7 +153,7 @@ impl Hubs {
             );
             return Err(refusal(ErrorCode::Unauthorized, message));
         }
-        joined.heard = now;
+        (joined.heard, joined.has_hung_up) = (now, false);
         Ok(joined)
     }
 
@@ -246,6 +251,27 @@ impl Hubs {
     /// The machine that a hub runs on; empty if unknown.
     pub(crate) fn machine(&self, hub: u32) -> &str {
         self.hubs.get(&hub).map_or("", |hub| &hub.offer.machine)
+    }
+
+    /// Where a hub is.
+    pub(crate) fn location(&self, hub: u32) -> HubLocation {
+        let offer = |joined: &Hub| HubLocation {
+            machine: joined.offer.machine.clone(),
+            rack: joined.offer.place.rack.clone(),
+        };
+        self.hubs.get(&hub).map(offer).unwrap_or_default()
+    }
+
+    /// Notes that a hub has hung up while its call waited for commands.
+    pub(crate) fn hung_up(&mut self, hub: u32) {
+        if let Some(joined) = self.hubs.get_mut(&hub) {
+            joined.has_hung_up = true;
+        }
+    }
+
+    /// What is known of a hub from its calls.
+    pub(crate) fn last_contact(&self, hub: u32) -> Option<LastContact> {
+        self.hubs.get(&hub).map(|joined| LastContact { call: joined.heard, has_hung_up: joined.has_hung_up })
     }
 
     /// The hubs as listings show them.

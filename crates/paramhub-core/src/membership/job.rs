@@ -21,6 +21,9 @@ mod rewind;
 mod rewind_tests;
 mod silence;
 #[cfg(test)]
+mod standby_tests;
+mod standbys;
+#[cfg(test)]
 pub(super) mod tests;
 mod without_hubs;
 
@@ -41,6 +44,7 @@ use crate::service::{
     CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceError, StopWhen, refusal,
 };
 use crate::settings::Settings;
+use crate::standbys::Share;
 pub(crate) use calls::JobCall;
 use cause::Cause;
 use ending::{PendingConclusion, PendingFailure};
@@ -52,6 +56,8 @@ use rank_assignments::RankAssignments;
 pub use record::{JobRecord, MembersRecord};
 pub(crate) use rendezvous::InitNext;
 use rewind::Rewind;
+pub(crate) use standbys::LastContact;
+use standbys::SuspectedHub;
 
 /// The time that a rank whose InitService connection broke may take to call again before the job fails.
 pub(crate) const COME_BACK_S: f64 = 2.0;
@@ -87,6 +93,11 @@ pub(crate) enum Transition {
         /// What has happened, for the log.
         message: String,
     },
+    /// Other hubs have the shares of the job, and with it the job's record has changed.
+    SharesChanged {
+        /// What has happened, for the log.
+        message: String,
+    },
     /// These hubs must report how the job ends.
     AskHubs { hubs: Vec<u32>, reason: String, when: StopWhen },
     /// The job failed for another reason than the one recorded.
@@ -119,6 +130,13 @@ pub struct Job {
     peer_addresses: Vec<Option<SocketAddr>>,
     /// The hubs that serve the job; empty while it is connecting.
     job_hubs: Vec<JobHub>,
+    /// The hubs of each share, if the chunks have standbys; their positions are those in `job_hubs`.
+    shares: Vec<Share>,
+    /// The number of the last change of the shares, and why they have changed.
+    shares_number: u32,
+    shares_reason: String,
+    /// The hubs that their standbys have lost, until it is known whether they are still there.
+    suspected_hubs: Vec<SuspectedHub>,
     /// The sites of these hubs; `None` while the job is connecting.
     composition: Option<Arc<Composition>>,
     /// The way in which the sites reduce and why, for people.
@@ -219,6 +237,10 @@ impl Job {
             places: vec![Place::default(); request.workers as usize],
             peer_addresses: vec![None; request.workers as usize],
             job_hubs: Vec::new(),
+            shares: Vec::new(),
+            shares_number: 0,
+            shares_reason: String::new(),
+            suspected_hubs: Vec::new(),
             composition: None,
             reduction: String::new(),
             recorded_counters: JobCounters::default(),
@@ -257,7 +279,7 @@ impl Job {
 
     /// Returns whether hubs are told when all of them have allocated.
     pub(crate) fn is_linked(&self) -> bool {
-        self.has_several_sites() || self.options.outlives_workers()
+        self.has_several_sites() || self.options.outlives_workers() || self.options.has_standbys()
     }
 
     /// Returns the reason why the job has failed, or the newest notice while it runs.

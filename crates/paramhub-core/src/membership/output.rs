@@ -189,6 +189,15 @@ pub enum LogEvent {
         /// What has happened, and what follows.
         message: String,
     },
+    /// Other hubs have the shares of a job.
+    SharesChanged {
+        /// The job's name.
+        job: String,
+        /// The job.
+        namespace: Namespace,
+        /// What has happened, and what follows.
+        message: String,
+    },
     /// A hub is not heard any more. It gets no new jobs.
     HubUnheard {
         /// The hub, how long it has been silent, and what to look at.

@@ -85,16 +85,27 @@ impl Membership {
         self.outputs.push(Output::Log(LogEvent::HubHeardAgain { message }));
     }
 
-    /// Fails jobs whose ranks have lost a hub that the manager does not hear either.
-    fn check_losses(&mut self, now: Now) {
+    /// A hub has hung up while its call waited for commands. If nothing more is heard of it, and others report that it is lost,
+    /// it is.
+    pub fn hub_hung_up(&mut self, hub: u32, now: Now) {
+        self.hubs.hung_up(hub);
+        self.check_losses(now);
+    }
+
+    /// Fails jobs whose ranks have lost a hub that the manager does not hear either, and replaces hubs that their standbys have
+    /// lost.
+    pub(super) fn check_losses(&mut self, now: Now) {
         for namespace in std::mem::take(&mut self.losses_to_check) {
             let Some(job) = self.jobs.get_mut(&namespace) else { continue };
-            let transition = job.check_losses(|hub| self.hubs.last_call(hub), now);
-            if job.has_losses_to_check() {
+            let replaced = job.check_suspected_hubs(|hub| self.hubs.last_contact(hub), now);
+            let failed = job.check_losses(|hub| self.hubs.last_call(hub), now);
+            if job.has_losses_to_check() || job.has_suspected_hubs() {
                 self.losses_to_check.insert(namespace);
             }
-            if transition != Transition::None {
-                self.follow(namespace, transition);
+            for transition in [replaced, failed] {
+                if transition != Transition::None {
+                    self.follow(namespace, transition);
+                }
             }
         }
     }

@@ -11,6 +11,7 @@ use crate::composition::{Composition, Place, SiteId};
 use crate::placement::HubShape;
 use crate::scheme::Cluster;
 use crate::settings::Settings;
+use crate::standbys::Share;
 
 /// `POST /v1/hubs`: a hub joins the manager.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -164,6 +165,18 @@ pub enum HubCommand {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         step: Option<u32>,
     },
+    /// The hubs of a job's shares have changed: a hub is lost, or two of them do not reach each other. A hub that knows the
+    /// change ignores it.
+    ChangeShares {
+        /// The job.
+        namespace: Namespace,
+        /// The number of the change, from 1.
+        number: u32,
+        /// The shares from now on.
+        shares: Vec<Share>,
+        /// What has happened, for people.
+        reason: String,
+    },
     /// All workers of a job that goes on without lost workers have left another of its hubs: the job has finished here, too,
     /// whichever rank is lost or is being taken.
     Finish {
@@ -204,6 +217,9 @@ pub struct JobPlan {
     pub site: SiteId,
     /// The receiver's position among the hubs of its site.
     pub hub: u32,
+    /// The hubs of each share of the chunks, if they have [standbys](crate::standbys).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<Share>,
     /// The cluster for which the [plan](crate::scheme::Plan) of schemes is made.
     pub cluster: Cluster,
     /// The settings on which the ranks agreed.

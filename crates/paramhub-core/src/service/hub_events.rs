@@ -75,6 +75,20 @@ pub enum HubEvent {
         /// The epoch since which its process has had the rank.
         epoch: u64,
     },
+    /// The other hub of a share is lost to this one, in a job with standbys, or this hub leaves the job itself because it shuts
+    /// down. The hub waits for what the manager decides.
+    HubLost {
+        /// The job.
+        namespace: Namespace,
+        /// The share, by its number.
+        share: u16,
+        /// The hub that is lost, by its position in the job.
+        hub: u16,
+        /// The number of the last change of the shares of which this hub has heard; 0 before the first.
+        number: u32,
+        /// What has happened.
+        reason: String,
+    },
     /// The first step to which the process that takes a rank may contribute at this hub. No chunk of this hub goes
     /// beyond that step until the process joins. In a job that goes back, the newest step to which its chunks can.
     RankExpected {

@@ -56,6 +56,11 @@ pub struct JobOptions {
     /// The reaction of the job when a worker is lost.
     #[serde(skip_serializing_if = "is_default")]
     pub on_worker_loss: OnWorkerLoss,
+    /// The number of standbys of each chunk, 0 or 1. With 1 another hub makes the same updates from the same sums, and takes
+    /// over inside the step when the hub is lost. Such a job waits for two hubs or more. Only for some jobs; see
+    /// [`combinations`](crate::combinations).
+    #[serde(skip_serializing_if = "is_default")]
+    pub replicas: u32,
     /// With `on_worker_loss` `continue`: the least number of workers that steps go on with; at least 1 and at most the
     /// number of ranks.
     #[serde(skip_serializing_if = "is_one")]
@@ -107,6 +112,11 @@ impl JobOptions {
     /// How long a connection that was cut may take to be made again, where that is possible.
     pub fn redial_grace(&self) -> Duration {
         Duration::try_from_secs_f64(self.redial_grace_s.min(REDIAL_GRACE_S_MAX)).unwrap_or_default()
+    }
+
+    /// Returns whether another hub stands by for each chunk.
+    pub fn has_standbys(&self) -> bool {
+        self.replicas > 0
     }
 
     /// Returns whether the job goes on when a worker is lost.
@@ -276,6 +286,7 @@ impl Default for JobOptions {
             on_interface_down: OnInterfaceDown::default(),
             redial_grace_s: REDIAL_GRACE_S,
             on_worker_loss: OnWorkerLoss::default(),
+            replicas: 0,
             min_workers: 1,
             start_workers: None,
             rewind_every: 1,

@@ -9,6 +9,7 @@ use crate::auth::Incarnation;
 use crate::composition::{Composed, Neighbour, SiteId};
 use crate::placement::RouteId;
 use crate::ports::{Ports, Side};
+use crate::standbys::Role;
 use crate::wire::{Caller, Hello, Refusal};
 
 /// What a hub knows of a job before its streams come.
@@ -29,6 +30,10 @@ pub struct StreamTerms {
     pub ports: HashMap<RouteId, Arc<Ports>>,
     /// Routes with chunks, by interface and core number.
     pub routes: HashMap<(u16, u16), RouteId>,
+    /// The interface and the core of each route for which the hub is the standby.
+    pub standby_routes: HashMap<RouteId, (u16, u16)>,
+    /// What the hub is for each route, in a job with standbys; otherwise empty.
+    pub roles: HashMap<RouteId, Role>,
     /// Whether another stream may take the place of one that was cut.
     pub resumes: bool,
     /// Whether streams over TCP must be encrypted.
@@ -135,6 +140,18 @@ impl JobStreams {
         self.lost.remove(&rank);
     }
 
+    /// Notes what the hub is for a route from now on. Streams of the callers that it has to do with no more are forgotten.
+    pub fn change_role(&mut self, route: RouteId, role: Role) {
+        let Some(held) = self.terms.roles.get_mut(&route) else { return };
+        *held = role;
+        let ports = &self.terms.ports[&route];
+        let is_kept = |port: u32| match ports.side(port) {
+            Side::Worker(_) => matches!(role, Role::Serves { .. }),
+            _ => role == Role::StandsBy,
+        };
+        self.taken.retain(|&(of, port), _| of != route || is_kept(port));
+    }
+
     fn begin_epoch(&mut self, rank: u32, epoch: u64) {
         self.changed.insert(rank, epoch);
         let newest = &mut self.terms.secrets.newest_epoch;
@@ -149,12 +166,24 @@ impl JobStreams {
         for (&route, ports) in &self.terms.ports {
             let open = (0..ports.len()).filter(|&port| !self.taken.contains_key(&(route, port)));
             missing.extend(
-                open.filter(|&port| ports.side(port) != Side::Above)
-                    .map(|port| ports.neighbour(port))
-                    .filter(|neighbour| !is_lost(neighbour)),
+                open.filter(|&port| {
+                    !ports.side(port).takes_sums() && self.is_awaited(route, ports.side(port))
+                })
+                .map(|port| ports.neighbour(port))
+                .filter(|neighbour| !is_lost(neighbour)),
             );
         }
         missing.into_iter().collect()
+    }
+
+    /// Returns whether a stream is to come to a port with this role.
+    fn is_awaited(&self, route: RouteId, side: Side) -> bool {
+        match (self.terms.roles.get(&route), side) {
+            (None, _) => true,
+            (Some(Role::Serves { .. }), side) => matches!(side, Side::Worker(_)),
+            (Some(Role::StandsBy), side) => side == Side::Serving,
+            (Some(Role::None), _) => false,
+        }
     }
 
     /// Returns the streams that use an interface, each as its route, its port and the neighbour at the other end.
@@ -204,7 +233,12 @@ impl JobStreams {
                 format!("{who} of job `{name}` resumes a stream, and no stream of this job can be resumed");
             return refused(Refusal::Route, why);
         }
-        let route = terms.routes.get(&(hello.interface, hello.core)).filter(|_| match origin {
+        let at = (hello.interface, hello.core);
+        let route = match hello.standby_route {
+            None => terms.routes.get(&at).copied(),
+            Some(route) => terms.standby_routes.get(&route).filter(|&&held| held == at).map(|_| route),
+        };
+        let route = route.filter(|_| match origin {
             // The interface differs, the route is the same.
             StreamOrigin::Interfaces { .. } if resumes => true,
             StreamOrigin::Interfaces { interfaces, .. } => interfaces.contains(&hello.interface),
@@ -212,7 +246,7 @@ impl JobStreams {
             // A process of this host needs no interface: it names one to identify the route.
             StreamOrigin::Local => true,
         });
-        let Some(&route) = route else {
+        let Some(route) = route else {
             let (at, core) = (hello.interface, hello.core);
             let why = format!("job `{name}` has no chunks at core {core} of interface {at} here");
             return refused(Refusal::Route, why);
@@ -226,6 +260,19 @@ impl JobStreams {
             let why = format!("{who} of job `{name}` exchanges elsewhere, not at this hub");
             return refused(Refusal::Rank, why);
         };
+        match (terms.roles.get(&route), hello.caller) {
+            (None | Some(Role::Serves { .. }), Caller::Worker { .. })
+            | (None | Some(Role::StandsBy), Caller::Hub { .. }) => {}
+            // The worker asks again, here and at the other hub.
+            (_, Caller::Worker { .. }) => {
+                let why = format!("this hub does not serve these chunks of job `{name}`, or not yet");
+                return refused(Refusal::Busy, why);
+            }
+            (_, Caller::Hub { .. } | Caller::Prober) => {
+                let why = format!("this hub is not the standby of these chunks of job `{name}` any more");
+                return refused(Refusal::Stale, why);
+            }
+        }
         if let Caller::Worker { rank, .. } = hello.caller
             && self.lost.contains(&rank)
         {
@@ -297,5 +344,94 @@ fn by(hello: &Hello, origin: &StreamOrigin) -> Option<u16> {
         StreamOrigin::Interfaces { interfaces, .. } if resumes(hello) => Some(interfaces.start),
         StreamOrigin::Interfaces { .. } => Some(hello.interface),
         StreamOrigin::Local => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::auth::{Epoch, EpochSecret, Namespace, Nonce};
+    use crate::chunk::ChunkMap;
+    use crate::composition::Composition;
+    use crate::key::{Key, KeyTable};
+    use crate::placement::{HubShape, InterfaceShape};
+    use crate::wire::{Attempt, Capabilities};
+
+    const ROUTE: RouteId = 0;
+    const SERVES: Role = Role::Serves { has_standby: false };
+
+    /// The streams of a job of one rank at the standby of route 0, whose core is 5 there.
+    fn at_standby() -> JobStreams {
+        let interface = InterfaceShape { address: "10.0.0.1:1".into(), cores: vec![0], weight: 1 };
+        let hubs = vec![HubShape { interfaces: vec![interface], local: None }; 2];
+        let table = KeyTable::new(vec![Key::new("w", [4096])]).unwrap();
+        let map = ChunkMap::new(&table, 4096).unwrap();
+        let composed = Arc::new(Composed::new(&table, &map, Composition::flat(hubs, 1)).unwrap());
+        let ports = Ports::new(&composed, 0, ROUTE).with_counterpart(Side::Serving, 0, ROUTE);
+        let epoch = Epoch { number: 1, secret: EpochSecret([3; 32]) };
+        let nonce = Nonce([2; 32]);
+        JobStreams::new(StreamTerms {
+            name: "digits".into(),
+            secrets: StreamSecrets { nonce, epoch, newest_epoch: 1, version_1_ranks: Vec::new() },
+            composed,
+            first_workers: 1,
+            site: 0,
+            ports: [(ROUTE, Arc::new(ports))].into(),
+            routes: HashMap::new(),
+            standby_routes: [(ROUTE, (0, 5))].into(),
+            roles: [(ROUTE, Role::StandsBy)].into(),
+            resumes: true,
+            encrypts: false,
+        })
+    }
+
+    fn hello(streams: &JobStreams, caller: Caller, number: u32) -> Hello {
+        let composed = &streams.terms.composed;
+        let placement = match caller {
+            Caller::Worker { .. } => composed.placements[0].hash(),
+            _ => composed.hash(),
+        };
+        Hello {
+            caller,
+            interface: 0,
+            core: 5,
+            standby_route: Some(ROUTE),
+            offered: Capabilities::default(),
+            required: Capabilities::default(),
+            attempt: Attempt::Numbered { epoch: 1, number },
+            namespace: Namespace([1; 16]),
+            incarnation: Incarnation([2; 16]),
+            placement: *placement.as_bytes(),
+            challenge: [4; 32],
+        }
+    }
+
+    #[test]
+    fn a_standby_admits_the_hub_that_it_follows_until_it_takes_over_and_then_the_workers() {
+        let mut streams = at_standby();
+        let origin = StreamOrigin::Interfaces { interfaces: 0..1, is_encrypted: false };
+        let [worker, hub] =
+            [Caller::Worker { rank: 0, shares_parameters: false }, Caller::Hub { site: 0, route: ROUTE }];
+        let place = |streams: &mut JobStreams, caller, number| {
+            let hello = hello(streams, caller, number);
+            let placed = streams.place(&hello, &origin);
+            placed.as_ref().ok().into_iter().for_each(|place| streams.take(place, &hello, &origin));
+            placed.map(|place| (place.port, place.resumed_by.is_some())).map_err(|(refusal, _)| refusal)
+        };
+        assert_eq!(streams.missing(), [Neighbour::Counterpart(ROUTE)]);
+        assert_eq!(place(&mut streams, hub, 0), Ok((1, false)));
+        assert!(streams.missing().is_empty());
+        assert_eq!(place(&mut streams, worker, 1), Err(Refusal::Busy));
+        assert_eq!(place(&mut streams, hub, 1), Ok((1, true)));
+
+        streams.change_role(ROUTE, SERVES);
+        assert_eq!(streams.missing(), [Neighbour::Worker(0)]);
+        assert_eq!(place(&mut streams, hub, 2), Err(Refusal::Stale), "the hub that served is too late");
+        assert_eq!(place(&mut streams, worker, 3), Ok((0, false)));
+        streams.change_role(ROUTE, Role::None);
+        assert_eq!(place(&mut streams, worker, 4), Err(Refusal::Busy));
+        assert!(streams.missing().is_empty());
+        let elsewhere = Hello { core: 4, ..hello(&streams, worker, 5) };
+        assert_eq!(streams.place(&elsewhere, &origin).unwrap_err().0, Refusal::Route);
     }
 }

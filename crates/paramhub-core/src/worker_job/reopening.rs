@@ -51,6 +51,11 @@ impl<Error> WorkerJob<Error> {
             }
     }
 
+    /// Whether another hub can take over what a hub serves.
+    pub fn has_standbys(&self) -> bool {
+        self.resuming.has_standbys
+    }
+
     /// Whether a stream that has been silent for this long is to be opened again.
     pub fn resumes_after(&self, silence: Duration) -> bool {
         silence > SILENT && self.resuming.moves && self.may_resume()

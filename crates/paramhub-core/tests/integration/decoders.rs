@@ -51,6 +51,7 @@ fn sound_streams() -> Vec<Vec<u8>> {
         caller: Caller::Worker { rank: 3, shares_parameters: false },
         interface: 1,
         core: 2,
+        standby_route: None,
         offered: Capabilities::ENCRYPTED,
         required: Capabilities::default(),
         attempt: Attempt::first(1),

@@ -45,6 +45,9 @@ pub struct HostsFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", requires = "hosts")]
     optimize_at: Option<OptimizeAt>,
+    /// The number of standbys of each chunk, 0 or 1 [default: 0]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=1), requires = "hosts")]
+    replicas: Option<u32>,
 }
 
 /// A host's name and addresses.
@@ -187,6 +190,11 @@ impl HostsFlags {
         }
         let deployment = self.deployment.unwrap_or(Deployment::Ncc);
         let hubs: Vec<HubHost> = self.hosts_of_hubs(deployment)?.iter().map(HubHost::on).collect();
+        if self.replicas == Some(1) && hubs.len() < 2 {
+            return Err(Usage(
+                "--replicas: a standby needs another hub: give two hosts or more in --hub-hosts".into(),
+            ));
+        }
         let enter: Vec<String> =
             self.enter.iter().flat_map(|command| command.split_whitespace()).map(str::to_owned).collect();
         if self.enter.is_some() && !enter.iter().any(|word| word.contains(HOST)) {
@@ -199,6 +207,7 @@ impl HostsFlags {
         let options = JobOptions {
             reduction: self.reduction.unwrap_or_default(),
             optimize_at: self.optimize_at.unwrap_or_default(),
+            replicas: self.replicas.unwrap_or_default(),
             ..JobOptions::default()
         };
         let workers = (0..workers).map(place).collect();
@@ -239,6 +248,7 @@ mod tests {
             deployment: Some(deployment),
             enter: Some("in {host}".into()),
             reduction: None,
+            replicas: None,
             optimize_at: None,
         }
     }
@@ -261,6 +271,16 @@ mod tests {
         {
             assert!(flags(two, hub_hosts, deployment).hosts(4).is_err(), "{deployment:?} with {hub_hosts}");
         }
+    }
+
+    #[test]
+    fn standbys_need_another_hub() {
+        let with = |hub_hosts, deployment| {
+            let flags = flags("a=10.0.0.1", hub_hosts, deployment);
+            HostsFlags { replicas: Some(1), ..flags }.hosts(2)
+        };
+        assert_eq!(with("x=10.0.0.3,y=10.0.0.4", Deployment::Ncs).unwrap().options.replicas, 1);
+        assert!(with("x=10.0.0.3", Deployment::Ncc).unwrap_err().0.starts_with("--replicas: "));
     }
 
     #[test]

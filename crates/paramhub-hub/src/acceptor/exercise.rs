@@ -133,6 +133,8 @@ fn job(encrypts: bool) -> (Directory, Hello) {
         site: 0,
         ports: [(0, plan.ports.clone())].into(),
         routes: [((0, 0), 0)].into(),
+        standby_routes: [].into(),
+        roles: [].into(),
         resumes: true,
         encrypts,
     };
@@ -143,6 +145,7 @@ fn job(encrypts: bool) -> (Directory, Hello) {
         caller: Caller::Worker { rank: 0, shares_parameters: false },
         interface: 0,
         core: 0,
+        standby_route: None,
         offered: Capabilities::default(),
         required: Capabilities::default(),
         attempt: Attempt::Numbered { epoch: EPOCH, number: 0 },

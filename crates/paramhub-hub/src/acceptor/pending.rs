@@ -328,7 +328,10 @@ impl PendingConnection {
         refusal: Refusal,
         message: &str,
     ) {
-        warnings.warn(Instant::now(), || format!("turned {} away: {message}", self.origin));
+        // A worker of a job with standbys asks each of the two hubs until one of them serves it.
+        if refusal != Refusal::Busy {
+            warnings.warn(Instant::now(), || format!("turned {} away: {message}", self.origin));
+        }
         self.send_verdict(&handshake.refusal(refusal, message));
     }
 

@@ -165,6 +165,8 @@ impl FuzzJob {
             site: 0,
             ports: [(0, plan.ports.clone())].into(),
             routes: [((0, 0), 0)].into(),
+            standby_routes: [].into(),
+            roles: [].into(),
             resumes: true,
             encrypts: false,
         };
@@ -217,6 +219,7 @@ impl FuzzJob {
             caller: Caller::Worker { rank, shares_parameters: false },
             interface: 0,
             core: 0,
+            standby_route: None,
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: EPOCH, number: attempt },

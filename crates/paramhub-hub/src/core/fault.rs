@@ -104,8 +104,8 @@ impl Fault {
     pub(crate) fn reported(side: Side, payload: &[u8]) -> Fault {
         match (side, Failure::decode(payload)) {
             (Side::Worker(_), _) => Fault::gave_up(payload),
-            (Side::Below(_) | Side::Above, Some(failure)) => Fault::Failed(failure),
-            (Side::Below(_) | Side::Above, None) => Fault::Frame("a Failure that cannot be read".into()),
+            (_, Some(failure)) => Fault::Failed(failure),
+            (_, None) => Fault::Frame("a Failure that cannot be read".into()),
         }
     }
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::composition::Neighbour;
-use paramhub_core::job_control::{FaultCause, LateRank, OverdueEvent, RankChange};
+use paramhub_core::job_control::{FaultCause, LateRank, OverdueEvent, RankChange, RoleChange};
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{CoreCounters, JobCounters};
 use paramhub_core::wire::{Failure, Notice};
@@ -56,6 +56,8 @@ pub(crate) enum CoreCommand {
     /// Close all streams of a job, whose workers go back to an earlier step: the notice tells why. The streams of earlier
     /// epochs are refused.
     Rewind { namespace: Namespace, epoch: u64, notice: Notice },
+    /// Change what this hub is for a route.
+    ChangeRole { namespace: Namespace, route: RouteId, change: RoleChange },
     /// Free all memory of a job and close its streams, with the reason if it failed. The core answers with
     /// [`CoreEvent::Closed`] for each route.
     End { namespace: Namespace, failure: Option<Failure> },

@@ -25,6 +25,7 @@ mod restart;
 mod restored;
 mod resume;
 mod rewind;
+mod roles;
 mod room;
 mod scheduler;
 mod shard;
@@ -130,6 +131,10 @@ struct HostedShard {
     copies: bool,
     /// `true` if a gradient waits to be made of factors.
     makes: bool,
+    /// `true` if workers exchange here: their streams are not adopted otherwise.
+    serves: bool,
+    /// `true` if sums wait to be ended because their standby is lost.
+    ends_sums: bool,
     /// `true` if chunks wait for their part in a change of the membership.
     changes_members: bool,
 }
@@ -288,6 +293,7 @@ impl Core {
                 WorkUnit::CopySnapshot(shard) => self.copy(shard),
                 WorkUnit::SumFactors(shard) => self.make(shard, now),
                 WorkUnit::ChangeMembers(shard) => self.change_members(shard, now),
+                WorkUnit::EndSums(shard) => self.end_sums(shard, now),
                 WorkUnit::Memory(shard) => self.take_or_give_memory(shard),
             }
             served = Some(job);
@@ -350,6 +356,9 @@ impl Core {
                 }
                 CoreCommand::Rewind { namespace, epoch, notice } => {
                     self.rewind(namespace, epoch, &notice, now);
+                }
+                CoreCommand::ChangeRole { namespace, route, change } => {
+                    self.change_role(namespace, route, change, now);
                 }
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
                 CoreCommand::Stop => return true,

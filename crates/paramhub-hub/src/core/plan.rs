@@ -13,6 +13,7 @@ use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::ports::Ports;
 use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::settings::Settings;
+use paramhub_core::standbys::Role;
 use paramhub_core::stragglers::{Quorum, Stragglers};
 use paramhub_core::wire::STATE_HEAD_BYTES;
 use paramhub_kernels::{Aggregator, Optimizer};
@@ -48,6 +49,10 @@ pub(crate) struct ShardPlan {
     pub(crate) site: SiteId,
     pub(crate) route: RouteId,
     pub(crate) ports: Arc<Ports>,
+    /// What this hub is for the route, in a job with standbys.
+    pub(crate) role: Role,
+    /// The name of the other hub of the route's share for people; empty if there is none.
+    pub(crate) counterpart: String,
     pub(crate) aggregator: Arc<dyn Aggregator>,
     pub(crate) optimizer: Arc<dyn Optimizer>,
     /// The hyperparameters of each group at step 0.
@@ -82,7 +87,10 @@ impl ShardPlan {
 
     /// The name of the neighbour at the other end of a port, for people.
     pub(crate) fn name(&self, neighbour: Neighbour) -> String {
-        self.composed.composition.name_of(neighbour)
+        match neighbour {
+            Neighbour::Counterpart(_) => self.counterpart.clone(),
+            neighbour => self.composed.composition.name_of(neighbour),
+        }
     }
 
     /// Bytes of the largest payload that a worker may send.

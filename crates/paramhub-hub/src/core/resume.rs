@@ -58,7 +58,7 @@ impl Core {
             let _ = self.poller.remove(&*lane);
             let (hosted, port) = (self.shards.index(lane.shard), lane.port);
             let plan = hosted.shard.plan();
-            if plan.ports.side(port) == Side::Above {
+            if plan.ports.side(port).takes_sums() {
                 let attempt = hosted.newest_streams[port as usize].map_or(0, |(_, attempt)| attempt) + 1;
                 let (namespace, route, until) = (plan.namespace, hosted.route, lane.cut_until());
                 self.mailbox.send_event(CoreEvent::CutFromAbove { namespace, route, port, attempt, until });

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::between_sites;
+use paramhub_core::standbys::Role;
 use paramhub_core::stragglers::Quorum;
 use paramhub_core::wire::{Failure, Operation};
 
@@ -29,6 +30,7 @@ impl Core {
         let weight = plan.weight;
         match Shard::reserve(plan, restored) {
             Ok(shard) => {
+                let serves = matches!(shard.plan().role, Role::Serves { .. });
                 let job = self.scheduler.add_shard(namespace, weight);
                 let index = self.shards.insert_index(HostedShard {
                     shard,
@@ -42,6 +44,8 @@ impl Core {
                     releases: false,
                     copies: false,
                     makes: false,
+                    serves,
+                    ends_sums: false,
                     changes_members: false,
                 });
                 self.shard_of.insert((namespace, route), index);

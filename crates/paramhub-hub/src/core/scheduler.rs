@@ -32,6 +32,8 @@ pub(super) enum WorkUnit {
     SumFactors(usize),
     /// Some memory of a shard that opens or closes, by the shard's index.
     Memory(usize),
+    /// A shard whose standby is lost ends the next sums that have waited for it.
+    EndSums(usize),
 }
 
 /// The work of all jobs of a core.
@@ -93,6 +95,7 @@ impl JobScheduler {
         self.remove_unit(job, WorkUnit::ChangeMembers(shard));
         self.remove_unit(job, WorkUnit::CopySnapshot(shard));
         self.remove_unit(job, WorkUnit::SumFactors(shard));
+        self.remove_unit(job, WorkUnit::EndSums(shard));
         self.remove_unit(job, WorkUnit::Memory(shard));
         let scheduled = self.jobs.index_mut(job);
         scheduled.shards -= 1;

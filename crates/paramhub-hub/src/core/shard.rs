@@ -14,6 +14,7 @@ mod payload;
 mod program_states;
 mod rewind;
 mod sending;
+mod standby;
 mod start;
 mod sums;
 mod timing;
@@ -80,6 +81,10 @@ pub(crate) struct Shard {
     pub(crate) now: Instant,
     /// The next slot whose step may wait to be ended because the membership has changed, if any may.
     steps_to_end: Option<u32>,
+    /// The next slot whose sum may wait to be ended because its standby is lost, if any may.
+    sums_to_end: Option<u32>,
+    /// At a standby: the workers that have left the hub which it follows, for the core to report.
+    leaves_to_report: Vec<u32>,
     /// The time that members have waited for others.
     watch: LatenessMonitor,
     /// The snapshot that is being taken.
@@ -112,6 +117,7 @@ impl Shard {
         let slots = layout.slots.len() as u32;
         let now = Instant::now();
         let mut exchange = Exchange::among_sites(layout.rules, plan.ports.reach());
+        exchange.set_role(plan.role);
         layout.factor_layers.iter().for_each(|layer| exchange.take_factors(layer.slots()));
         let mut shard = Shard {
             exchange,
@@ -131,7 +137,12 @@ impl Shard {
             factors: FactorLayers::new(&plan, &layout)?,
             program_states: plan.program_states(),
             outboxes: (0..plan.ports.len())
-                .map(|_| Outbox::new(slots, layout.payload_bytes_max, plan.groups.len()))
+                .map(|port| {
+                    let sender = plan.ports.side(port);
+                    // A standby hears of each worker that leaves.
+                    let leaves = if sender == Side::Standby { plan.ports.workers() } else { 0 };
+                    Outbox::new(slots, layout.payload_bytes_max, plan.groups.len() + leaves as usize)
+                })
                 .collect(),
             dirty: ReadySet::new(plan.ports.len()),
             // Nothing leaves by the port of a worker that has not come yet.
@@ -139,6 +150,8 @@ impl Shard {
             counters: JobCounters::default(),
             now,
             steps_to_end: None,
+            sums_to_end: None,
+            leaves_to_report: Vec::new(),
             watch: LatenessMonitor::new(layout.slots.len(), plan.progress_timeout),
             armed: None,
             spare_snapshot,
@@ -205,7 +218,7 @@ impl Shard {
                 self.program_states.cut(member);
                 self.repeat_norm(port);
             }
-            Side::Below(_) | Side::Above => self.resume_site(port),
+            Side::Below(_) | Side::Above | Side::Standby | Side::Serving => self.resume_site(port),
         }
         self.counters.streams_moved += 1;
     }
@@ -228,9 +241,9 @@ impl Shard {
         has_sent && !std::mem::replace(&mut self.outboxes[port as usize].sent_leave, true)
     }
 
-    /// Returns whether this hub leaves a site above by this port. It has left when that closes the stream.
+    /// Returns whether this hub leaves a site above, or its standby, by this port. It has left when that closes the stream.
     pub(crate) fn leaves_above(&self, port: u32) -> bool {
-        self.plan.ports.side(port) == Side::Above && self.departures.has_left(port)
+        self.plan.ports.side(port).takes_sums() && self.departures.has_left(port)
     }
 
     /// Does what a whole frame requests.
@@ -243,10 +256,13 @@ impl Shard {
         let header = &checked.header;
         match header.operation {
             Operation::PushPull => self.contribute(checked, payload, Answer::Parameters),
+            Operation::Push if checked.side == Side::Serving => self.follow(port, checked, payload.here()),
             Operation::Push => self.contribute(checked, payload, Answer::Applied),
             Operation::Factors => match checked.side {
                 Side::Worker(member) => self.gather_factors(member, checked, payload.here()),
-                Side::Below(_) | Side::Above => unreachable!("`check` lets factors in from workers alone"),
+                Side::Below(_) | Side::Above | Side::Standby | Side::Serving => {
+                    unreachable!("`check` lets factors in from workers alone")
+                }
             },
             Operation::Pull => {
                 let (index, slot) = self.located(checked);
@@ -273,8 +289,12 @@ impl Shard {
             Operation::Release => self.release(port, header.step, payload.here()),
             Operation::SaveProgramState => self.save_program_state(port, header, payload.here()),
             Operation::PullProgramState => self.pull_program_state(port, header.step),
+            Operation::Leave if checked.side == Side::Serving && header.step > 0 => {
+                self.left_elsewhere(header.step - 1)
+            }
             Operation::Leave if self.has_left(port) => Ok(()),
             Operation::Leave => self.leave(port),
+            Operation::Applied => self.acknowledged(port, checked),
             Operation::Total => self.lower(checked, payload.here()),
             Operation::Parameters => self.lower_parameters(checked, payload.here()),
             Operation::Failure => Err(Fault::reported(checked.side, payload.here())),
@@ -292,7 +312,9 @@ impl Shard {
         let (header, (index, slot)) = (&checked.header, self.located(checked));
         let member = match checked.side {
             Side::Worker(member) | Side::Below(member) => member,
-            Side::Above => unreachable!("`check` lets no contribution in from above"),
+            Side::Above | Side::Standby | Side::Serving => {
+                unreachable!("`check` lets contributions in from members alone")
+            }
         };
         // A repeated contribution is not checked: an answer may have begun to overwrite it at the worker.
         if slot.rejects_non_finite
@@ -410,7 +432,8 @@ impl Shard {
         self.arenas.forget_targets();
         self.unshared[index as usize] = false;
         self.after_update(index);
-        self.counters.updates += 1;
+        // The hub that serves the chunk has counted it.
+        self.counters.updates += u64::from(!self.exchange.stands_by());
         self.begin_step(index);
     }
 
@@ -477,6 +500,8 @@ mod cut_sites_tests;
 #[cfg(test)]
 #[path = "factors_tests.rs"]
 mod factors_tests;
+#[cfg(test)]
+mod standby_tests;
 #[cfg(test)]
 #[path = "shard_tests.rs"]
 pub(super) mod tests;

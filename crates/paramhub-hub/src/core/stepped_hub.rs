@@ -14,6 +14,7 @@ use paramhub_core::ports::Ports;
 use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::scheme::{Cluster, Plan};
 use paramhub_core::settings::Settings;
+use paramhub_core::standbys::Role;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
 use paramhub_transport::Events;
@@ -80,6 +81,8 @@ pub(crate) fn plan_at(
         site,
         route: 0,
         ports: Arc::new(ports),
+        role: Role::Serves { has_standby: false },
+        counterpart: String::new(),
         optimizer,
         groups,
         checkpoints: false,

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
+use paramhub_core::ports::Side;
 use paramhub_transport::Interest;
 
 use super::fault::Fault;
@@ -30,6 +31,10 @@ impl Core {
             return self.final_messages.send(namespace, accepted, now);
         };
         let hosted = self.shards.index_mut(shard);
+        if !hosted.serves && matches!(hosted.shard.plan().ports.side(port), Side::Worker(_)) {
+            // The stream was admitted before this hub ceased to serve the route. The worker dials again.
+            return;
+        }
         debug_assert!(hosted.lane_of[port as usize].is_none(), "a port is given once");
         let plan = hosted.shard.plan();
         let (frame_bytes_max, to) = (plan.frame_bytes_max(), plan.ports.side(port).incoming());
@@ -96,8 +101,11 @@ impl Core {
         if hosted.shard.has_steps_to_end() && !std::mem::replace(&mut hosted.changes_members, true) {
             self.scheduler.add(hosted.job, WorkUnit::ChangeMembers(shard));
         }
+        let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
+        for port in hosted.shard.take_left_elsewhere() {
+            self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
+        }
         if hosted.shard.has_left(port) && !left_before {
-            let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
             self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
         }
         self.answer(shard, now);

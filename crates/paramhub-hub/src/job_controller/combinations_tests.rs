@@ -41,6 +41,7 @@ fn job(consistency: Consistency, options: JobOptions) -> JobPlan {
         composition: Composition::flat(vec![shape()], 2),
         site: 0,
         hub: 0,
+        shares: Vec::new(),
         cluster: Cluster::beside_workers(2),
         settings: Settings { consistency, optimizer: OptimizerChoice::named("sgd"), ..Settings::new(keys) },
         team: Default::default(),

@@ -12,11 +12,12 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::job_control::{JobTerms, RouteTerms};
 use paramhub_core::limits::{PROGRAM_STATE_BYTES_MAX, STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Route, RouteId};
-use paramhub_core::ports::Ports;
+use paramhub_core::ports::{Ports, Side};
 use paramhub_core::resuming::{Cuts, ResumeTerms};
 use paramhub_core::scheme::Plan;
 use paramhub_core::service::JobPlan;
 use paramhub_core::settings::Settings;
+use paramhub_core::standbys::{Role, Share, route_at};
 use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_kernels::{Aggregator, Optimizer, Registry};
 
@@ -34,6 +35,9 @@ pub(crate) struct HubJob {
     pub(super) first_workers: u32,
     /// The hub's site in the composition.
     pub(super) site: SiteId,
+    /// The hubs of each share at the beginning, if the chunks have standbys, and what this hub is for each route then.
+    pub(super) shares: Vec<Share>,
+    pub(super) roles: HashMap<RouteId, Role>,
     /// The ports of this hub's routes.
     pub(super) ports: HashMap<RouteId, Arc<Ports>>,
     /// Which streams are replaced when they are cut.
@@ -46,7 +50,7 @@ pub(crate) struct HubJob {
     pub(super) settings: Arc<Settings>,
     /// State values per parameter of the job's optimizer.
     pub(super) state_slots: u8,
-    /// This hub's routes that carry chunks.
+    /// The routes that carry chunks and that this hub serves or stands by for: their share, with the interface and the core here.
     pub(super) routes: Vec<(RouteId, Route)>,
     /// What each core must open, until the core has been told.
     pub(super) shards: Vec<(u16, ShardPlan)>,
@@ -91,6 +95,8 @@ impl HubJob {
             composed: placed.composed,
             first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
             site: job_plan.site,
+            shares: job_plan.shares.clone(),
+            roles: if job_plan.shares.is_empty() { HashMap::new() } else { placed.roles },
             ports: placed.ports,
             resuming,
             cuts: HashMap::new(),
@@ -111,6 +117,18 @@ impl HubJob {
     }
 }
 
+impl HubJob {
+    /// The routes that this hub serves.
+    pub(super) fn own_routes(&self) -> impl Iterator<Item = (RouteId, Route)> + '_ {
+        self.routes.iter().copied().filter(|(id, _)| self.roles.get(id) != Some(&Role::StandsBy))
+    }
+
+    /// The routes for which it is the standby.
+    pub(super) fn standby_routes(&self) -> impl Iterator<Item = (RouteId, Route)> + '_ {
+        self.routes.iter().copied().filter(|(id, _)| self.roles.get(id) == Some(&Role::StandsBy))
+    }
+}
+
 /// Checks that the settings and the options go together and that the job was planned for this hub. Returns
 /// how its layers are exchanged.
 fn checked_schemes(job_plan: &JobPlan, shape: &HubShape) -> Result<Plan, String> {
@@ -126,6 +144,12 @@ fn checked_schemes(job_plan: &JobPlan, shape: &HubShape) -> Result<Plan, String>
     let here = site.and_then(|site| site.hubs.get(job_plan.hub as usize));
     if here != Some(shape) {
         return Err(format!("job `{}` was planned for other interfaces than this hub has", job_plan.name));
+    }
+    let hubs = site.map_or(0, |site| site.hubs.len());
+    let is_hub = |position: u16| usize::from(position) < hubs;
+    let fits = |share: &Share| is_hub(share.served_by) && share.standby.is_none_or(is_hub);
+    if !job_plan.shares.is_empty() && (job_plan.shares.len() != hubs || !job_plan.shares.iter().all(fits)) {
+        return Err(format!("job `{}` was planned with standbys that are none of its hubs", job_plan.name));
     }
     Ok(schemes)
 }
@@ -188,8 +212,10 @@ struct PlacedChunks {
     map: Arc<ChunkMap>,
     factor_blocks: Arc<[FactorBlock]>,
     composed: Arc<Composed>,
-    /// This hub's routes that carry chunks.
+    /// The routes with chunks of this hub, with the interface and the core here.
     routes: Vec<(RouteId, Route)>,
+    /// What this hub is for each of them.
+    roles: HashMap<RouteId, Role>,
     ports: HashMap<RouteId, Arc<Ports>>,
 }
 
@@ -203,14 +229,34 @@ impl PlacedChunks {
             .map_err(|error| error.to_string())?;
         let placement = &composed.placements[usize::from(job_plan.site)];
         let carries = |route: RouteId| !placement.chunks(route).is_empty();
-        let routes: Vec<(RouteId, Route)> = (0..)
-            .zip(placement.routes().iter().copied())
-            .filter(|&(id, route)| u32::from(route.hub) == job_plan.hub && carries(id))
-            .collect();
-        let ports = |&(id, _): &(RouteId, Route)| (id, Arc::new(Ports::new(&composed, job_plan.site, id)));
-        let ports = routes.iter().map(ports).collect();
+        let (hub, hubs) = (job_plan.hub as u16, &job_plan.composition.sites[usize::from(job_plan.site)].hubs);
+        let (mut routes, mut roles, mut ports) = (Vec::new(), HashMap::new(), HashMap::new());
+        for (id, route) in (0..).zip(placement.routes().iter().copied()).filter(|&(id, _)| carries(id)) {
+            let role = match job_plan.shares.get(usize::from(route.hub)) {
+                Some(share) => share.role(hub),
+                None if route.hub == hub => Role::Serves { has_standby: false },
+                None => Role::None,
+            };
+            let of_route = Ports::new(&composed, job_plan.site, id);
+            let of_route = match role {
+                Role::Serves { has_standby: true } => {
+                    of_route.with_counterpart(Side::Standby, job_plan.site, id)
+                }
+                Role::StandsBy => of_route.with_counterpart(Side::Serving, job_plan.site, id),
+                Role::Serves { has_standby: false } => of_route,
+                Role::None => continue,
+            };
+            let (interface, core) = match route.hub == hub {
+                true => (route.interface, route.core),
+                false => route_at(&route, &hubs[usize::from(route.hub)], &hubs[usize::from(hub)]),
+            };
+            routes.push((id, Route { interface, core, ..route }));
+            roles.insert(id, role);
+            ports.insert(id, Arc::new(of_route));
+        }
         let (composed, map) = (Arc::new(composed), Arc::new(map));
-        Ok(PlacedChunks { settings: Arc::new(settings.clone()), map, factor_blocks, composed, routes, ports })
+        let settings = Arc::new(settings.clone());
+        Ok(PlacedChunks { settings, map, factor_blocks, composed, routes, roles, ports })
     }
 
     /// What each core of this hub must open.
@@ -243,6 +289,8 @@ impl PlacedChunks {
                 site: job_plan.site,
                 route: id,
                 ports: self.ports[&id].clone(),
+                role: self.roles[&id],
+                counterpart: counterpart_name(job_plan, route.hub),
                 aggregator: update_method.aggregator.clone(),
                 optimizer: update_method.optimizer.clone(),
                 groups: update_method.groups.clone(),
@@ -265,6 +313,7 @@ impl PlacedChunks {
             id,
             core: route.core,
             interface: route.interface,
+            share: route.hub,
             streams: self.ports[&id].len(),
         };
         JobTerms {
@@ -279,6 +328,8 @@ impl PlacedChunks {
             continues: job_plan.options.continues(),
             min_workers: job_plan.options.least_workers(job_plan.composition.workers()),
             first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
+            shares: job_plan.shares.clone(),
+            hub: job_plan.hub as u16,
             rewinds: job_plan.options.rewinds(),
             epoch: job_plan.epoch.number,
             stragglers: job_plan.options.stragglers,
@@ -290,6 +341,16 @@ impl PlacedChunks {
             checkpoint_folder: checkpoints.map(CheckpointPlan::folder).unwrap_or_default(),
         }
     }
+}
+
+/// The name, for people, of the other hub of a share of which this hub is one; empty if there is none.
+fn counterpart_name(job_plan: &JobPlan, share: u16) -> String {
+    let other =
+        job_plan.shares.get(usize::from(share)).and_then(|share| share.counterpart(job_plan.hub as u16));
+    let hubs = &job_plan.composition.sites[usize::from(job_plan.site)].hubs;
+    other.map_or(String::new(), |other| {
+        format!("the hub at {}", hubs[usize::from(other)].interfaces[0].address)
+    })
 }
 
 /// The features of the job as a whole.

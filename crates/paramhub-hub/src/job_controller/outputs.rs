@@ -3,8 +3,9 @@
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::job_control::{EndReport, Event, Output, Recipient};
+use paramhub_core::job_control::{EndReport, Event, Output, Recipient, RoleChange};
 use paramhub_core::placement::RouteId;
+use paramhub_core::standbys::Role;
 use paramhub_core::stream_admission::{JobStreams, StreamTerms};
 use tracing::{info, warn};
 
@@ -59,6 +60,10 @@ impl JobController {
             Output::Rewind { namespace, core, epoch, notice } => {
                 self.send_to_core(core, CoreCommand::Rewind { namespace, epoch, notice });
             }
+            Output::ChangeRole { namespace, core, route, role } => {
+                self.change_role(namespace, core, route, role);
+            }
+            Output::SendElsewhere { namespace, message } => self.directory.send_elsewhere(namespace, message),
             Output::End { namespace, core, failure } => {
                 self.send_to_core(core, CoreCommand::End { namespace, failure });
             }
@@ -95,7 +100,12 @@ impl JobController {
             first_workers: job.first_workers,
             site: job.site,
             ports: job.ports.clone(),
-            routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
+            routes: job.own_routes().map(|(id, route)| ((route.interface, route.core), id)).collect(),
+            standby_routes: job
+                .standby_routes()
+                .map(|(id, route)| (id, (route.interface, route.core)))
+                .collect(),
+            roles: job.roles.clone(),
             resumes: job.resuming.resumes(),
             encrypts: job.encrypts,
         };
@@ -103,6 +113,17 @@ impl JobController {
         let (state_slots, memory) = (job.state_slots, JobMemory::new(&job.settings, job.features));
         let entry = JobEntry { streams, state_slots, memory };
         self.directory.insert(namespace, entry);
+    }
+
+    /// Has a core change what this hub is for a route, and admits the streams of the route accordingly. A core serves a route
+    /// before streams of workers come to it, and refuses those that have been admitted before it ceased to.
+    fn change_role(&mut self, namespace: Namespace, core: u16, route: RouteId, change: RoleChange) {
+        let role = match change {
+            RoleChange::TakeOver | RoleChange::GoOnAlone => Role::Serves { has_standby: false },
+            RoleChange::Doubt | RoleChange::Stop => Role::None,
+        };
+        self.send_to_core(core, CoreCommand::ChangeRole { namespace, route, change });
+        self.directory.change_role(namespace, route, role);
     }
 
     /// Opens the streams to the sites above, on a thread of its own.
@@ -183,7 +204,8 @@ impl JobController {
     }
 }
 
-/// The streams of a job's routes here to sites above.
+/// The streams of a job's routes here to sites above and to standbys.
 fn streams_above(job: &HubJob) -> Vec<ParentStream> {
-    ParentStream::of(job.ports.iter().map(|(&route, ports)| (route, &**ports)), &job.composed)
+    let ports = job.ports.iter().map(|(&route, ports)| (route, &**ports));
+    ParentStream::of(ports, &job.composed, &job.shares)
 }

@@ -153,6 +153,7 @@ pub(crate) async fn poll(
     };
     let WaitingCommands { mut commands, mut more } = look(request.acknowledged)?;
     if commands.is_empty() {
+        let waiting = WaitingPoll { registry: &registry, hub };
         tokio::select! {
             biased;
             () = registry.stopped() => return Err(shutting_down().into()),
@@ -162,8 +163,27 @@ pub(crate) async fn poll(
                 Ok(_) => commands = look(request.acknowledged)?.commands,
             }
         }
+        waiting.end();
     }
     Ok(([(header::CONTENT_TYPE, "application/json")], commands_json(&commands)).into_response())
+}
+
+/// A poll that waits for commands. If it is dropped before it [ends](Self::end), its hub has hung up.
+struct WaitingPoll<'a> {
+    registry: &'a Registry,
+    hub: u32,
+}
+
+impl WaitingPoll<'_> {
+    fn end(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for WaitingPoll<'_> {
+    fn drop(&mut self) {
+        self.registry.with(|state| state.membership.hub_hung_up(self.hub, now()));
+    }
 }
 
 /// Takes a hub's report: events of its jobs, and counters. Every field may be left out.

@@ -203,7 +203,20 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         refused.ends_with("program_state_bytes of job `x` is 67108865: at most 67108864 are possible"),
         "{refused}"
     );
+    let replicas = JobOptions { replicas: 1, ..usual };
+    assert_eq!(refusal(replicas), None);
+    for (replicas, hubs, says) in
+        [(2, None, "0 or 1 is possible"), (1, Some(1), "ask for 2 hubs or more, or leave `replicas` out")]
+    {
+        let refused = refusal(JobOptions { replicas, hubs, ..usual }).unwrap().to_string();
+        assert!(refused.ends_with(says), "{refused}");
+    }
     let refused: Vec<String> = [
+        JobOptions { stragglers: Stragglers::Backup(1), ..replicas },
+        JobOptions { replicas: 1, ..outlives },
+        JobOptions { resume: Some(Resume::Latest), ..replicas },
+        JobOptions { program_state_bytes: 1, ..replicas },
+        JobOptions { on_interface_down: OnInterfaceDown::Continue, ..replicas },
         JobOptions { optimize_at: OptimizeAt::Owner, reduction: Reduction::Flat, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..continues },
         JobOptions { hubs: Some(0), weight: 2, ..usual },

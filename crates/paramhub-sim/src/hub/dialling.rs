@@ -78,6 +78,7 @@ impl HubJob {
             caller: Caller::Hub { site: self.site, route: link.route },
             interface: link.interface,
             core: link.core,
+            standby_route: None,
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: self.epoch, number: attempt },

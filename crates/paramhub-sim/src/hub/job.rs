@@ -84,6 +84,8 @@ impl HubJob {
             site: ordered.site,
             ports: ports.clone(),
             routes: own.iter().map(|&(id, interface)| ((interface, interface), id)).collect(),
+            standby_routes: HashMap::new(),
+            roles: HashMap::new(),
             resumes: plan.resuming.resumes(),
             encrypts: ordered.options.encrypt,
         };
@@ -98,6 +100,7 @@ impl HubJob {
                     id,
                     core: interface,
                     interface,
+                    share: 0,
                     streams: ports[&id].len(),
                 })
                 .collect(),
@@ -107,6 +110,8 @@ impl HubJob {
             continues: ordered.options.continues(),
             min_workers: ordered.options.least_workers(plan.workers),
             first_workers,
+            shares: Vec::new(),
+            hub: ordered.hub as u16,
             rewinds: ordered.options.rewinds(),
             epoch: ordered.epoch.number,
             stragglers: ordered.options.stragglers,

@@ -174,7 +174,7 @@ impl Route {
     fn member(&self, port: u32) -> Option<u32> {
         match self.neighbours.side(port) {
             Side::Worker(member) | Side::Below(member) => Some(member),
-            Side::Above => None,
+            Side::Above | Side::Standby | Side::Serving => None,
         }
     }
 
@@ -285,7 +285,7 @@ impl Route {
         }
         match self.neighbours.side(port) {
             Side::Worker(member) => self.exchange.resume(member),
-            Side::Below(_) | Side::Above => {
+            Side::Below(_) | Side::Above | Side::Standby | Side::Serving => {
                 between_sites::resume(&mut self.exchange, &self.neighbours, port, |again| match again {
                     Again::Start(slot) => drop(state.starts.insert(slot)),
                     Again::Sum(_) if context.plant == Some(Plant::SumsNotSentAgain) => {}
@@ -297,7 +297,7 @@ impl Route {
 
     /// Whether this hub leaves a site above by a port. It has left when that closes the stream.
     pub(super) fn leaves_above(&self, port: u32) -> bool {
-        self.neighbours.side(port) == Side::Above && self.departures.has_left(port)
+        self.neighbours.side(port).takes_sums() && self.departures.has_left(port)
     }
 
     /// The neighbour at a port has left, or this hub leaves some above because of it.
@@ -425,6 +425,14 @@ impl Route {
             (Side::Above, _) => {
                 let header = self.header(Operation::PushPull, slot, self.exchange.step(slot));
                 (header, Content::Sum(chunk.sum.clone()))
+            }
+            (Side::Standby, _) => {
+                let header = self.header(Operation::Push, slot, self.exchange.step(slot));
+                (header, Content::Sum(chunk.sum.clone()))
+            }
+            (Side::Serving, _) => {
+                let step = self.exchange.step(slot);
+                (Header { chunk: chunk.id, step, ..Header::bare(Operation::Applied) }, Content::Nothing)
             }
             (Side::Below(member), _) if self.optimizes_here => {
                 let header = self.header(Operation::Total, slot, version(member));

@@ -144,8 +144,8 @@ impl Hub {
                 let neighbour = job.route(route).neighbours.neighbour(number);
                 let message = match neighbour {
                     Neighbour::Worker(rank) => format!("rank {rank} gave up: {}", failure.message),
-                    // Another site has ended the job.
-                    Neighbour::Site(_) => failure.message,
+                    // Another hub has ended the job.
+                    Neighbour::Site(_) | Neighbour::Counterpart(_) => failure.message,
                 };
                 let cause = FaultCause::Kind(CauseKind::GaveUp);
                 return self.fault(route, number, neighbour, message, cause, context);

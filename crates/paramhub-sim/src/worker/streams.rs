@@ -103,6 +103,7 @@ impl Worker {
             caller: Caller::Worker { rank: self.rank, shares_parameters: false },
             interface: place.interface,
             core: place.core,
+            standby_route: None,
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: *epoch, number: attempt },

@@ -1,5 +1,6 @@
 //! Streams that are opened again: a cut stream by its own path or, in a job whose streams may move, by another.
 
+use std::convert::Infallible;
 use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -7,7 +8,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::PeerLiveness;
-use paramhub_core::resuming::{BrokenPath, ResumeNotices, Retunes, StreamEnd};
+use paramhub_core::resuming::{BrokenPath, RESUME, ResumeNotices, Retunes, StreamEnd};
 use paramhub_core::wire::{Refusal, Release};
 use paramhub_core::worker_job::{Consequence, FailureCause, Reopening};
 use paramhub_transport::runtime::panic_message;
@@ -18,6 +19,9 @@ use crate::error::WorkerError;
 use crate::lane::{ControlFrame, Lane};
 use crate::notices::HubNotice;
 use crate::resume::{Redialler, ResumedStream, StreamEvent, StreamEventSender, StreamFailure};
+
+/// How long after the end of their time the attempts to open a stream again are still waited for.
+const OVERDUE: Duration = Duration::from_secs(10);
 
 /// What the I/O thread needs in addition in a job whose streams are opened again.
 pub(crate) struct Failover {
@@ -48,14 +52,42 @@ impl IoLoop {
     ) -> Result<bool, WorkerError> {
         let Some(end) = error.end().filter(|_| self.may_resume(index)) else { return Ok(false) };
         let Some(patience) = self.job.tries(end) else { return Ok(false) };
-        if !self.lanes[index].cuts.may_retry(now, patience) {
+        if !self.lanes[index].cuts.may_retry(now, patience.min(RESUME)) {
             return Ok(false);
         }
         let broken = match end {
+            // The hub may be gone.
+            StreamEnd::Reset if self.job.has_standbys() => BrokenPath::Somewhere,
             StreamEnd::Reset => BrokenPath::Nowhere,
             StreamEnd::Closed | StreamEnd::PathFailed => BrokenPath::Somewhere,
         };
-        self.resume_stream(index, broken, error.to_string(), patience).map(|()| true)
+        self.resume_stream(index, broken, error.to_string(), patience, now).map(|()| true)
+    }
+
+    /// Dials again where a hub has closed a stream before this worker has left, if the hub has a standby. Returns whether it
+    /// does.
+    pub(super) fn dials_after_close(&mut self, index: usize, now: Instant) -> Result<bool, WorkerError> {
+        if !self.job.has_standbys() || self.job.is_closing() || !self.may_resume(index) {
+            return Ok(false);
+        }
+        let patience = self.job.tries(StreamEnd::Closed).unwrap_or_default();
+        let reason = "it closed the connection".to_owned();
+        self.resume_stream(index, BrokenPath::Somewhere, reason, patience, now).map(|()| true)
+    }
+
+    /// Dials the standby of a hub that has been silent for too long, if it has one, and the hub. Returns whether it does.
+    pub(super) fn dials_instead(
+        &mut self,
+        index: usize,
+        silence: Duration,
+        now: Instant,
+    ) -> Result<bool, WorkerError> {
+        if !self.job.has_standbys() || !self.may_resume(index) {
+            return Ok(false);
+        }
+        let patience = self.job.tries(StreamEnd::PathFailed).unwrap_or_default();
+        let reason = format!("nothing was heard of it for {:.0} s", silence.as_secs_f64());
+        self.resume_stream(index, BrokenPath::Somewhere, reason, patience, now).map(|()| true)
     }
 
     /// How long to try to open a stream again that may move.
@@ -67,18 +99,20 @@ impl IoLoop {
     pub(super) fn take_stream_events(&mut self, now: Instant) -> Result<(), WorkerError> {
         while let Some(event) = self.failover.as_ref().and_then(|failover| failover.events.try_recv().ok()) {
             match event {
-                StreamEvent::InterfaceDown { address, what } => self.resume_streams_from(address, &what)?,
+                StreamEvent::InterfaceDown { address, what } => {
+                    self.resume_streams_from(address, &what, now)?
+                }
                 StreamEvent::ResumeOver { lane, outcome } => self.resumed(lane, outcome, now)?,
             }
         }
         Ok(())
     }
 
-    fn resume_streams_from(&mut self, address: IpAddr, what: &str) -> Result<(), WorkerError> {
+    fn resume_streams_from(&mut self, address: IpAddr, what: &str, now: Instant) -> Result<(), WorkerError> {
         for index in 0..self.lanes.len() {
             if self.lanes[index].source == Some(address) && self.may_resume(index) {
                 let patience = self.moving_patience();
-                self.resume_stream(index, BrokenPath::OwnInterface, what.to_owned(), patience)?;
+                self.resume_stream(index, BrokenPath::OwnInterface, what.to_owned(), patience, now)?;
             }
         }
         Ok(())
@@ -90,10 +124,28 @@ impl IoLoop {
             let silent = self.lanes[index].liveness.silence(now);
             if self.job.resumes_after(silent) && self.may_resume(index) {
                 let reason = format!("nothing was heard of it for {:.0} s", silent.as_secs_f64());
-                self.resume_stream(index, BrokenPath::Somewhere, reason, self.moving_patience())?;
+                self.resume_stream(index, BrokenPath::Somewhere, reason, self.moving_patience(), now)?;
             }
         }
         Ok(())
+    }
+
+    /// Gives up the attempts to open a stream again that have not ended in time: the system may keep the thread that dials,
+    /// for instance while it looks up the name of the hub.
+    pub(super) fn give_up_overdue(&mut self, now: Instant) {
+        for index in 0..self.lanes.len() {
+            if !self.lanes[index].is_resuming_overdue(now) {
+                continue;
+            }
+            let (who, hub) = (self.in_flight.shared.who.clone(), Arc::clone(&self.lanes[index].hub));
+            let reason = "its stream was cut, and the attempts to open it again do not come to an end".into();
+            let error = WorkerError::Lost { who, hub, rank: None, reason };
+            self.lanes[index].close();
+            let reopening = Reopening::<Infallible, _>::Failed(self.cut_off(error));
+            if let Consequence::Announce(announcement) = self.job.reopened(reopening, false, now) {
+                self.announce(announcement, now);
+            }
+        }
     }
 
     /// Opens a lane's stream again, on a thread of its own. The old stream stays open until a frame comes on
@@ -104,9 +156,10 @@ impl IoLoop {
         broken: BrokenPath,
         reason: String,
         patience: Duration,
+        now: Instant,
     ) -> Result<(), WorkerError> {
         let lane = &mut self.lanes[index];
-        if !lane.begin_resuming() {
+        if !lane.begin_resuming(now + patience + OVERDUE) {
             return Ok(());
         }
         // This fails only if the descriptor is not in the set, and then there is nothing to remove.

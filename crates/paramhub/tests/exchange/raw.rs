@@ -38,6 +38,7 @@ pub(crate) fn hello(ticket: &Ticket, rank: u32, settings: &Settings, cluster: &C
         caller: Caller::Worker { rank, shares_parameters: false },
         interface: 0,
         core: 0,
+        standby_route: None,
         offered: Capabilities::default(),
         required: Capabilities::default(),
         attempt: Attempt::first(1),

@@ -80,6 +80,7 @@ pub(crate) fn join(
         incarnation: Incarnation([0; 16]),
         roster: Roster::beside_workers(spec.workers, &hubs),
         hubs,
+        shares: Vec::new(),
         settings: spec.settings()?,
         job_options: JobOptions { dead_after_s: DEAD_AFTER_S, ..JobOptions::default() },
         resumed_step: None,

@@ -79,7 +79,8 @@ impl Job {
 
     /// Returns the number of hubs that the job needs to begin.
     fn hubs_needed(&self) -> usize {
-        self.options.hubs.map_or(1, |hubs| hubs as usize)
+        let least = if self.options.has_standbys() { 2 } else { 1 };
+        self.options.hubs.map_or(least, |hubs| hubs as usize)
     }
 
     /// Returns the arrangement of the hubs, and the reason of that choice for messages.

@@ -105,6 +105,7 @@ impl Job {
         };
         match self.state {
             JobState::Initialising => {}
+            JobState::Running if !self.shares.is_empty() => return self.repeat_shares(),
             JobState::Running => return self.repeat_losses(),
             _ => return Transition::None,
         }
@@ -283,6 +284,9 @@ impl Job {
     /// A hub is lost, with all that it held.
     pub(crate) fn hub_lost(&mut self, hub: u32, cause: Cause, now: Now) -> Transition {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
+        if self.state == JobState::Running && !self.shares.is_empty() && !self.job_hubs[index].ended {
+            return self.go_on_without(index as u16, cause, now);
+        }
         // The hub had ended the job before it was lost.
         if std::mem::replace(&mut self.job_hubs[index].ended, true) {
             return Transition::None;

@@ -16,6 +16,7 @@ use crate::membership::Now;
 use crate::placement::HubShape;
 use crate::scheme::InformationBook;
 use crate::service::{CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus};
+use crate::standbys::{Role, Share};
 
 /// The record of a job, which the store keeps.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -56,6 +57,13 @@ pub struct MembersRecord {
     peer_addresses: Vec<Option<SocketAddr>>,
     /// The hubs, site by site in placement order; none in a job without hubs.
     hubs: Vec<JobHubRecord>,
+    /// The hubs of each share, the number of the last change and its reason, if the chunks have standbys.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    shares: Vec<Share>,
+    #[serde(default, skip_serializing_if = "is_default")]
+    shares_number: u32,
+    #[serde(default, skip_serializing_if = "is_default")]
+    shares_reason: String,
     /// The sites of these hubs.
     composition: Option<Arc<Composition>>,
     /// What ranks and hubs were told once the hubs had allocated; none before.
@@ -114,6 +122,9 @@ impl Job {
             places: self.places.clone(),
             peer_addresses: self.peer_addresses.clone(),
             hubs: self.job_hubs.iter().map(hub).collect(),
+            shares: self.shares.clone(),
+            shares_number: self.shares_number,
+            shares_reason: self.shares_reason.clone(),
             composition: self.composition.clone(),
             placed: information_book.map(|information_book| PlacedRecord {
                 placements: self.placements.clone(),
@@ -183,6 +194,13 @@ impl Job {
             ..JobHub::new(recorded.hub, shape.clone(), site)
         };
         self.job_hubs = members.hubs.into_iter().zip(shapes).map(hub).collect();
+        self.shares = members.shares;
+        (self.shares_number, self.shares_reason) = (members.shares_number, members.shares_reason);
+        // A hub of which nothing is left in the shares has been lost, and is not awaited.
+        for (job_hub, position) in self.job_hubs.iter_mut().zip(0..) {
+            job_hub.ended =
+                !self.shares.is_empty() && self.shares.iter().all(|share| share.role(position) == Role::None);
+        }
         self.composition = members.composition;
         (self.state, self.phase) = (JobState::Initialising, JobPhase::Initialising);
         if state == JobState::Running {
@@ -203,6 +221,11 @@ impl Job {
             }
         }
     }
+}
+
+/// Returns whether a field has its default, and is left out.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 impl MembersRecord {

@@ -118,6 +118,7 @@ impl Job {
             options: self.options,
             peer_addresses: self.peer_addresses.clone(),
             epoch: self.epoch.map_or(0, |epoch| epoch.number),
+            shares: self.shares.clone(),
             secrets: None,
         }
     }

@@ -70,14 +70,15 @@ impl Attempt {
 /// ```text
 ///   0      4       6        8        9       10       12        16        20       24    26     28
 ///   +------+-------+--------+--------+-------+--------+---------+---------+--------+-----+------+------+
-///   | PHUB |   2   | length | caller | flags | oldest | offered | require | number | if  | core | zero |
+///   | PHUB |   2   | length | caller | flags | oldest | offered | require | number | if  | core | alt  |
 ///   +------+-------+--------+--------+-------+--------+---------+---------+--------+-----+------+------+
 ///   32      40        44     48          64            80               112         144
 ///   +-------+---------+------+-----------+-------------+----------------+-----------+
 ///   | epoch | attempt | zero | namespace | incarnation | placement hash | challenge |
 ///   +-------+---------+------+-----------+-------------+----------------+-----------+
 /// ```
-/// `number` is a worker's rank, or a hub's site and route, 16 bits each.
+/// `number` is a worker's rank, or a hub's site and route, 16 bits each. `alt` are 16 bits, the number of
+/// [`standby_route`](Hello::standby_route) plus one or zero, and 16 bits of zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
     /// The caller of the stream.
@@ -86,6 +87,8 @@ pub struct Hello {
     pub interface: u16,
     /// Core of the hub.
     pub core: u16,
+    /// The route, at a hub that is not its own in the placement: its standby, or the hub that has taken over.
+    pub standby_route: Option<u16>,
     /// The capabilities that the caller has.
     pub offered: Capabilities,
     /// Those among them without which the caller cannot go on.
@@ -149,6 +152,8 @@ impl Hello {
         wire[20..24].copy_from_slice(&number.to_le_bytes());
         wire[24..26].copy_from_slice(&self.interface.to_le_bytes());
         wire[26..28].copy_from_slice(&self.core.to_le_bytes());
+        let route = self.standby_route.map_or(0, |route| route + 1);
+        wire[28..30].copy_from_slice(&route.to_le_bytes());
         wire[32..40].copy_from_slice(&epoch.to_le_bytes());
         wire[40..44].copy_from_slice(&attempt.to_le_bytes());
         wire[48..64].copy_from_slice(&self.namespace.0);
@@ -175,7 +180,7 @@ impl Hello {
             return Err(HandshakeError::CallerVersion { oldest, newest });
         }
         // A later version may have given reserved bits a meaning that its callers can do without.
-        let reserved = u64::from(u32_at(wire, 28)) | u64::from(u32_at(wire, 44)) << 32;
+        let reserved = u64::from(u16_at(wire, 30)) | u64::from(u32_at(wire, 44)) << 32;
         if newest == VERSION && reserved != 0 {
             return Err(HandshakeError::Reserved(reserved));
         }
@@ -194,6 +199,7 @@ impl Hello {
             caller,
             interface: u16_at(wire, 24),
             core: u16_at(wire, 26),
+            standby_route: u16_at(wire, 28).checked_sub(1),
             offered: Capabilities(u32_at(wire, 12)),
             required: Capabilities(u32_at(wire, 16)),
             attempt: Attempt::Numbered { epoch: u64_at(wire, 32), number: u32_at(wire, 40) },

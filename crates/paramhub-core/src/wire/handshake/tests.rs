@@ -11,6 +11,7 @@ fn hello() -> Hello {
         caller: Caller::Worker { rank: 3, shares_parameters: true },
         interface: 1,
         core: 2,
+        standby_route: Some(7),
         offered: Capabilities(Capabilities::ENCRYPTED.0 | Capabilities::FABRIC.0),
         required: Capabilities::default(),
         attempt: Attempt::Numbered { epoch: 7, number: 5 },
@@ -55,7 +56,7 @@ fn a_hello_round_trips_and_other_protocols_are_recognised() {
     assert_eq!(changed(6, 143), Err(HandshakeError::Length(143)));
     assert_eq!(changed(8, 2), Err(HandshakeError::Caller(2)), "a standby, in a later release");
     assert_eq!(changed(9, 2), Err(HandshakeError::Reserved(2)));
-    assert_eq!(changed(28, 1), Err(HandshakeError::Reserved(1)));
+    assert_eq!(changed(30, 1), Err(HandshakeError::Reserved(1)));
     assert_eq!(changed(44, 1), Err(HandshakeError::Reserved(1 << 32)));
     assert_eq!(changed(10, 3), Err(HandshakeError::CallerVersion { oldest: 3, newest: 2 }));
 }
@@ -65,7 +66,7 @@ fn a_caller_of_the_next_version_is_served_in_this_one() {
     let mut wire = [&hello().encode()[..], &[6; 56]].concat();
     wire[4] = 3;
     wire[6] = 200;
-    wire[28] = 0xff;
+    wire[30] = 0xff;
     assert_eq!(hello_length(&wire[..8].try_into().unwrap()), Ok(200));
     let hub = HubHandshake::begin(&wire, [5; 32]).unwrap();
     assert_eq!((hub.version(), hub.hello()), (2, &hello()));
@@ -84,6 +85,7 @@ fn a_worker_of_version_1_is_served_as_before() {
     assert_eq!(hello_length(&wire[..8].try_into().unwrap()), Ok(112));
     let hub = HubHandshake::begin(&wire, [5; 32]).unwrap();
     let expected = Hello {
+        standby_route: None,
         offered: Capabilities::default(),
         attempt: Attempt::Unnumbered { resumes: false },
         ..hello()

@@ -22,6 +22,7 @@ pub(super) fn decode_hello(wire: &[u8; HELLO_BYTES]) -> Result<Hello, HandshakeE
         caller: Caller::Worker { rank: u32_at(wire, 8), shares_parameters: flags == 1 },
         interface: u16_at(wire, 12),
         core: u16_at(wire, 14),
+        standby_route: None,
         offered: Capabilities::default(),
         required: Capabilities::default(),
         attempt: Attempt::Unnumbered { resumes: flags == 4 },

@@ -47,6 +47,7 @@ mod tests {
             deployment: None,
             enter: Some("in {host}".into()),
             reduction: None,
+            replicas: None,
             optimize_at: None,
         };
         let sites = flags.sites(3);

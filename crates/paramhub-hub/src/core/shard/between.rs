@@ -15,9 +15,10 @@ use crate::core::fault::Fault;
 use crate::core::layout::ChunkPlace;
 
 impl Shard {
-    /// Sends the sum, which is complete here, to the site above.
+    /// Sends the sum, which is complete here, to the site above or to the standby.
     pub(super) fn raise(&mut self, index: u32) {
-        let above = self.plan.ports.above(index).expect("sums are raised where a site is above");
+        let above =
+            self.plan.ports.above(index).expect("sums are raised where a site is above, or a standby");
         self.outboxes[above as usize].owe(index, Answer::Parameters);
         self.dirty.insert(above);
     }
@@ -25,6 +26,10 @@ impl Shard {
     /// Sends again by a new stream to a neighbouring site what the old one may have lost: the parameters to start from,
     /// sums that were not answered, changes of hyperparameters and, as the last frame, Leave.
     pub(super) fn resume_site(&mut self, port: u32) {
+        if self.is_followed(port) {
+            // The hub that serves the chunks sends again what was not acknowledged.
+            return;
+        }
         let outbox = &mut self.outboxes[port as usize];
         outbox.start_at = None;
         let is_leave = |(header, _): &(Header, Vec<u8>)| header.operation == Operation::Leave;
@@ -48,6 +53,9 @@ impl Shard {
                     outbox.messages.push_back(message);
                 }
             }
+        }
+        if self.plan.ports.side(port) == Side::Standby {
+            self.pass_on_leaves_again(port);
         }
         if self.leaves_above(port) {
             self.outboxes[port as usize].message(Header::bare(Operation::Leave), Vec::new());
@@ -119,7 +127,11 @@ impl Shard {
         let changed = schedule.change(self.newest_step, first_step, next);
         changed.map_err(|error| refused(error.to_string()))?;
         let ports = self.plan.ports.clone();
-        for (to, _) in ports.to_sites().filter(|&(to, _)| to != port && !self.departures.has_left(to)) {
+        let is_told = |side| side != Side::Serving;
+        for (to, _) in ports
+            .to_sites()
+            .filter(|&(to, there)| to != port && is_told(there.side) && !self.departures.has_left(to))
+        {
             if !self.outboxes[to as usize].message(*header, payload.to_vec()) {
                 let name = self.plan.name(ports.neighbour(to));
                 return Err(refused(format!("{name} has too many of them to read already")));
@@ -134,6 +146,7 @@ impl Shard {
         let departure = self.departures.leave(&self.plan.ports, port);
         if let Side::Worker(member) | Side::Below(member) = self.plan.ports.side(port) {
             self.forget_changes(member);
+            self.pass_on_leave(member);
         }
         let left = departure.member.map_or(Ok(()), |member| self.member_left(member));
         for above in departure.above {

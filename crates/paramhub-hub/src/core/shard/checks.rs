@@ -43,7 +43,7 @@ impl Shard {
     fn check_sender(&self, port: u32, side: Side, header: &Header) -> Result<Option<u32>, Fault> {
         let may_repeat =
             self.plan.resuming.resumes() && between_sites::repeats_after_leave(side, header.operation);
-        if self.has_left(port) && side != Side::Above && !may_repeat {
+        if self.has_left(port) && !side.takes_sums() && !may_repeat {
             return Err(Fault::AfterLeave(header.operation));
         }
         if !may_come(side, header.operation) {
@@ -138,7 +138,7 @@ impl Shard {
 fn contribution_codec(side: Side, slot: &ChunkPlace) -> Codec {
     match side {
         Side::Worker(_) => slot.gradient,
-        Side::Below(_) | Side::Above => Codec::F32,
+        Side::Below(_) | Side::Above | Side::Standby | Side::Serving => Codec::F32,
     }
 }
 
@@ -147,14 +147,18 @@ fn may_come(side: Side, operation: Operation) -> bool {
     match (side, operation) {
         // A worker's stream has refused already what workers may not send.
         (Side::Worker(_), _) => true,
-        (Side::Below(_), Operation::PushPull | Operation::Leave)
+        // A hub that has ended the job sends the reason to all hubs around it.
+        (_, Operation::Failure | Operation::Heartbeat)
+        | (Side::Below(_), Operation::PushPull | Operation::Leave)
         | (Side::Above, Operation::Total | Operation::Parameters | Operation::Notice)
-        // A site that has ended the job sends the reason to all sites around it.
-        | (_, Operation::Failure)
         | (
-            _,
-            Operation::Initialise | Operation::InitialiseState | Operation::Retune | Operation::Heartbeat,
-        ) => true,
+            Side::Below(_) | Side::Above,
+            Operation::Initialise | Operation::InitialiseState | Operation::Retune,
+        )
+        | (Side::Standby, Operation::Applied)
+        | (Side::Serving, Operation::Push | Operation::Initialise | Operation::Retune | Operation::Leave) => {
+            true
+        }
         _ => false,
     }
 }

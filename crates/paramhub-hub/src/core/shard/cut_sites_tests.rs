@@ -17,9 +17,9 @@ use crate::core::outbox::{BATCH_FRAMES, NextFrame};
 use crate::core::stepped_hub::{floats, one_core, plan_at};
 
 const STEPS: u32 = 12;
-const CHUNKS: u32 = 3;
+pub(super) const CHUNKS: u32 = 3;
 const CHUNK_ELEMENTS: usize = 256;
-const WORKERS: u32 = 4;
+pub(super) const WORKERS: u32 = 4;
 const SEEDS: u64 = 60;
 
 /// The learning rate of a step. Rank 0 sends it before it contributes to the step.
@@ -37,11 +37,21 @@ fn start(chunk: u32) -> f32 {
 }
 
 /// A chunk's parameters after all steps.
-fn expected(chunk: u32) -> f32 {
+pub(super) fn expected(chunk: u32) -> f32 {
     (0..STEPS).fold(start(chunk), |value, step| {
         let sum: f32 = (0..WORKERS).map(|rank| gradient(rank, chunk, step)).sum();
         value - rate(step) as f32 * (sum / WORKERS as f32)
     })
+}
+
+/// The settings of these jobs.
+pub(super) fn settings() -> Settings {
+    let mut settings = Settings::new(KeyTable::new(vec![Key::new("w", [700])]).unwrap());
+    settings.chunk_bytes = CHUNK_ELEMENTS as u32 * 4;
+    // Nobody sends step 0's rate as a change.
+    let first = Hyperparameters { learning_rate: rate(0), ..Default::default() };
+    settings.optimizer = OptimizerChoice { hyperparameters: Some(first), ..OptimizerChoice::named("sgd") };
+    settings
 }
 
 type Frame = (Header, Vec<u8>);
@@ -51,6 +61,11 @@ type Frame = (Header, Vec<u8>);
 enum End {
     Worker(u32),
     Hub { site: SiteId, port: u32 },
+}
+
+/// Whether an end is at this hub.
+fn is_at(end: End, hub: SiteId) -> bool {
+    matches!(end, End::Hub { site, .. } if site == hub)
 }
 
 /// One direction of a stream.
@@ -85,55 +100,101 @@ struct Worker {
     has_left: bool,
 }
 
-struct Job {
+pub(super) struct Job {
     random: u64,
-    shards: Vec<Shard>,
+    pub(super) shards: Vec<Shard>,
     workers: Vec<Worker>,
     /// By the sending end.
     ways: BTreeMap<End, Way>,
-    cuts: u32,
+    pub(super) cuts: u32,
+    /// The hub that is lost, if one is.
+    pub(super) lost: Option<SiteId>,
 }
 
 impl Job {
     fn new(composition: &Composition, seed: u64) -> Job {
-        let mut settings = Settings::new(KeyTable::new(vec![Key::new("w", [700])]).unwrap());
-        settings.chunk_bytes = CHUNK_ELEMENTS as u32 * 4;
-        // Nobody sends step 0's rate as a change.
-        let first = Hyperparameters { learning_rate: rate(0), ..Default::default() };
-        settings.optimizer =
-            OptimizerChoice { hyperparameters: Some(first), ..OptimizerChoice::named("sgd") };
-        let plan = |site| plan_at(composition.clone(), site, Stragglers::Wait, settings.clone());
+        let plan = |site| plan_at(composition.clone(), site, Stragglers::Wait, settings());
         let sites = 0..composition.sites.len() as SiteId;
         let shards: Vec<Shard> = sites.clone().map(|site| Shard::new(plan(site)).unwrap()).collect();
         let mut ends = Vec::new();
-        let mut workers = Vec::new();
         for site in sites {
             let ports = shards[usize::from(site)].plan().ports.clone();
-            for (port, &rank) in (0..).zip(ports.ranks()) {
-                let at = End::Hub { site, port };
-                ends.push((End::Worker(rank), at));
-                let first = if rank == 0 { Stage::Begins } else { Stage::Lacks };
-                workers.push(Worker {
-                    rank,
-                    stages: vec![first; CHUNKS as usize],
-                    values: vec![0.0; CHUNKS as usize],
-                    retuned: Vec::new(),
-                    has_left: false,
-                });
-            }
+            ends.extend(
+                (0..).zip(ports.ranks()).map(|(port, &rank)| (End::Worker(rank), End::Hub { site, port })),
+            );
             for (port, there) in ports.to_sites().filter(|(_, there)| there.side == Side::Above) {
                 let above = &shards[usize::from(there.site)].plan().ports;
                 let its_port = above.of_site(site, 0).expect("the site above expects it");
                 ends.push((End::Hub { site, port }, End::Hub { site: there.site, port: its_port }));
             }
         }
-        workers.sort_by_key(|worker| worker.rank);
-        let both = ends.into_iter().flat_map(|(one, other)| [(one, other), (other, one)]);
-        let way = |(from, to)| (from, Way { frames: VecDeque::new(), to: Some(to), is_open: true });
-        Job { random: seed, shards, workers, ways: both.map(way).collect(), cuts: 0 }
+        Job::between(shards, ends, seed)
     }
 
-    fn below(&mut self, bound: usize) -> usize {
+    /// Workers that exchange at the first of two shards, of which the second is the standby.
+    pub(super) fn with_standby(serving: Shard, standby: Shard, seed: u64) -> Job {
+        let port_of = |shard: &Shard| shard.plan().ports.counterpart().expect("it has another hub");
+        let (up, down) = (port_of(&serving), port_of(&standby));
+        let mut ends: Vec<(End, End)> =
+            (0..WORKERS).map(|rank| (End::Worker(rank), End::Hub { site: 0, port: rank })).collect();
+        ends.push((End::Hub { site: 0, port: up }, End::Hub { site: 1, port: down }));
+        Job::between(vec![serving, standby], ends, seed)
+    }
+
+    /// Hubs and workers with streams between these ends.
+    fn between(shards: Vec<Shard>, ends: Vec<(End, End)>, seed: u64) -> Job {
+        let worker = |rank| Worker {
+            rank,
+            stages: vec![if rank == 0 { Stage::Begins } else { Stage::Lacks }; CHUNKS as usize],
+            values: vec![0.0; CHUNKS as usize],
+            retuned: Vec::new(),
+            has_left: false,
+        };
+        let mut job = Job {
+            random: seed,
+            shards,
+            workers: (0..WORKERS).map(worker).collect(),
+            ways: BTreeMap::new(),
+            cuts: 0,
+            lost: None,
+        };
+        ends.into_iter().for_each(|(one, other)| job.connect(one, other));
+        job
+    }
+
+    fn connect(&mut self, one: End, other: End) {
+        for (from, to) in [(one, other), (other, one)] {
+            self.ways.insert(from, Way { frames: VecDeque::new(), to: Some(to), is_open: true });
+        }
+    }
+
+    /// Loses the hub that serves or the standby, with all streams there. The other one goes on, and workers repeat at it what
+    /// was not answered.
+    pub(super) fn lose(&mut self, lost: SiteId) {
+        self.lost = Some(lost);
+        self.ways.retain(|end, way| !is_at(*end, lost) && !way.to.is_some_and(|to| is_at(to, lost)));
+        if lost == 1 {
+            self.shards[0].go_on_alone();
+            while self.shards[0].has_sums_to_end() {
+                self.shards[0]
+                    .end_sums(CHUNK_ELEMENTS)
+                    .unwrap_or_else(|fault| panic!("{}", fault.message("it")));
+            }
+            return;
+        }
+        self.shards[1].take_over();
+        for rank in 0..WORKERS {
+            self.connect(End::Worker(rank), End::Hub { site: 1, port: rank });
+            self.repeat(rank);
+        }
+    }
+
+    /// The parameters that each rank has of each chunk.
+    pub(super) fn values(&self) -> impl Iterator<Item = (u32, &[f32])> {
+        self.workers.iter().map(|worker| (worker.rank, &worker.values[..]))
+    }
+
+    pub(super) fn below(&mut self, bound: usize) -> usize {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.random;
         mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -141,13 +202,18 @@ impl Job {
         ((mixed ^ mixed >> 31) % bound as u64) as usize
     }
 
-    fn is_done(&self) -> bool {
-        let has_left = |shard: &Shard| (0..shard.plan().ports.len()).all(|port| shard.has_left(port));
-        self.workers.iter().all(|worker| worker.has_left) && self.shards.iter().all(has_left)
+    pub(super) fn is_done(&self) -> bool {
+        let has_left = |(site, shard): (SiteId, &Shard)| {
+            let ports = 0..shard.plan().ports.len();
+            // A standby has streams of workers only if it has taken over.
+            let is_awaited = |&port: &u32| self.ways.contains_key(&End::Hub { site, port });
+            Some(site) == self.lost || ports.filter(is_awaited).all(|port| shard.has_left(port))
+        };
+        self.workers.iter().all(|worker| worker.has_left) && (0..).zip(&self.shards).all(has_left)
     }
 
     /// Does one thing that can happen, chosen at random; `may_cut` says whether streams may be cut.
-    fn act(&mut self, may_cut: bool) {
+    pub(super) fn act(&mut self, may_cut: bool) {
         let ends: Vec<End> = self.ways.keys().copied().collect();
         let end = ends[self.below(ends.len())];
         match self.below(if may_cut { 40 } else { 39 }) {
@@ -346,9 +412,9 @@ fn streams_between_sites_that_are_cut_at_any_moment_change_no_number() {
                 acts += 1;
                 assert!(acts < 2_000_000, "{name}, seed {seed}: the job is stuck");
             }
-            for worker in &job.workers {
-                let values: Vec<f32> = (0..CHUNKS).map(expected).collect();
-                assert_eq!(worker.values, values, "{name}, seed {seed}, rank {}", worker.rank);
+            let expected: Vec<f32> = (0..CHUNKS).map(expected).collect();
+            for (rank, values) in job.values() {
+                assert_eq!(values, expected, "{name}, seed {seed}, rank {rank}");
             }
             cuts += job.cuts;
         }

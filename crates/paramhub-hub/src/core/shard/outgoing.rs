@@ -17,7 +17,7 @@ impl Shard {
         let side = self.plan.ports.side(port);
         let step = match side {
             Side::Worker(member) | Side::Below(member) => self.exchange.answer_version(index, member),
-            Side::Above => self.exchange.step(index),
+            Side::Above | Side::Standby | Side::Serving => self.exchange.step(index),
         };
         match answer {
             Answer::Applied => (Header { chunk, step, ..Header::bare(Operation::Applied) }, &[]),
@@ -33,6 +33,7 @@ impl Shard {
                         (Operation::Parameters, slot.gradient)
                     }
                     Side::Above => (Operation::PushPull, Codec::F32),
+                    Side::Standby => (Operation::Push, Codec::F32),
                     Side::Below(_) if self.plan.optimizes_here() => (Operation::Total, Codec::F32),
                     _ => (Operation::Parameters, slot.parameter),
                 };
@@ -46,7 +47,7 @@ impl Shard {
     /// The place of the tensor that is due at a port for a slot.
     pub(crate) fn source(&self, port: u32, index: u32) -> Source {
         match self.plan.ports.side(port) {
-            Side::Above => Source::Sum(index),
+            Side::Above | Side::Standby => Source::Sum(index),
             Side::Below(_) if self.plan.optimizes_here() => Source::Total(index),
             Side::Worker(rank) if self.lacks_last_change(index, rank) => Source::Change(index),
             _ => Source::Model(index),
@@ -86,8 +87,9 @@ impl Shard {
                 }
                 self.exchange.answer_begun(index, member);
             }
-            // The exchange waits for the answer of the site above.
-            Side::Above => {}
+            // The exchange waits for the answer of the site above, or of the standby. A standby that acknowledges waits for
+            // nothing.
+            Side::Above | Side::Standby | Side::Serving => {}
         }
     }
 
@@ -135,7 +137,7 @@ impl Shard {
         }
     }
 
-    fn spill_begun(&mut self, port: u32, source: Source) {
+    pub(super) fn spill_begun(&mut self, port: u32, source: Source) {
         let mut spill = std::mem::take(&mut self.outboxes[port as usize].spill);
         spill.clear();
         spill.extend_from_slice(self.of_source(port, source));

@@ -24,6 +24,9 @@ impl Shard {
             .exchange
             .initialise(index, self.member(port), header.step)
             .map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
+        if checked.side == Side::Serving {
+            self.acknowledge(port, index);
+        }
         if !is_new {
             self.settle(index);
             return Ok(());
@@ -48,9 +51,11 @@ impl Shard {
         self.settle(index);
         self.deliver(slot, true);
         let ports = self.plan.ports.clone();
-        for (to, _) in
-            ports.to_sites().filter(|&(to, site)| to != port && ports.carries(to, site.side, index))
-        {
+        let is_told =
+            |to, side| to != port && ports.carries(to, side, index) && !self.departures.has_left(to);
+        let others: Vec<u32> =
+            ports.to_sites().filter(|&(to, there)| is_told(to, there.side)).map(|(to, _)| to).collect();
+        for to in others {
             self.outboxes[to as usize].start.insert(index);
             self.dirty.insert(to);
         }
@@ -83,7 +88,7 @@ impl Shard {
     fn member(&self, port: u32) -> Option<u32> {
         match self.plan.ports.side(port) {
             Side::Worker(member) | Side::Below(member) => Some(member),
-            Side::Above => None,
+            Side::Above | Side::Standby | Side::Serving => None,
         }
     }
 

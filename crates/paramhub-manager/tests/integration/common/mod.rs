@@ -327,9 +327,10 @@ fn serve(
                     event.into_iter().collect()
                 }
                 HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => Vec::new(),
-                HubCommand::LoseRank { .. } | HubCommand::Rewind { .. } | HubCommand::Finish { .. } => {
-                    Vec::new()
-                }
+                HubCommand::LoseRank { .. }
+                | HubCommand::Rewind { .. }
+                | HubCommand::ChangeShares { .. }
+                | HubCommand::Finish { .. } => Vec::new(),
                 &HubCommand::ExpectRank { namespace, rank, epoch } => {
                     vec![HubEvent::RankExpected { namespace, rank, epoch, step: Some(7) }]
                 }

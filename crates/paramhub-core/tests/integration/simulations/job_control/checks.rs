@@ -81,6 +81,9 @@ impl Simulation {
             | Output::Rewind { .. } => {
                 panic!("no rank of these jobs is replaced")
             }
+            Output::ChangeRole { .. } | Output::SendElsewhere { .. } => {
+                panic!("these jobs have no standbys")
+            }
             Output::End { namespace, failure, .. } => {
                 let job = self.here(namespace);
                 assert_ne!(job.writer, Writer::Running, "it copies what is freed");
@@ -130,6 +133,7 @@ impl Simulation {
             | HubEvent::RankJoined { .. } => {
                 panic!("no rank of these jobs is replaced")
             }
+            HubEvent::HubLost { .. } => panic!("these jobs have no standbys"),
             HubEvent::Kept { .. } | HubEvent::Probed(_) | HubEvent::AllReported { .. } => {}
         }
     }

@@ -82,7 +82,7 @@ impl SimulatedJob {
         let hub = HubShape { interfaces: vec![interface], local: None };
         let keys = KeyTable::new(vec![Key::new("w", [4])]).unwrap();
         let map = ChunkMap::new(&keys, 4096).unwrap();
-        let route = |id| RouteTerms { id, core: id, interface: id, streams: WORKERS };
+        let route = |id| RouteTerms { id, core: id, interface: id, share: 0, streams: WORKERS };
         let terms = JobTerms {
             namespace,
             name: format!("job {}", namespace.0[0]),
@@ -95,6 +95,8 @@ impl SimulatedJob {
             continues,
             first_workers: WORKERS,
             min_workers: None,
+            shares: Vec::new(),
+            hub: 0,
             rewinds: false,
             epoch: 1,
             stragglers: Stragglers::Wait,

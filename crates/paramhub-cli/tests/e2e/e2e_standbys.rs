@@ -1,0 +1,206 @@
+//! Jobs whose hubs have standbys, of which hubs are killed, frozen and shut down, and whose manager may be away meanwhile. The
+//! numbers stay those of an undisturbed job, to the bit.
+
+use std::time::Instant;
+
+use paramhub::ManagerClient;
+use paramhub::service::{CreateService, JobOptions, JobState, JobStatus};
+use rustix::process::Signal;
+
+use crate::common::{Process, example, free_address, paramhub, wait_until};
+
+const WORKERS: u32 = 4;
+/// Gradients that differ from rank to rank, so that sums depend on their order.
+const FRACTIONS: &[&str] =
+    &["--steps", "300", "--compute-ms", "5", "--reproducible", "--seed", "7", "--save", "parameters"];
+
+/// A job at several hubs with standbys, and a manager of its own.
+struct Job {
+    manager: Option<Process>,
+    address: String,
+    state: tempfile::TempDir,
+    hubs: Vec<Option<Process>>,
+    client: ManagerClient,
+    workers: Vec<Process>,
+    last_updates: u64,
+}
+
+fn manager(address: &str, state: &tempfile::TempDir) -> Process {
+    let state = state.path().join("state").to_string_lossy().into_owned();
+    let manager = paramhub(["manager", "--listen", address, "--state", &state]).start();
+    manager.wait_for("manager ready");
+    manager
+}
+
+impl Job {
+    fn start(hubs: usize, options: JobOptions) -> Job {
+        let (address, state) = (free_address(), tempfile::tempdir().unwrap());
+        let manager = manager(&address, &state);
+        let url = format!("http://{address}");
+        let hub = |_| {
+            let hub = paramhub(["hub", "--listen", "127.0.0.1:0", "--manager", &url, "--cores", "2"]).start();
+            hub.wait_for("hub ready: ");
+            Some(hub)
+        };
+        // They join one after the other, so that their numbers are their positions.
+        let hubs: Vec<Option<Process>> = (0..hubs).map(hub).collect();
+        let client = ManagerClient::new(&url, None).unwrap();
+        let options = JobOptions { hubs: Some(hubs.len() as u32), replicas: 1, ..options };
+        let created =
+            client.create_service(&CreateService { name: "kept".into(), workers: WORKERS, options }).unwrap();
+        let start = |rank: u32| {
+            example("exchange", FRACTIONS.iter().copied())
+                .env("PARAMHUB_URL", &url)
+                .env("PARAMHUB_JOB", &created.namespace.to_string())
+                .env("PARAMHUB_SECRET", &String::from(created.secret()))
+                .env("RANK", &rank.to_string())
+                .start()
+        };
+        let workers: Vec<Process> = (0..WORKERS).map(start).collect();
+        workers.iter().for_each(|worker| drop(worker.wait_for(" keys")));
+        let mut job = Job { manager: Some(manager), address, state, hubs, client, workers, last_updates: 0 };
+        job.await_steps();
+        job
+    }
+
+    fn status(&self) -> JobStatus {
+        self.client.job("kept").unwrap()
+    }
+
+    /// Waits until further steps are made.
+    fn await_steps(&mut self) {
+        let mut updates = 0;
+        let before = self.last_updates;
+        wait_until("the job goes on", || {
+            let status = self.status();
+            assert_ne!(status.state, JobState::Failed, "{}", status.message);
+            updates = status.counters.updates;
+            updates > before + 20
+        });
+        self.last_updates = updates;
+    }
+
+    fn hub(&self, number: usize) -> &Process {
+        self.hubs[number].as_ref().expect("it is not killed")
+    }
+
+    /// Kills a hub, and waits until its standby has taken over.
+    fn kill(&mut self, number: usize) {
+        let begun = Instant::now();
+        self.hub(number).signal(Signal::KILL);
+        drop(self.hubs[number].take());
+        wait_until("another hub takes over", || self.status().message.contains("takes over"));
+        eprintln!("taken over after {:.2} s", begun.elapsed().as_secs_f64());
+    }
+
+    /// The parameters with which all ranks end.
+    fn parameters(self) -> Vec<u8> {
+        let Job { manager, hubs, client, workers, state, .. } = self;
+        let mut parameters =
+            workers.into_iter().map(|worker| worker.finish().expect_code(0).read("parameters"));
+        let of_rank_0 = parameters.next().expect("there is a rank 0");
+        assert!(parameters.all(|other| other == of_rank_0), "the ranks differ");
+        wait_until("the job's end", || client.job("kept").unwrap().state.has_ended());
+        let status = client.job("kept").unwrap();
+        assert_eq!(status.state, JobState::Finished, "{}", status.message);
+        drop((manager, hubs, state));
+        of_rank_0
+    }
+}
+
+#[test]
+fn a_hub_that_is_killed_costs_no_step_and_no_bit() {
+    let expected = Job::start(2, JobOptions::default()).parameters();
+    for killed in [0, 1] {
+        let mut job = Job::start(2, JobOptions::default());
+        job.kill(killed);
+        job.await_steps();
+        assert!(job.parameters() == expected, "other bits than undisturbed without hub {killed}");
+    }
+    let undisturbed = Job::start(3, JobOptions::default()).parameters();
+    let mut job = Job::start(3, JobOptions::default());
+    job.kill(1);
+    job.await_steps();
+    assert!(job.parameters() == undisturbed, "other bits than undisturbed with three hubs");
+}
+
+#[test]
+fn a_hub_that_is_frozen_is_replaced_and_ends_its_part_when_it_wakes() {
+    let options = JobOptions { dead_after_s: 2.0, ..Default::default() };
+    let expected = Job::start(2, options).parameters();
+    let mut job = Job::start(2, options);
+    job.hub(0).signal(Signal::STOP);
+    wait_until("the other hub takes over", || job.status().message.contains("takes over"));
+    job.await_steps();
+    job.hub(0).signal(Signal::CONT);
+    wait_until("it hears of that", || job.hub(0).stderr().contains("goes on at other hubs"));
+    job.await_steps();
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
+fn a_hub_that_shuts_down_hands_its_part_over() {
+    let expected = Job::start(2, JobOptions::default()).parameters();
+    let mut job = Job::start(2, JobOptions::default());
+    job.hub(1).signal(Signal::TERM);
+    job.hubs[1].take().expect("it was not killed").finish().expect_code(0);
+    wait_until("the other hub takes over", || job.status().message.contains("takes over"));
+    job.await_steps();
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
+fn a_job_whose_hub_and_manager_are_gone_waits_for_the_manager() {
+    let expected = Job::start(2, JobOptions::default()).parameters();
+    let mut job = Job::start(2, JobOptions::default());
+    let manager_process = job.manager.take().expect("it runs");
+    manager_process.signal(Signal::KILL);
+    drop(manager_process);
+    job.hub(0).signal(Signal::KILL);
+    drop(job.hubs[0].take());
+    wait_until("the other hub says what it waits for", || {
+        job.hub(1).stderr().contains("the connection manager has not said yet how the job goes on")
+    });
+    job.manager = Some(manager(&job.address, &job.state));
+    wait_until("the other hub takes over", || job.status().message.contains("takes over"));
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
+fn a_job_fails_with_the_last_hub_that_has_its_chunks() {
+    let mut job = Job::start(2, JobOptions::default());
+    job.kill(0);
+    job.await_steps();
+    job.hub(1).signal(Signal::KILL);
+    drop(job.hubs[1].take());
+    let Job { manager, client, workers, state, .. } = job;
+    for worker in workers {
+        let ended = worker.finish().expect_code(1);
+        assert!(ended.stderr.contains("nobody listens there any more"), "{ended:?}");
+    }
+    wait_until("the job fails", || client.job("kept").unwrap().state == JobState::Failed);
+    drop((manager, state));
+}
+
+#[test]
+fn standbys_need_another_hub_and_a_job_that_a_standby_can_follow() {
+    let create = |more: &[&str]| {
+        let manager = ["jobs", "create", "kept", "--workers", "2", "--hub", "http://127.0.0.1:9"];
+        paramhub(manager.into_iter().chain(more.iter().copied())).finish()
+    };
+    let two = create(&["--replicas", "2"]).expect_code(2);
+    assert!(two.stderr.contains("--replicas") && two.stderr.contains("0..=1"), "{two:?}");
+    let (hub, url) = crate::common::hub([]);
+    let client = ManagerClient::new(&url, None).unwrap();
+    let refused = |options: JobOptions| {
+        let request = CreateService { name: "kept".into(), workers: 2, options };
+        client.create_service(&request).unwrap_err().to_string()
+    };
+    let replicas = JobOptions { replicas: 1, ..Default::default() };
+    let one = refused(JobOptions { hubs: Some(1), ..replicas });
+    assert!(one.contains("ask for 2 hubs or more, or leave `replicas` out"), "{one}");
+    let with_checkpoints =
+        refused(JobOptions { resume: Some(paramhub::checkpoint::Resume::Latest), ..replicas });
+    assert!(with_checkpoints.contains("leave one of the two out"), "{with_checkpoints}");
+    drop(hub);
+}

@@ -1,0 +1,254 @@
+//! Hubs that are lost while their job goes on at their [standbys](crate::standbys).
+//!
+//! A hub that loses the other hub of a share reports it, and the manager decides: it changes the shares, and every hub of the
+//! job [takes](JobControl::change_shares) its new roles. Until then a hub that serves answers nobody, since its standby
+//! acknowledges nothing. If the decision takes longer than a moment, it closes the streams of its workers: the manager may
+//! have decided for the standby, and be out of this hub's reach. The workers then ask the standby, and this hub, again and
+//! again.
+//!
+//! Such a job has one site, so that a worker's port on each route is its rank. Behind the ports of the workers is that of the
+//! other hub.
+
+use std::time::Duration;
+
+use super::job::{Job, Phase};
+use super::{AdmittedStreams, JobControl, Output, RouteTerms};
+use crate::auth::Namespace;
+use crate::placement::RouteId;
+use crate::service::{CauseKind, HubEvent, JobEnd};
+use crate::standbys::{Role, Share};
+
+/// The time for which a hub without its standby keeps its workers' streams and waits for the manager's decision.
+const DOUBTFUL: Duration = Duration::from_millis(300);
+/// The time that workers may take, beyond that after which they notice that a hub is silent, to come to the hub that serves
+/// instead.
+const COME_OVER: Duration = Duration::from_secs(10);
+
+/// The other hub of a share is lost to this one, and the manager has not decided what follows.
+#[derive(Clone, Debug)]
+pub(super) struct LostCounterpart {
+    since: Duration,
+    reason: String,
+    /// Whether this hub has closed its workers' streams meanwhile.
+    is_doubted: bool,
+}
+
+impl Job {
+    /// What this hub is for a route.
+    pub(super) fn role(&self, route: &RouteTerms) -> Role {
+        match self.shares.get(usize::from(route.share)) {
+            Some(share) => share.role(self.terms.hub),
+            None => Role::Serves { has_standby: false },
+        }
+    }
+
+    /// Whether all have left a route of a job with standbys that this hub has now to do with.
+    pub(super) fn is_left(&self, route: &RouteTerms) -> bool {
+        let workers = route.streams - 1;
+        let ports = match self.role(route) {
+            Role::Serves { has_standby: true } => 0..workers + 1,
+            Role::Serves { has_standby: false } => 0..workers,
+            Role::StandsBy => workers..workers + 1,
+            Role::None => 0..0,
+        };
+        ports.into_iter().all(|port| self.left.contains(&(route.id, port)))
+    }
+
+    /// Whether a worker has left every route that this hub serves.
+    fn has_left_here(&self, rank: u32) -> bool {
+        let serves = |route: &&RouteTerms| matches!(self.role(route), Role::Serves { .. });
+        self.terms.routes.iter().filter(serves).all(|route| self.left.contains(&(route.id, rank)))
+    }
+
+    /// Whether another hub can take over all that this one serves.
+    fn can_be_replaced(&self) -> bool {
+        let alone = |share: &Share| share.role(self.terms.hub) == Role::Serves { has_standby: false };
+        !self.shares.is_empty() && !self.shares.iter().any(alone)
+    }
+
+    fn routes_of(&self, share: u16) -> impl Iterator<Item = &RouteTerms> {
+        self.terms.routes.iter().filter(move |route| route.share == share)
+    }
+}
+
+impl JobControl {
+    /// Reports that the other hub of a route's share is lost to this one. The manager decides what follows.
+    pub(super) fn counterpart_lost(
+        &mut self,
+        namespace: Namespace,
+        route: RouteId,
+        reason: String,
+        now: Duration,
+    ) {
+        let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
+        let Some(share) = job.terms.routes.iter().find(|terms| terms.id == route).map(|terms| terms.share)
+        else {
+            return;
+        };
+        // The manager may have decided meanwhile, or another route has reported it.
+        if job.shares[usize::from(share)].counterpart(job.terms.hub).is_none()
+            || job.lost_counterparts.contains_key(&share)
+        {
+            return;
+        }
+        job.lost_counterparts
+            .insert(share, LostCounterpart { since: now, reason: reason.clone(), is_doubted: false });
+        let message =
+            format!("job `{}`: {reason}; the connection manager decides how it goes on", job.terms.name);
+        self.warn(message);
+        self.report_lost_counterpart(namespace, share);
+    }
+
+    /// Reports once more which hubs are lost to this one: the manager has restarted, and may not have had the report.
+    pub(super) fn report_lost_counterparts_again(&mut self, namespace: Namespace) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        let shares: Vec<u16> = job.lost_counterparts.keys().copied().collect();
+        shares.into_iter().for_each(|share| self.report_lost_counterpart(namespace, share));
+    }
+
+    fn report_lost_counterpart(&mut self, namespace: Namespace, share: u16) {
+        let job = &self.jobs[&namespace];
+        let hub = job.shares[usize::from(share)].counterpart(job.terms.hub);
+        let (Some(hub), Some(lost)) = (hub, job.lost_counterparts.get(&share)) else { return };
+        let (number, reason) = (job.shares_number, lost.reason.clone());
+        self.report(HubEvent::HubLost { namespace, share, hub, number, reason });
+    }
+
+    /// Closes the streams of workers at routes whose standby is lost, if the manager has not decided soon.
+    pub(super) fn check_counterparts(&mut self, now: Duration) {
+        let mut doubted = Vec::new();
+        for (&namespace, job) in &mut self.jobs {
+            for (&share, lost) in &mut job.lost_counterparts {
+                let serves = job.shares[usize::from(share)].role(job.terms.hub) != Role::StandsBy;
+                if serves && !lost.is_doubted && now >= lost.since + DOUBTFUL && !job.phase.is_over() {
+                    lost.is_doubted = true;
+                    doubted.push((namespace, share));
+                }
+            }
+        }
+        for (namespace, share) in doubted {
+            let job = &self.jobs[&namespace];
+            let message = format!(
+                "job `{}` waits: {}, and the connection manager has not said yet how the job goes on",
+                job.terms.name, job.lost_counterparts[&share].reason
+            );
+            let routes: Vec<(RouteId, u16)> =
+                job.routes_of(share).map(|route| (route.id, route.core)).collect();
+            self.notify_all(namespace, None, &message);
+            for (route, core) in routes {
+                self.outputs.push(Output::ChangeRole { namespace, core, route, role: RoleChange::Doubt });
+            }
+        }
+    }
+
+    /// The manager has changed the shares of a job, for this reason: this is the change with this number.
+    pub(super) fn change_shares(
+        &mut self,
+        namespace: Namespace,
+        (number, shares): (u32, Vec<Share>),
+        reason: &str,
+        now: Duration,
+    ) {
+        let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
+        if number <= job.shares_number || shares.len() != job.shares.len() {
+            return;
+        }
+        job.shares_number = number;
+        let before = std::mem::replace(&mut job.shares, shares);
+        let hub = job.terms.hub;
+        if !job.shares.iter().any(|share| share.role(hub) != Role::None) {
+            return self.retire(namespace, reason, now);
+        }
+        let mut changes = Vec::new();
+        for (share, (was, is)) in (0..).zip(before.iter().zip(&job.shares)) {
+            let change = match (was.role(hub), is.role(hub)) {
+                (was, is) if was == is => continue,
+                (Role::StandsBy, Role::Serves { .. }) => RoleChange::TakeOver,
+                (Role::Serves { .. }, Role::Serves { .. }) => RoleChange::GoOnAlone,
+                (_, Role::None) => RoleChange::Stop,
+                (_, Role::StandsBy) | (Role::None, _) => continue,
+            };
+            let lost = job.lost_counterparts.remove(&share);
+            let come_again = lost.is_some_and(|lost| lost.is_doubted) || change == RoleChange::TakeOver;
+            if come_again && change != RoleChange::Stop {
+                let until = now.saturating_add(job.terms.dead_after).saturating_add(COME_OVER);
+                job.awaits_workers_until = job.awaits_workers_until.max(Some(until));
+            }
+            changes.extend(job.routes_of(share).map(|route| (route.id, route.core, change)));
+        }
+        let message = format!("job `{}` goes on: {reason}", job.terms.name);
+        for (route, core, role) in changes {
+            self.outputs.push(Output::ChangeRole { namespace, core, route, role });
+        }
+        self.notify_all(namespace, None, &message);
+        self.finish_if_all_left(namespace, now);
+    }
+
+    /// Ends a job at a hub that has lost its workers to hubs which have taken over, if they do not come.
+    pub(super) fn check_workers_come(&mut self, now: Duration, streams: &impl AdmittedStreams) {
+        let mut late = Vec::new();
+        for (&namespace, job) in &mut self.jobs {
+            let Some(until) = job.awaits_workers_until else { continue };
+            let missing = streams.missing(namespace);
+            let mut ranks = missing.iter().filter_map(|neighbour| neighbour.rank());
+            match ranks.find(|&rank| !job.has_left_here(rank)) {
+                None => job.awaits_workers_until = None,
+                Some(rank) if now >= until => late.push((namespace, rank, job.terms.dead_after + COME_OVER)),
+                Some(_) => {}
+            }
+        }
+        for (namespace, rank, limit) in late {
+            let seconds = limit.as_secs_f64();
+            let reason = format!(
+                "rank {rank} was lost: it did not come to the hub that has taken over within {seconds:.0} s"
+            );
+            self.fail(namespace, CauseKind::PeerLost, Some(rank), reason, now);
+        }
+    }
+
+    /// Hands a job over to the standbys, if there are any for all that this hub serves: the hub shuts down. Returns whether it
+    /// does.
+    pub(super) fn hand_over(&mut self, namespace: Namespace, now: Duration) -> bool {
+        let Some(job) = self.jobs.get(&namespace).filter(|job| job.can_be_replaced() && job.has_opened)
+        else {
+            return false;
+        };
+        let (hub, number) = (job.terms.hub, job.shares_number);
+        let share = job.shares.iter().position(|share| share.role(hub) != Role::None);
+        let Some(share) = share.filter(|_| !job.is_ending()) else { return false };
+        let reason = "it is shutting down".to_owned();
+        self.report(HubEvent::HubLost { namespace, share: share as u16, hub, number, reason });
+        self.retire(namespace, "its hub is shutting down", now);
+        true
+    }
+
+    /// Ends a job here that goes on at other hubs. Its workers hear nothing but the end of their streams, and dial the others.
+    fn retire(&mut self, namespace: Namespace, reason: &str, now: Duration) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let (routes, cores) = (job.terms.routes.len(), job.terms.cores());
+        let message = format!("job `{}` goes on at other hubs: {reason}", job.terms.name);
+        let end = JobEnd::failed(namespace, message.clone(), CauseKind::Hearsay);
+        job.phase = Phase::Ending { routes, end, since: now };
+        job.is_retired = true;
+        self.warn(message.clone());
+        self.outputs.push(Output::SendElsewhere { namespace, message });
+        self.outputs.extend(cores.into_iter().map(|core| Output::End { namespace, core, failure: None }));
+        if routes == 0 {
+            self.closed(namespace);
+        }
+    }
+}
+
+/// What becomes of a route of a share whose hubs have changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RoleChange {
+    /// This hub, which was the standby, serves the route.
+    TakeOver,
+    /// This hub goes on without the standby.
+    GoOnAlone,
+    /// The standby is lost, and it is not known yet which of the two hubs serves the route: the streams of workers are closed
+    /// and others refused.
+    Doubt,
+    /// This hub has nothing more to do with the route.
+    Stop,
+}

@@ -1,0 +1,149 @@
+//! A hub of two, which serves share 0 by route 0 and is the standby of share 1 by route 1.
+
+use super::*;
+use crate::service::HubEvent;
+use crate::standbys::Share;
+
+fn shares(of: [(u16, Option<u16>); 2]) -> Vec<Share> {
+    of.map(|(served_by, standby)| Share { served_by, standby }).to_vec()
+}
+
+fn whole() -> Vec<Share> {
+    shares([(0, Some(1)), (1, Some(0))])
+}
+
+/// The job runs at this hub.
+fn running() -> Hub {
+    Hub::running(|terms| {
+        terms.shares = whole();
+        for (route, share) in terms.routes.iter_mut().zip(0..) {
+            (route.share, route.streams) = (share, 3);
+        }
+    })
+}
+
+fn lose(hub: &mut Hub, route: RouteId) -> Vec<Output> {
+    let culprit = Neighbour::Counterpart(route);
+    let cause = FaultCause::Kind(CauseKind::PeerLost);
+    hub.core(1, CoreEvent::Faulted { culprit, message: "the other hub was lost".into(), cause })
+}
+
+fn change(hub: &mut Hub, number: u32, shares: Vec<Share>) -> Vec<Output> {
+    hub.handle(Event::ChangeShares { namespace: job(1), number, shares, reason: "a hub was lost".into() })
+}
+
+/// Lets time pass.
+fn wait(hub: &mut Hub, time: Duration) -> Vec<Output> {
+    hub.now += time;
+    hub.check()
+}
+
+fn roles(outputs: &[Output]) -> Vec<(RouteId, RoleChange)> {
+    let role = |output: &Output| match output {
+        Output::ChangeRole { route, role, .. } => Some((*route, *role)),
+        _ => None,
+    };
+    outputs.iter().filter_map(role).collect()
+}
+
+fn reported(outputs: &[Output]) -> Vec<(u16, u16, u32)> {
+    let lost = |output: &Output| match output {
+        Output::Report(HubEvent::HubLost { share, hub, number, .. }) => Some((*share, *hub, *number)),
+        _ => None,
+    };
+    outputs.iter().filter_map(lost).collect()
+}
+
+fn has_failed(outputs: &[Output]) -> bool {
+    outputs.iter().any(|output| matches!(output, Output::End { failure: Some(_), .. }))
+}
+
+#[test]
+fn a_lost_standby_is_reported_once_and_the_manager_has_the_share_go_on_alone() {
+    let mut hub = running();
+    let outputs = lose(&mut hub, 0);
+    assert_eq!((reported(&outputs), has_failed(&outputs)), (vec![(0, 1, 0)], false));
+    assert!(reported(&lose(&mut hub, 0)).is_empty());
+    let outputs = change(&mut hub, 1, shares([(0, None), (1, Some(0))]));
+    assert_eq!(roles(&outputs), [(0, RoleChange::GoOnAlone)]);
+    assert!(roles(&change(&mut hub, 1, whole())).is_empty(), "the change comes again");
+    assert!(reported(&lose(&mut hub, 0)).is_empty(), "it has no other hub any more");
+}
+
+#[test]
+fn workers_are_sent_away_while_it_is_not_known_which_hub_serves_them() {
+    let mut hub = running();
+    lose(&mut hub, 0);
+    assert!(roles(&wait(&mut hub, seconds(0.2))).is_empty());
+    assert_eq!(roles(&wait(&mut hub, seconds(0.2))), [(0, RoleChange::Doubt)]);
+    assert!(roles(&wait(&mut hub, seconds(5.0))).is_empty(), "once");
+    hub.streams.missing.insert(RANKS[1]);
+    assert_eq!(roles(&change(&mut hub, 1, shares([(0, None), (1, Some(0))]))), [(0, RoleChange::GoOnAlone)]);
+    assert!(!has_failed(&wait(&mut hub, seconds(20.0))));
+    assert!(has_failed(&wait(&mut hub, seconds(6.0))), "rank 1 has not come");
+}
+
+#[test]
+fn a_standby_takes_over_and_waits_for_its_workers() {
+    let mut hub = running();
+    assert_eq!(reported(&lose(&mut hub, 1)), [(1, 1, 0)]);
+    assert!(roles(&wait(&mut hub, seconds(5.0))).is_empty(), "a standby has no workers to send away");
+    let outputs = change(&mut hub, 1, shares([(0, None), (0, None)]));
+    assert_eq!(roles(&outputs), [(0, RoleChange::GoOnAlone), (1, RoleChange::TakeOver)]);
+    hub.streams.missing.insert(RANKS[0]);
+    assert!(!has_failed(&wait(&mut hub, seconds(20.0))));
+    hub.streams.missing.clear();
+    assert!(!has_failed(&wait(&mut hub, seconds(60.0))));
+}
+
+#[test]
+fn a_hub_without_a_share_ends_its_part_without_a_word_to_its_workers() {
+    let mut hub = running();
+    lose(&mut hub, 0);
+    let outputs = change(&mut hub, 1, shares([(1, None), (1, None)]));
+    assert!(outputs.iter().any(|output| matches!(output, Output::SendElsewhere { .. })));
+    assert!(!has_failed(&outputs));
+    let outputs = hub.close(1);
+    assert!(outputs.iter().any(|output| matches!(output, Output::Forget(_))));
+    assert!(!outputs.iter().any(|output| matches!(output, Output::ReportEnd(_))), "the job has not ended");
+}
+
+#[test]
+fn a_job_finishes_when_the_workers_of_its_own_share_and_the_other_hub_have_left() {
+    let mut hub = running();
+    for (route, port) in [(0, 0), (0, 1), (0, 2), (1, 2)] {
+        let outputs = hub.core(1, CoreEvent::Left { route, port });
+        let finished = outputs.iter().any(|output| matches!(output, Output::End { failure: None, .. }));
+        assert_eq!(finished, (route, port) == (1, 2));
+    }
+}
+
+#[test]
+fn a_standby_that_has_taken_over_does_not_wait_for_workers_that_had_left() {
+    let mut hub = running();
+    hub.core(1, CoreEvent::Left { route: 1, port: 1 });
+    lose(&mut hub, 1);
+    change(&mut hub, 1, shares([(0, None), (0, None)]));
+    for (route, port) in [(0, 0), (0, 1)] {
+        hub.core(1, CoreEvent::Left { route, port });
+    }
+    let outputs = hub.core(1, CoreEvent::Left { route: 1, port: 0 });
+    assert!(outputs.iter().any(|output| matches!(output, Output::End { failure: None, .. })));
+}
+
+#[test]
+fn a_manager_that_has_restarted_hears_again_which_hub_is_lost() {
+    let mut hub = running();
+    lose(&mut hub, 0);
+    assert_eq!(reported(&hub.handle(Event::ReportJobs { question: 1 })), [(0, 1, 0)]);
+}
+
+#[test]
+fn a_hub_that_shuts_down_hands_over_what_has_standbys() {
+    let mut hub = running();
+    let outputs = hub.handle(Event::ShutDown);
+    assert_eq!((reported(&outputs), has_failed(&outputs)), (vec![(0, 0, 0)], false));
+    let mut hub = running();
+    change(&mut hub, 1, shares([(0, None), (1, Some(0))]));
+    assert!(has_failed(&hub.handle(Event::ShutDown)), "no other hub has share 0");
+}

@@ -1,0 +1,140 @@
+//! Hubs that are lost while their job has standbys.
+
+use super::cause::Cause;
+use super::standbys::LastContact;
+use super::tests::{later, now, running_with};
+use super::*;
+use crate::service::{CauseKind, HubCommand};
+use crate::standbys::{HubLocation, Share};
+
+/// A running job at three hubs, each of which is the standby of another.
+fn running() -> Job {
+    let mut job = running_with(2, 3, JobOptions { replicas: 1, ..JobOptions::default() });
+    job.choose_standbys(|_| HubLocation::default());
+    assert_eq!(job.shares(), shares([(0, Some(1)), (1, Some(2)), (2, Some(0))]));
+    job
+}
+
+fn shares(of: [(u16, Option<u16>); 3]) -> [Share; 3] {
+    of.map(|(served_by, standby)| Share { served_by, standby })
+}
+
+/// What hubs hear of the shares.
+fn told(job: &Job) -> (u32, Vec<Share>) {
+    match job.shares_command() {
+        HubCommand::ChangeShares { number, shares, .. } => (number, shares),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn has_changed(transition: &Transition) -> bool {
+    matches!(transition, Transition::SharesChanged { .. })
+}
+
+/// The hub at the second position reports the loss of that at the first.
+fn lose(job: &mut Job, reporter: u32, share: u16, lost: u16) -> Transition {
+    let (number, _) = told(job);
+    job.counterpart_lost(reporter, (share, lost), number, "it was reset", later(10.0))
+}
+
+/// A hub that has called so many seconds after the job began to run.
+fn called(at_s: f64, has_hung_up: bool) -> Option<LastContact> {
+    Some(LastContact { call: later(at_s), has_hung_up })
+}
+
+#[test]
+fn a_hub_goes_on_without_the_standby_that_it_has_lost() {
+    let mut job = running();
+    assert!(has_changed(&lose(&mut job, 0, 0, 1)));
+    assert_eq!(told(&job), (1, shares([(0, None), (1, Some(2)), (2, Some(0))]).to_vec()));
+    assert_eq!(lose(&mut job, 0, 0, 1), Transition::None);
+    assert_eq!(job.state(), JobState::Running);
+}
+
+#[test]
+fn a_standby_takes_over_once_the_manager_does_not_hear_the_hub_either() {
+    for contact in [None, called(9.9, true), called(8.0, false)] {
+        let mut job = running();
+        assert_eq!(lose(&mut job, 1, 0, 0), Transition::None);
+        assert!(job.has_suspected_hubs());
+        let changed =
+            job.check_suspected_hubs(|hub| if hub == 0 { contact } else { called(10.0, false) }, later(10.0));
+        assert!(has_changed(&changed), "{contact:?}");
+        assert_eq!(told(&job), (1, shares([(1, None), (1, Some(2)), (2, None)]).to_vec()));
+        assert!(!job.has_suspected_hubs());
+    }
+}
+
+#[test]
+fn hubs_that_both_call_and_do_not_reach_each_other_stay_with_the_one_that_serves() {
+    let mut job = running();
+    let _ = lose(&mut job, 1, 0, 0);
+    let mut check = |call_s, at_s| job.check_suspected_hubs(|_| called(call_s, false), later(at_s));
+    assert_eq!(check(10.5, 11.0), Transition::None, "it may have called before it died");
+    assert!(has_changed(&check(12.1, 12.2)));
+    assert_eq!(told(&job).1, shares([(0, None), (1, Some(2)), (2, Some(0))]));
+}
+
+#[test]
+fn a_hub_that_knows_an_older_change_is_told_the_newest() {
+    let mut job = running();
+    let _ = lose(&mut job, 1, 0, 0);
+    assert!(has_changed(&job.check_suspected_hubs(|_| None, later(10.0))));
+    // The hub was cut off, and reports the loss of what it has taken for its standby.
+    let repeated = job.counterpart_lost(0, (0, 1), 0, "it was reset", later(20.0));
+    assert!(has_changed(&repeated));
+    assert_eq!(told(&job).0, 1, "no further change");
+}
+
+#[test]
+fn reports_of_two_shares_that_come_together_count_both() {
+    let mut job = running_with(2, 2, JobOptions { replicas: 1, ..JobOptions::default() });
+    job.choose_standbys(|_| HubLocation::default());
+    // The hub serves one share and is the standby of the other, and does not know yet what the first report has changed.
+    assert!(has_changed(&job.counterpart_lost(1, (1, 0), 0, "it was reset", later(10.0))));
+    assert_eq!(job.counterpart_lost(1, (0, 0), 0, "it was reset", later(10.0)), Transition::None);
+    assert!(has_changed(&job.check_suspected_hubs(|_| None, later(10.0))));
+    let alone = Share { served_by: 1, standby: None };
+    assert_eq!(told(&job), (2, vec![alone, alone]));
+}
+
+#[test]
+fn a_job_fails_with_the_last_hub_of_a_share() {
+    let mut job = running();
+    let _ = lose(&mut job, 0, 0, 1);
+    let cause =
+        Cause { kind: CauseKind::HubLost, rank: None, began: later(12.0), message: "hub 0 was lost".into() };
+    let lost = job.hub_lost(0, cause, later(12.0));
+    assert!(matches!(lost, Transition::Ended { .. }), "{lost:?}");
+    assert!(job.message().contains("no other hub has the chunks of share 0"), "{}", job.message());
+}
+
+#[test]
+fn a_hub_that_joins_anew_has_lost_what_its_standby_takes_over() {
+    let mut job = running();
+    let cause =
+        Cause { kind: CauseKind::HubLost, rank: None, began: later(12.0), message: "hub 2 was lost".into() };
+    assert!(has_changed(&job.hub_lost(2, cause.clone(), later(12.0))));
+    assert_eq!(told(&job).1, shares([(0, Some(1)), (1, None), (0, None)]));
+    assert_eq!(job.hub_lost(2, cause, later(13.0)), Transition::None);
+    assert_eq!(job.state(), JobState::Running);
+}
+
+#[test]
+fn a_hub_that_shuts_down_leaves_at_once() {
+    let mut job = running();
+    assert!(has_changed(&lose(&mut job, 1, 1, 1)));
+    assert_eq!(told(&job).1, shares([(0, None), (2, None), (2, Some(0))]));
+    assert!(job.message().contains("takes over"), "{}", job.message());
+}
+
+#[test]
+fn a_manager_that_restarts_knows_the_shares_and_repeats_them() {
+    let mut job = running();
+    let _ = lose(&mut job, 1, 1, 1);
+    let (restored, _) = Job::restore(job.record(now()), later(30.0));
+    assert_eq!(told(&restored), told(&job));
+    assert!(restored.hubs_of_members().eq([0, 2]), "the hub that has left is not awaited");
+    let mut restored = restored;
+    assert!(has_changed(&restored.hub_allocated(0, "", None, later(31.0))));
+}

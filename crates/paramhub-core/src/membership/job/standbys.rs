@@ -1,0 +1,204 @@
+//! The hubs of a job's shares while it runs: a hub that is lost is replaced by its [standby](crate::standbys).
+//!
+//! Hubs report that another is lost to them. A hub that serves a share and has lost its standby goes on alone, since it is
+//! there to say so. A standby that has lost the hub it follows takes over once the manager does not hear that hub either. If
+//! the manager goes on hearing both, they do not reach each other, and the share goes on without its standby.
+//!
+//! The record of the job is saved before a hub hears of a change, and each change has a number. So the hubs of a share never
+//! both answer: the one that served needs the acknowledgement of the other, or the manager's word that it goes on alone.
+
+use super::cause::Cause;
+use super::{Job, Transition};
+use crate::membership::Now;
+use crate::service::{CauseKind, ErrorCode, HubCommand, JobState};
+use crate::standbys::{HubLocation, Role, Share, first_shares, without_hub};
+
+/// The time since its last call after which a hub counts as gone that is lost to its standby. Hubs call every second.
+const CALLS_WITHIN_S: f64 = 1.5;
+/// The time after such a report after which a hub that calls counts as there.
+const IS_THERE_AFTER_S: f64 = 2.0;
+
+/// A standby's report that it has lost the hub which it follows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SuspectedHub {
+    /// The hub, by its position in the job.
+    hub: u16,
+    share: u16,
+    at: Now,
+    reason: String,
+}
+
+/// What the manager knows of a hub from its calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LastContact {
+    /// When it last called.
+    pub(crate) call: Now,
+    /// Whether the connection of that call has ended since, although it was not answered.
+    pub(crate) has_hung_up: bool,
+}
+
+impl Job {
+    /// Chooses the standby of each share, if the job has any. `location` says where a hub is.
+    pub(crate) fn choose_standbys(&mut self, location: impl Fn(u32) -> HubLocation) {
+        let is_flat = self.composition.as_ref().is_some_and(|composition| composition.is_flat());
+        if self.options.has_standbys() && is_flat {
+            let locations: Vec<HubLocation> = self.hubs().map(location).collect();
+            self.shares = first_shares(&locations);
+        }
+    }
+
+    /// The hubs of each share; empty in a job without standbys.
+    pub fn shares(&self) -> &[Share] {
+        &self.shares
+    }
+
+    /// The command by which hubs hear of the shares as they are now.
+    pub(crate) fn shares_command(&self) -> HubCommand {
+        HubCommand::ChangeShares {
+            namespace: self.namespace,
+            number: self.shares_number,
+            shares: self.shares.clone(),
+            reason: self.shares_reason.clone(),
+        }
+    }
+
+    /// A hub reports that another hub of a share is lost to it, or that it leaves the job itself.
+    pub(crate) fn counterpart_lost(
+        &mut self,
+        reporter: u32,
+        (share, lost): (u16, u16),
+        number: u32,
+        reason: &str,
+        now: Now,
+    ) -> Transition {
+        let reporter = self.job_hub_index(reporter).map(|index| index as u16);
+        let held = self.shares.get(usize::from(share)).copied();
+        let (Some(reporter), Some(held)) = (reporter, held) else { return Transition::None };
+        if self.state != JobState::Running || usize::from(lost) >= self.job_hubs.len() {
+            return Transition::None;
+        }
+        if reporter == lost {
+            let message = format!("{} left: {reason}", self.job_hubs[usize::from(lost)].describe());
+            return self.go_on_without(lost, Cause::known(message, now), now);
+        }
+        // The two hubs of a share never become so again. So a report of a hub that has not heard yet how another share has
+        // changed counts, too.
+        match held.role(reporter) {
+            Role::Serves { has_standby: true } if held.standby == Some(lost) => {
+                self.drop_standby(share, reason)
+            }
+            Role::StandsBy if held.served_by == lost => {
+                let suspected = SuspectedHub { hub: lost, share, at: now, reason: reason.to_owned() };
+                self.suspected_hubs.retain(|other| other.share != share);
+                self.suspected_hubs.push(suspected);
+                Transition::None
+            }
+            // It has not heard of the last change.
+            _ if number != self.shares_number => self.repeat_shares(),
+            _ => Transition::None,
+        }
+    }
+
+    /// Whether it is not known yet of a hub that its standby has lost whether it is still there.
+    pub(crate) fn has_suspected_hubs(&self) -> bool {
+        !self.suspected_hubs.is_empty()
+    }
+
+    /// Replaces the hubs that their standbys have lost and that the manager does not hear either. `last_contact` says what is
+    /// known of a hub that has not been forgotten.
+    pub(crate) fn check_suspected_hubs(
+        &mut self,
+        last_contact: impl Fn(u32) -> Option<LastContact>,
+        now: Now,
+    ) -> Transition {
+        if self.state != JobState::Running {
+            self.suspected_hubs.clear();
+        }
+        for position in 0..self.suspected_hubs.len() {
+            let suspected = &self.suspected_hubs[position];
+            let job_hub = &self.job_hubs[usize::from(suspected.hub)];
+            let contact = last_contact(job_hub.hub).filter(|_| job_hub.unheard.is_none());
+            let is_gone = contact.is_none_or(|contact| {
+                contact.has_hung_up || now.seconds_since(contact.call) >= CALLS_WITHIN_S
+            });
+            let is_there =
+                contact.is_some_and(|contact| contact.call.seconds_since(suspected.at) >= IS_THERE_AFTER_S);
+            if is_gone {
+                let (hub, reason) = (suspected.hub, &suspected.reason);
+                let message = format!(
+                    "{} was lost: the connection manager does not hear it, and its standby reports that {reason}",
+                    job_hub.describe()
+                );
+                let began = contact.map_or(now, |contact| contact.call);
+                return self.go_on_without(
+                    hub,
+                    Cause { kind: CauseKind::HubLost, rank: None, began, message },
+                    now,
+                );
+            }
+            if is_there {
+                let SuspectedHub { share, reason, .. } = self.suspected_hubs.remove(position);
+                return self.drop_standby(share, &reason);
+            }
+        }
+        Transition::None
+    }
+
+    /// A hub is lost: its standbys take over, or the job fails if a share has none.
+    pub(super) fn go_on_without(&mut self, lost: u16, cause: Cause, now: Now) -> Transition {
+        self.suspected_hubs.retain(|suspected| suspected.hub != lost);
+        let taking_over: Vec<u16> = self
+            .shares
+            .iter()
+            .filter(|share| share.served_by == lost)
+            .filter_map(|share| share.standby)
+            .collect();
+        match without_hub(&self.shares, lost) {
+            Ok(shares) => {
+                self.job_hubs[usize::from(lost)].ended = true;
+                if shares == self.shares {
+                    return Transition::None;
+                }
+                self.shares = shares;
+                let then = match taking_over.first() {
+                    Some(&standby) => {
+                        format!("{} takes over", self.job_hubs[usize::from(standby)].describe())
+                    }
+                    None => "it goes on without that standby".to_owned(),
+                };
+                self.shares_changed(format!("{}; {then}", cause.message))
+            }
+            Err(share_lost) => {
+                self.job_hubs[usize::from(lost)].ended = true;
+                let message = format!("{}; {share_lost}", cause.message);
+                self.fail_because(ErrorCode::JobEnded, Cause { message, ..cause }, now)
+            }
+        }
+    }
+
+    /// The hub that serves a share goes on without its standby.
+    fn drop_standby(&mut self, share: u16, reason: &str) -> Transition {
+        self.suspected_hubs.retain(|suspected| suspected.share != share);
+        let held = &mut self.shares[usize::from(share)];
+        let Some(standby) = held.standby.take() else { return Transition::None };
+        let served_by = held.served_by;
+        let [serving, standby] =
+            [served_by, standby].map(|position| self.job_hubs[usize::from(position)].describe());
+        self.shares_changed(format!("{serving} goes on without its standby {standby}, since {reason}"))
+    }
+
+    fn shares_changed(&mut self, message: String) -> Transition {
+        self.shares_number += 1;
+        self.shares_reason.clone_from(&message);
+        self.message.clone_from(&message);
+        Transition::SharesChanged { message }
+    }
+
+    /// Tells the hubs once more which of them have which shares, if that has changed.
+    pub(super) fn repeat_shares(&self) -> Transition {
+        match self.shares_number {
+            0 => Transition::None,
+            _ => Transition::SharesChanged { message: self.shares_reason.clone() },
+        }
+    }
+}

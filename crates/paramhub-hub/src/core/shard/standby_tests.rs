@@ -1,0 +1,84 @@
+//! A hub and its standby, of which one is lost at any moment while streams are cut: the numbers stay those of an undisturbed
+//! job.
+
+use std::sync::Arc;
+
+use paramhub_core::composition::Composition;
+use paramhub_core::ports::Side;
+use paramhub_core::standbys::Role;
+use paramhub_core::stragglers::Stragglers;
+use paramhub_core::wire::{Header, Operation};
+
+use super::Shard;
+use super::cut_sites_tests::{CHUNKS, Job, WORKERS, expected, settings};
+use super::tests::{header, take, wire};
+use crate::core::plan::ShardPlan;
+use crate::core::stepped_hub::{one_core, plan_at};
+
+const SEEDS: u64 = 200;
+
+fn shard(role: Role) -> Shard {
+    let composition = Composition::flat(vec![one_core()], WORKERS);
+    let plan = plan_at(composition, 0, Stragglers::Wait, settings());
+    let side = if role == Role::StandsBy { Side::Serving } else { Side::Standby };
+    let ports = Arc::new(plan.ports.as_ref().clone().with_counterpart(side, 0, 0));
+    Shard::new(ShardPlan { ports, role, counterpart: "the other hub".into(), ..plan }).unwrap()
+}
+
+fn pair() -> [Shard; 2] {
+    [Role::Serves { has_standby: true }, Role::StandsBy].map(shard)
+}
+
+#[test]
+fn a_hub_that_is_lost_at_any_moment_changes_no_number() {
+    let (mut cuts, mut lost) = (0, [0, 0, 0]);
+    for seed in 0..SEEDS {
+        let [serving, standby] = pair();
+        let mut job = Job::with_standby(serving, standby, seed);
+        // Every third job loses no hub.
+        let (who, mut at) = ((seed % 3) as u16, job.below(12_000));
+        let mut acts = 0;
+        while !job.is_done() {
+            job.act(acts < 20_000);
+            acts += 1;
+            if at == 0 && who < 2 && job.lost.is_none() {
+                job.lose(who);
+                lost[usize::from(who)] += 1;
+            }
+            at = at.saturating_sub(1);
+            assert!(acts < 2_000_000, "seed {seed}: the job is stuck");
+        }
+        let expected: Vec<f32> = (0..CHUNKS).map(expected).collect();
+        for (rank, values) in job.values() {
+            assert_eq!(values, expected, "seed {seed}, rank {rank}");
+        }
+        cuts += job.cuts;
+        lost[2] += usize::from(job.lost.is_none());
+    }
+    assert!(cuts > 500 && lost.iter().all(|&times| times > 20), "{cuts} cuts, {lost:?}");
+}
+
+#[test]
+fn each_of_the_two_hubs_takes_from_the_other_only_what_it_has_to_say() {
+    let [mut serving, mut standby] = pair();
+    let payload = wire(&[1.0; 256]);
+    let refused =
+        |shard: &mut Shard, header: &Header, payload: &[u8]| take(shard, WORKERS, header, payload).is_err();
+    let sum = header(Operation::Push, 0, 0, &payload);
+    assert!(refused(&mut standby, &sum, &payload), "the chunk has not begun");
+    let begin = header(Operation::Initialise, 0, 0, &payload);
+    for operation in [Operation::PushPull, Operation::Applied, Operation::Total, Operation::InitialiseState] {
+        assert!(refused(&mut standby, &header(operation, 0, 0, &payload), &payload), "{operation:?}");
+    }
+    take(&mut standby, WORKERS, &begin, &payload).unwrap();
+    take(&mut standby, WORKERS, &sum, &payload).unwrap();
+    assert!(
+        refused(&mut standby, &header(Operation::Push, 0, 7, &payload), &payload),
+        "a step that is not due"
+    );
+    for operation in [Operation::Push, Operation::PushPull, Operation::Initialise, Operation::Leave] {
+        assert!(refused(&mut serving, &header(operation, 0, 0, &payload), &payload), "{operation:?}");
+    }
+    let ahead = Header { step: 3, ..Header::bare(Operation::Applied) };
+    assert!(refused(&mut serving, &ahead, &[]), "an acknowledgement of a version that nobody has");
+}
