@@ -133,6 +133,6 @@ fn settings_that_combine_are_accepted() {
         of_train(url, launcher, section).unwrap();
     }
     let joined =
-        HubSection { join: URL.map(str::to_owned), state: Some("state".into()), ..HubSection::default() };
+        HubSection { join: URL.map(str::to_owned), state: Some("state".parse().unwrap()), ..HubSection::default() };
     hub::check(&joined).unwrap();
 }

@@ -23,7 +23,7 @@ pub(crate) use file::{distance, load};
 #[cfg(feature = "demonstrations")]
 pub(crate) use paramhub_bench::training::{ExchangeKind, TrainOptimizer, TrainSection};
 pub(crate) use paramhub_harness::values::{Bytes, Deployment};
-pub(crate) use values::{HubManager, InterfaceRate, Pin, Secret};
+pub(crate) use values::{HubManager, InterfaceRate, Pin, Secret, StatePlace};
 
 /// Complete checkpoints of a job that a hub keeps.
 pub(crate) const CHECKPOINTS_KEPT: usize = CheckpointConfig::KEPT;
@@ -88,7 +88,7 @@ pub(crate) struct HubSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hub_dead_after_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) state: Option<PathBuf>,
+    pub(crate) state: Option<StatePlace>,
     pub(crate) plain_http: bool,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) tls_names: Vec<String>,
@@ -111,7 +111,7 @@ pub(crate) struct ManagerSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hub_dead_after_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) state: Option<PathBuf>,
+    pub(crate) state: Option<StatePlace>,
     pub(crate) plain_http: bool,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) tls_names: Vec<String>,

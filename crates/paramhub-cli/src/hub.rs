@@ -8,7 +8,7 @@ use anyhow::bail;
 use clap::Args;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::{
-    CheckpointConfig, ControlError, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub,
+    CheckpointConfig, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub,
     Selector, host_identity,
 };
 use paramhub_core::combinations::{self, Feature, Features};
@@ -18,7 +18,7 @@ use paramhub_harness::launch::Signals;
 use super::tls::{self, TlsFlags};
 use super::{Usage, overlay};
 use crate::ExitCode;
-use crate::config::{Bytes, CHECKPOINTS_KEPT, Config, HubManager, HubSection, InterfaceRate, Pin};
+use crate::config::{Bytes, CHECKPOINTS_KEPT, Config, HubManager, HubSection, InterfaceRate, Pin, StatePlace};
 
 /// The interval at which a running hub is checked for failure.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
@@ -88,7 +88,8 @@ pub(super) struct HubFlags {
     #[arg(long, value_name = "PERCENT", env = "PARAMHUB_HUB_JOB_SHARE")]
     job_share: Option<u32>,
     /// Where the hub's own connection manager listens; port 0 takes a free one. Or the URL, as in https://HOST:PORT, of a
-    /// running one that the hub joins instead [default: 127.0.0.1:7770]
+    /// running one that the hub joins instead; of several managers with one etcd all, separated by commas [default:
+    /// 127.0.0.1:7770]
     #[arg(long, value_name = "IP:PORT|URL", env = "PARAMHUB_HUB_MANAGER")]
     manager: Option<HubManager>,
     /// Join a running connection manager instead of starting one: the same as --manager URL
@@ -104,7 +105,7 @@ pub(super) struct HubFlags {
     hub_dead_after: Option<f64>,
     /// Directory that keeps jobs and hubs across restarts, so that jobs go on [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_STATE")]
-    state: Option<PathBuf>,
+    state: Option<StatePlace>,
     #[command(flatten)]
     tls: TlsFlags,
     /// Directory for checkpoints of the jobs that are to have any; several hubs of a job must share it [default: none are
@@ -219,9 +220,18 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
             return Ok(join(&manager, &hub, signals)?.map(|hub| Serving::Joined(hub, url)));
         }
     };
+    let state = match section.state.clone() {
+        Some(StatePlace::Etcd(_)) => {
+            let message = "a hub's own connection manager keeps its state in a directory. For several managers start `paramhub \
+                           manager --state etcd://...` on several hosts, and the hub with --join and the URLs of all";
+            return Err(Usage(message.to_owned()).into());
+        }
+        Some(StatePlace::Directory(state)) => Some(state),
+        None => None,
+    };
     let manager = ManagerConfig {
         listen,
-        state: section.state.clone(),
+        state,
         core_rate: section.core_rate,
         admin_token: config.admin_token(),
         plain_http: section.plain_http,
@@ -259,7 +269,7 @@ fn join(manager: &ManagerClient, hub: &HubConfig, signals: &Signals) -> anyhow::
     let mut is_first = true;
     loop {
         match RunningHub::start(manager.clone(), hub.clone()) {
-            Err(HubError::Manager(error @ ControlError::Unreachable { .. })) if begun.elapsed() < JOIN => {
+            Err(HubError::Manager(error)) if error.is_away() && begun.elapsed() < JOIN => {
                 if std::mem::take(&mut is_first) {
                     eprintln!("paramhub: {error} The hub tries again for {} s", JOIN.as_secs());
                 }

@@ -242,8 +242,8 @@ fn is_usage_cause(cause: &(dyn std::error::Error + 'static)) -> bool {
         None => {}
     }
     if let Some(error) = cause.downcast_ref::<ManagerError>() {
-        use ManagerError::{Setting, TokenNeeded, TokenUnusable, Trust};
-        return matches!(error, TokenNeeded { .. } | TokenUnusable | Setting { .. } | Trust(_));
+        use ManagerError::{EtcdMissing, Setting, TokenNeeded, TokenUnusable, Trust};
+        return matches!(error, TokenNeeded { .. } | TokenUnusable | Setting { .. } | EtcdMissing | Trust(_));
     }
     if let Some(error) = cause.downcast_ref::<ControlError>() {
         return matches!(error, ControlError::Url { .. })
@@ -382,7 +382,7 @@ impl CliCommand {
 /// The option that names the connection manager.
 #[derive(Args)]
 struct ManagerUrl {
-    /// The connection manager's URL
+    /// The connection manager's URL; of several managers with one etcd all, separated by commas
     #[arg(long = "hub", value_name = "URL", env = "PARAMHUB_URL")]
     manager_url: Option<String>,
 }

@@ -1,7 +1,6 @@
 //! `paramhub manager`
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -12,7 +11,7 @@ use paramhub_harness::launch::Signals;
 use super::overlay;
 use super::tls::{self, TlsFlags};
 use crate::ExitCode;
-use crate::config::Config;
+use crate::config::{Config, StatePlace};
 
 #[derive(Args)]
 #[command(args_override_self = true)]
@@ -28,9 +27,11 @@ pub(super) struct ManagerFlags {
     /// --dead-after of their job [default: 10]
     #[arg(long, value_name = "SECONDS", env = "PARAMHUB_HUB_DEAD_AFTER", value_parser = super::parse_seconds)]
     hub_dead_after: Option<f64>,
-    /// Directory that keeps jobs and hubs across restarts, so that jobs go on [default: none, kept in memory]
-    #[arg(long, value_name = "DIR", env = "PARAMHUB_MANAGER_STATE")]
-    state: Option<PathBuf>,
+    /// Directory that keeps jobs and hubs across restarts, so that jobs go on. Or the etcd that keeps them for several managers,
+    /// of which one leads, as in etcd://10.0.0.1:2379,10.0.0.2:2379/paramhub; USER:PASSWORD@ before the hosts where it asks for
+    /// them, and etcds://.../paramhub?ca=FILE over TLS [default: none, kept in memory]
+    #[arg(long, value_name = "DIR|URL", env = "PARAMHUB_MANAGER_STATE", hide_env_values = true)]
+    state: Option<StatePlace>,
     #[command(flatten)]
     tls: TlsFlags,
 }
@@ -46,9 +47,15 @@ impl ManagerFlags {
 pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
     paramhub_transport::handshakes::raise_descriptor_limit();
+    let (state, etcd) = match config.manager.state.clone() {
+        Some(StatePlace::Etcd(etcd)) => (None, Some(etcd)),
+        Some(StatePlace::Directory(state)) => (Some(state), None),
+        None => (None, None),
+    };
     let manager = Manager::start(ManagerConfig {
         listen: config.manager.listen,
-        state: config.manager.state.clone(),
+        state,
+        etcd,
         core_rate: config.manager.core_rate,
         admin_token: config.admin_token(),
         plain_http: config.manager.plain_http,

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, Subcommand};
-use paramhub::restore_state;
+use paramhub::{restore_state, restore_state_to_etcd};
 
 use super::{ManagerUrl, client};
 use crate::ExitCode;
-use crate::config::Config;
+use crate::config::{Config, StatePlace};
 
 #[derive(Args)]
 #[command(args_override_self = true)]
@@ -31,13 +31,13 @@ enum StateCommand {
         /// The file
         file: PathBuf,
     },
-    /// Write what was saved into a directory, for a connection manager to start with (--state)
+    /// Write what was saved into a directory, or under a prefix of etcd, for connection managers to start with (--state)
     Restore {
         /// The file
         file: PathBuf,
-        /// The directory, which has no state yet
-        #[arg(long, value_name = "DIR")]
-        state: PathBuf,
+        /// The directory, or the etcd and its prefix as in etcd://HOST:PORT/PREFIX, which has no state yet
+        #[arg(long, value_name = "DIR|URL")]
+        state: StatePlace,
     },
 }
 
@@ -65,7 +65,11 @@ pub(super) fn state(config: &Config, task: StateTask) -> anyhow::Result<ExitCode
         }
         StateCommand::Restore { file, state } => {
             let saved = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
-            restore_state(&saved, &state).with_context(|| format!("cannot restore {}", file.display()))?;
+            let restored = match &state {
+                StatePlace::Directory(directory) => restore_state(&saved, directory),
+                StatePlace::Etcd(address) => restore_state_to_etcd(&saved, address),
+            };
+            restored.with_context(|| format!("cannot restore {}", file.display()))?;
         }
     }
     Ok(ExitCode::SUCCESS)

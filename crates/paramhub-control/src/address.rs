@@ -1,10 +1,13 @@
-//! Reads the manager's URL.
+//! Reads the URLs of managers.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use paramhub_core::service::MANAGER_PORT;
 
 use crate::error::ControlError;
+
+/// The most managers of one client.
+const MANAGERS_MAX: usize = 16;
 
 /// Where a manager answers, and whether in clear.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +19,22 @@ pub(crate) struct ManagerAddress {
 }
 
 impl ManagerAddress {
+    /// Reads the URLs of one manager, or of several, separated by commas.
+    pub(crate) fn parse_list(text: &str) -> Result<Vec<Self>, ControlError> {
+        let mut addresses: Vec<ManagerAddress> = Vec::new();
+        for url in text.split(',') {
+            let address = ManagerAddress::parse(url)?;
+            if !addresses.contains(&address) {
+                addresses.push(address);
+            }
+        }
+        if addresses.len() > MANAGERS_MAX {
+            let cause = format!("it has {} URLs, and {MANAGERS_MAX} are possible", addresses.len());
+            return Err(ControlError::Url { url: text.to_string(), cause });
+        }
+        Ok(addresses)
+    }
+
     /// Reads `http://host:port`, `https://host:port`, `host:port` or `host`. The port defaults to the manager's.
     /// Without a scheme the manager is called in clear on this machine, and over TLS elsewhere.
     pub(crate) fn parse(text: &str) -> Result<Self, ControlError> {
@@ -137,6 +156,18 @@ mod tests {
             assert_eq!(address.url, url);
             assert!(url.ends_with(&format!("://{}", address.host_and_port())));
         }
+    }
+
+    #[test]
+    fn several_managers_are_a_list_of_urls() {
+        let read = |text: &str| ManagerAddress::parse_list(text).map_err(|refused| refused.to_string());
+        let urls = |text: &str| read(text).unwrap().into_iter().map(|address| address.url).collect::<Vec<_>>();
+        assert_eq!(urls("a:1, http://b ,[::1],a:1"), ["https://a:1", "http://b:7770", "http://[::1]:7770"]);
+        assert_eq!(urls("a"), ["https://a:7770"]);
+        assert!(read("a,,b").unwrap_err().contains("names no host"));
+        assert!(read("a,b:0").unwrap_err().contains("`b:0`"));
+        let many: Vec<String> = (1..=MANAGERS_MAX + 1).map(|port| format!("a:{port}")).collect();
+        assert!(read(&many.join(",")).unwrap_err().contains("17 URLs"));
     }
 
     #[test]

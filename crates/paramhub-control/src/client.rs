@@ -1,5 +1,8 @@
 //! The manager's calls as methods.
 
+#[cfg(test)]
+mod tests;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -7,20 +10,17 @@ use paramhub_core::auth::{Fingerprint, Namespace};
 use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
     AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, ErrorCode, HubRegistered,
-    HubReport, HubStatus, InitService, JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks,
+    HubReport, HubStatus, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks,
     RegisterHub, ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated, ServiceInitialised,
     TeamQuotas, TeamStatus, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use ureq::Agent;
-use ureq::unversioned::resolver::DefaultResolver;
-use ureq::unversioned::transport::{Connector, TcpConnector};
 
 use crate::address::ManagerAddress;
-use crate::call::{Call, decode};
+use crate::call::{ANSWER_BYTES_MAX, Call, decode};
 use crate::error::ControlError;
-use crate::tls::{Recognition, TlsConnector};
+use crate::managers::Managers;
 
 /// The time that a call that waits for no rank may take; a stop includes the wait for the hubs.
 const CALL_TIMEOUT: Duration = Duration::from_secs(20);
@@ -32,26 +32,26 @@ const POLL_MARGIN: Duration = Duration::from_secs(10);
 /// The time between two looks for a job that is about to begin.
 const FIND_PAUSE: Duration = Duration::from_millis(100);
 
-/// A client of one connection manager. Cheap to clone, and usable from several threads at once.
+/// A client of one connection manager, or of several that share one store and of which one leads. Cheap to clone, and
+/// usable from several threads at once. Clones share which manager has answered last, and call it first.
 #[derive(Clone)]
 pub struct ManagerClient {
-    agent: Agent,
-    address: ManagerAddress,
-    recognition: Arc<Recognition>,
+    managers: Arc<Managers>,
     token: Option<String>,
-    retry_timeout: Duration,
+    retry_timeout: Option<Duration>,
 }
 
 impl ManagerClient {
     /// A client of the manager at `url`: `https://host:port`, `http://host:port`, or without a scheme, which calls
-    /// loopback in clear and other hosts over TLS. `token` is the admin token or another, where the manager has
+    /// loopback in clear and other hosts over TLS. Several URLs, separated by commas, are those of managers that share one
+    /// store. `token` is the admin token or another, where the manager has
     /// one: by it the client recognises the manager, and so calls it over TLS wherever it is not on this machine.
     /// Dials nothing yet.
     ///
     /// # Errors
     /// [`ControlError::Url`] says what is wrong with the URL.
     pub fn new(url: &str, token: Option<String>) -> Result<Self, ControlError> {
-        Ok(Self::with(ManagerAddress::parse(url)?, token, None))
+        Ok(Self::with(ManagerAddress::parse_list(url)?, token, None))
     }
 
     /// A client for a worker, which has a job's secret and no token. With the secret's `authority` it recognises
@@ -60,54 +60,56 @@ impl ManagerClient {
     /// # Errors
     /// [`ControlError::Url`] says what is wrong with the URL.
     pub fn of_worker(url: &str, authority: Option<Fingerprint>) -> Result<Self, ControlError> {
-        Ok(Self::with(ManagerAddress::parse(url)?, None, authority))
+        Ok(Self::with(ManagerAddress::parse_list(url)?, None, authority))
     }
 
-    fn with(address: ManagerAddress, token: Option<String>, authority: Option<Fingerprint>) -> Self {
+    fn with(addresses: Vec<ManagerAddress>, token: Option<String>, authority: Option<Fingerprint>) -> Self {
         // Every manager speaks TLS, even one that lets others call it in clear.
         let is_recognisable = token.is_some() || authority.is_some();
-        let address = if is_recognisable { address.encrypted() } else { address };
-        // A proxy from the environment leads out of the network, and the manager is inside it.
-        let config = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .proxy(None)
-            .max_idle_connections(0)
-            .timeout_connect(Some(Duration::from_secs(10)))
-            .user_agent(concat!("paramhub/", env!("CARGO_PKG_VERSION")))
-            .build();
-        let recognition = Arc::new(Recognition::new(token.clone(), authority));
-        let connector = ().chain(TcpConnector::default()).chain(TlsConnector(recognition.clone()));
-        let agent = Agent::with_parts(config, connector, DefaultResolver::default());
-        ManagerClient { agent, address, recognition, token, retry_timeout: Duration::ZERO }
+        let encrypted = |address: ManagerAddress| if is_recognisable { address.encrypted() } else { address };
+        let addresses = addresses.into_iter().map(encrypted).collect();
+        let managers = Arc::new(Managers::new(addresses, token.clone(), authority));
+        ManagerClient { managers, token, retry_timeout: None }
     }
 
-    /// Lets every call retry a refused connection for this long, for a manager that is just starting.
+    /// Lets every call retry a refused connection for this long, for a manager that is just starting, and go through
+    /// several managers for this long until one leads. By default a single manager is not dialled again, and several are
+    /// for 10 s.
     pub fn with_retry_timeout(mut self, retry_timeout: Duration) -> Self {
-        self.retry_timeout = retry_timeout;
+        self.retry_timeout = Some(retry_timeout);
         self
     }
 
-    /// The manager's URL, in the form `https://host:port` or `http://host:port`.
+    /// The manager's URL, in the form `https://host:port` or `http://host:port`; of several all, separated by commas.
     pub fn url(&self) -> &str {
-        &self.address.url
+        &self.managers.url
+    }
+
+    /// Whether the client has the URLs of several managers.
+    pub fn has_several(&self) -> bool {
+        self.managers.are_several()
     }
 
     /// The manager's URL for the workers of a job, which have no token: without a fingerprint in the job's secret they
-    /// call it in clear.
+    /// call it in clear. Of several managers all, separated by commas.
     pub fn url_for_workers(&self, job: &ServiceCreated) -> String {
-        self.address.of_workers(job.authority.is_some())
+        let of_workers = |address: &ManagerAddress| address.of_workers(job.authority.is_some());
+        self.managers.addresses.iter().map(of_workers).collect::<Vec<_>>().join(",")
     }
 
-    /// Where the manager answers, as `host:port`.
+    /// Where the manager answers, as `host:port`; of several the one that has answered last.
     pub fn host_and_port(&self) -> &str {
-        self.address.host_and_port()
+        self.managers.addresses[self.managers.current()].host_and_port()
     }
 
     /// CreateService: a new job, its namespace and its secret. Needs the admin token where the manager has
     /// one.
     pub fn create_service(&self, request: &CreateService) -> Result<ServiceCreated, ControlError> {
-        let call = Call { repeatable: false, ..self.post("/v1/jobs", request)? };
+        // If the answer is lost, the next call finds the job by this. Without random numbers it fails, as it would find a
+        // job of this name that may be another's.
+        let mut namespace = [0; 16];
+        let header = getrandom::fill(&mut namespace).ok().map(|()| (IDEMPOTENCY_KEY, Namespace(namespace).to_string()));
+        let call = Call { repeatable: false, header, ..self.post("/v1/jobs", request)? };
         self.answer(call)
     }
 
@@ -324,41 +326,49 @@ impl ManagerClient {
         let path = format!("/v1/hubs/{}/poll", hub.hub);
         let wait = Duration::try_from_secs_f64(request.wait_s).unwrap_or(POLL_MARGIN).min(POLL_MARGIN);
         let call = self.post(&path, request)?;
-        self.answer(Call { timeout: wait + POLL_MARGIN, token: Some(&hub.token), ..call })
+        self.answer(Call { timeout: wait + POLL_MARGIN, token: Some(hub.token.clone()), ..call })
     }
 
     /// Reports an event at a hub to the manager. An event reported twice counts once.
     pub fn report(&self, hub: &HubRegistered, report: &HubReport) -> Result<(), ControlError> {
         let path = format!("/v1/hubs/{}/events", hub.hub);
         let call = self.post(&path, report)?;
-        self.send(Call { token: Some(&hub.token), ..call }).map(drop)
+        self.send(Call { token: Some(hub.token.clone()), ..call }).map(drop)
     }
 
-    fn admin<'a>(&'a self, method: &'static str, path: &'a str) -> Call<'a> {
-        let token = self.token.as_deref();
-        Call { method, path, token, body: None, timeout: CALL_TIMEOUT, repeatable: true }
+    fn admin(&self, method: &'static str, path: &str) -> Call {
+        Call {
+            method,
+            path: path.to_owned(),
+            token: self.token.clone(),
+            header: None,
+            body: None,
+            timeout: CALL_TIMEOUT,
+            repeatable: true,
+            answer_bytes_max: ANSWER_BYTES_MAX,
+        }
     }
 
-    fn post<'a>(&'a self, path: &'a str, request: &impl Serialize) -> Result<Call<'a>, ControlError> {
+    fn post(&self, path: &str, request: &impl Serialize) -> Result<Call, ControlError> {
         let body = serde_json::to_vec(request).map_err(|cause| ControlError::Request {
-            url: self.address.url.clone(),
+            url: self.url().to_owned(),
             cause: cause.to_string(),
         })?;
-        Ok(Call { body: Some(body), ..self.admin("POST", path) })
+        Ok(Call { body: Some(Arc::new(body)), ..self.admin("POST", path) })
     }
 
     fn answer<T: DeserializeOwned>(&self, call: Call) -> Result<T, ControlError> {
-        decode(&self.send(call)?, &self.address.url)
+        decode(&self.send(call)?, self.url())
     }
 
     fn send(&self, call: Call) -> Result<Vec<u8>, ControlError> {
-        call.make(&self.agent, &self.address.url, &self.recognition, self.retry_timeout)
+        call.make(&self.managers, self.retry_timeout)
     }
 }
 
 impl std::fmt::Debug for ManagerClient {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ManagerClient").field("url", &self.address.url).finish_non_exhaustive()
+        f.debug_struct("ManagerClient").field("url", &self.url()).finish_non_exhaustive()
     }
 }
 
@@ -381,67 +391,4 @@ fn percent_encoded(text: &str) -> String {
         }
     }
     encoded
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::io::{Read, Write};
-    use std::net::TcpListener;
-
-    /// A server that answers one connection with these bytes.
-    fn answering(bytes: &'static [u8]) -> (String, std::thread::JoinHandle<()>) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let url = listener.local_addr().unwrap().to_string();
-        let server = std::thread::spawn(move || {
-            let mut connection = listener.accept().unwrap().0;
-            assert!(connection.read(&mut [0; 4096]).unwrap() > 0);
-            connection.write_all(bytes).unwrap();
-        });
-        (url, server)
-    }
-
-    #[test]
-    fn a_silent_port_says_what_to_start() {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let client = ManagerClient::new(&format!("127.0.0.1:{port}"), None).unwrap();
-        let refused = client.jobs().unwrap_err();
-        assert!(matches!(refused, ControlError::Unreachable { .. }), "{refused:?}");
-        assert!(refused.to_string().contains("Is `paramhub hub`"), "{refused}");
-        assert!(refused.to_string().contains(&port.to_string()), "{refused}");
-    }
-
-    #[test]
-    fn another_server_is_distinguished_from_a_manager() {
-        for bytes in [
-            &b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"[..],
-            b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n",
-            b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
-        ] {
-            let (url, server) = answering(bytes);
-            let refused = ManagerClient::new(&url, None).unwrap().jobs().unwrap_err();
-            assert!(matches!(refused, ControlError::Protocol { .. }), "{refused:?}");
-            server.join().unwrap();
-        }
-    }
-
-    #[test]
-    fn retries_outlast_a_manager_that_starts_late() {
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let server = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(300));
-            let mut connection = TcpListener::bind(address).unwrap().accept().unwrap().0;
-            assert!(connection.read(&mut [0; 4096]).unwrap() > 0);
-            connection.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]").unwrap();
-        });
-        let client = ManagerClient::new(&address.to_string(), None).unwrap();
-        assert!(client.with_retry_timeout(Duration::from_secs(30)).jobs().unwrap().is_empty());
-        server.join().unwrap();
-    }
-
-    #[test]
-    fn a_job_name_is_one_path_segment() {
-        assert_eq!(job_path("team/run.7"), "/v1/jobs/team%2Frun%2E7");
-        assert_eq!(job_path(".."), "/v1/jobs/%2E%2E");
-    }
 }

@@ -4,7 +4,7 @@ use paramhub_core::service::{ErrorCode, ServiceError};
 use thiserror::Error;
 
 /// The reason why a call to the connection manager failed.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 pub enum ControlError {
     /// No manager answers there, or the connection broke.
     #[error(
@@ -14,6 +14,14 @@ pub enum ControlError {
         /// The URL that was dialled.
         url: String,
         /// The message of the operating system or of the HTTP library.
+        cause: String,
+    },
+    /// Managers answer there, of which none leads.
+    #[error("none of the connection managers at {url} leads: {cause}")]
+    NoLeader {
+        /// The URLs that were dialled.
+        url: String,
+        /// The reason that one of them gives.
         cause: String,
     },
     /// The manager has not answered in time.
@@ -60,7 +68,8 @@ pub enum ControlError {
     },
     /// The URL names no manager.
     #[error(
-        "`{url}` is no connection manager's URL: {cause}. Expected https://host:port or http://host:port, as in {}",
+        "`{url}` is no connection manager's URL: {cause}. Expected https://host:port or http://host:port, as in {}, or several \
+         of them, separated by commas",
         crate::DEFAULT_URL
     )]
     Url {
@@ -81,6 +90,11 @@ fn why_silent(path: &str) -> &'static str {
 }
 
 impl ControlError {
+    /// Whether no manager serves for now: none answers, or none leads.
+    pub fn is_away(&self) -> bool {
+        matches!(self, ControlError::Unreachable { .. } | ControlError::NoLeader { .. })
+    }
+
     /// The manager's code, if the manager refused the call.
     pub fn code(&self) -> Option<ErrorCode> {
         match self {

@@ -3,6 +3,8 @@
 //! A manager on another machine is called over TLS. A worker recognises it by the authority's fingerprint in the
 //! job's secret, the bearer of a token by the manager's proof that it knows the token.
 //!
+//! Several managers that share one store are one for a client that has their URLs: a call goes to the one that leads.
+//!
 //! Every call opens its own connection: calls are rare, and without a pool no call can fail because a kept
 //! connection has gone stale. Requests and answers are the types of [`paramhub_core::service`].
 //!
@@ -22,6 +24,7 @@ mod address;
 mod call;
 mod client;
 mod error;
+mod managers;
 mod tls;
 
 pub use client::ManagerClient;

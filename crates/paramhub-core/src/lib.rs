@@ -30,6 +30,7 @@ pub mod hyperparameters;
 pub mod job_control;
 pub mod key;
 pub mod lateness;
+pub mod leadership;
 pub mod lease;
 pub mod limits;
 pub mod liveness;

@@ -211,6 +211,25 @@ impl Membership {
         Ok(self.next_order - 1)
     }
 
+    /// What CreateService has answered already, if it is called for a second time with the same name and namespace, because
+    /// its answer was lost. It is without the authority, which the caller adds.
+    ///
+    /// # Errors
+    /// If the namespace is that of another job, or of one all of whose ranks have joined: whoever made that call had its
+    /// answer.
+    pub fn created_before(
+        &self,
+        name: &str,
+        namespace: Namespace,
+    ) -> Result<Option<ServiceCreated>, ServiceError> {
+        let Some(job) = self.jobs.get(&namespace) else { return Ok(None) };
+        if job.name == name && job.state() == JobState::Connecting {
+            return Ok(Some(ServiceCreated { namespace, nonce: job.nonce, authority: None }));
+        }
+        let message = format!("the namespace {namespace} belongs to a job already: draw another for job `{name}`");
+        Err(refusal(ErrorCode::NameTaken, message))
+    }
+
     /// Frees a name whose job could not be written.
     pub fn give_back(&mut self, name: &str) {
         self.living.remove(name);

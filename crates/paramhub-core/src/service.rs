@@ -40,6 +40,9 @@ pub const MANAGER_PORT: u16 = 7770;
 /// The default port of a hub's interfaces.
 pub const HUB_PORT: u16 = 7771;
 
+/// The header of [`CreateService`] with which a caller that repeats the call names the job's namespace.
+pub const IDEMPOTENCY_KEY: &str = "idempotency-key";
+
 /// `POST /v1/jobs`: CreateService.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

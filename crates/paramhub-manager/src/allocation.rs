@@ -12,10 +12,11 @@ use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::{ErrorCode, HubCommand, JobPlan, ServiceError, TeamAllowance};
 use paramhub_core::settings::Settings;
 
+use crate::blocking::blocking;
 use crate::clock::now;
 use crate::error::refusal;
 use crate::hub_queues::command_json;
-use crate::registry::{Registry, blocking};
+use crate::registry::Registry;
 
 /// The most chunks of a job. Placing one takes about 40 bytes, here and on every worker, so that this many
 /// take about 3 GB; at the default chunk size they are 2 TiB of parameters.

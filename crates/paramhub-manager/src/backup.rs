@@ -9,7 +9,8 @@ use paramhub_trust::AuthorityRecord;
 use serde::{Deserialize, Serialize};
 
 use crate::error::ManagerError;
-use crate::store::Store;
+use crate::etcd_address::EtcdAddress;
+use crate::store::{FileStore, Store};
 
 /// The version of the form of a backup.
 const VERSION: u32 = 1;
@@ -31,8 +32,8 @@ pub(crate) struct Backup {
 }
 
 impl Backup {
-    /// Everything in a store. It blocks on the disk.
-    pub(crate) fn of(store: &Store) -> Result<Backup, ManagerError> {
+    /// Everything in a store. It blocks on the disk or the network.
+    pub(crate) fn of(store: &dyn Store) -> Result<Backup, ManagerError> {
         Ok(Backup {
             paramhub_state: VERSION,
             jobs: store.load_jobs()?,
@@ -41,6 +42,19 @@ impl Backup {
             teams: store.load_teams()?,
             authorities: store.load_authorities()?,
         })
+    }
+
+    /// Reads what a manager has saved.
+    fn parse(backup: &[u8]) -> Result<Backup, ManagerError> {
+        let unreadable = |cause: String| ManagerError::Backup { cause };
+        let backup: Backup = serde_json::from_slice(backup).map_err(|cause| unreadable(cause.to_string()))?;
+        if backup.paramhub_state != VERSION {
+            return Err(unreadable(format!(
+                "it has version {}, and this release reads {VERSION}",
+                backup.paramhub_state
+            )));
+        }
+        Ok(backup)
     }
 }
 
@@ -51,13 +65,23 @@ impl Backup {
 /// # Errors
 /// If the backup is none or of a later release, or the directory has a state or cannot be written.
 pub fn restore(backup: &[u8], directory: &Path) -> Result<(), ManagerError> {
-    let unreadable = |cause: String| ManagerError::Backup { cause };
-    let backup: Backup = serde_json::from_slice(backup).map_err(|cause| unreadable(cause.to_string()))?;
-    if backup.paramhub_state != VERSION {
-        return Err(unreadable(format!(
-            "it has version {}, and this release reads {VERSION}",
-            backup.paramhub_state
-        )));
-    }
-    Store::restore(directory, &backup)
+    FileStore::restore(directory, &Backup::parse(backup)?)
+}
+
+/// [`restore`] into an etcd whose prefix has no state yet.
+///
+/// # Errors
+/// If the backup is none or of a later release, etcd does not answer, or there is a state under the prefix already.
+#[cfg(feature = "etcd")]
+pub fn restore_to_etcd(backup: &[u8], address: &EtcdAddress) -> Result<(), ManagerError> {
+    crate::etcd::restore(address, &Backup::parse(backup)?)
+}
+
+/// [`restore`] into an etcd, which needs the feature `etcd`.
+///
+/// # Errors
+/// Always: this program was built without the feature.
+#[cfg(not(feature = "etcd"))]
+pub fn restore_to_etcd(_backup: &[u8], _address: &EtcdAddress) -> Result<(), ManagerError> {
+    Err(ManagerError::EtcdMissing)
 }

@@ -19,10 +19,11 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
 use crate::auth::CallerSlot;
+use crate::blocking::blocking;
 use crate::connection_slots::ConnectionSlot;
 use crate::error::{Refusal, refusal};
 use crate::key_table_budgets::KeyTableBudgets;
-use crate::registry::{Registry, blocking};
+use crate::registry::Registry;
 use crate::routes::{PathSegment, namespace};
 use crate::state::CallingRank;
 

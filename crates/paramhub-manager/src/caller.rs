@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tokio::time::timeout_at;
 
 use crate::clock::{instant, now};
-use crate::registry::{Registry, shutting_down};
+use crate::registry::Registry;
 use crate::state::ManagerState;
 
 /// A call that waits. If its connection breaks, this is dropped before the answer is there, and reports that.
@@ -48,7 +48,7 @@ impl<'a> Caller<'a> {
     pub(crate) async fn answer_by(&mut self, deadline: Duration) -> Result<Answer, ServiceError> {
         tokio::select! {
             biased;
-            () = self.registry.stopped() => return Err(shutting_down()),
+            _ = self.registry.ended() => return Err(self.registry.end_refusal()),
             answered = timeout_at(instant(deadline), &mut self.answer) => {
                 if let Ok(answered) = answered {
                     return self.take(answered);
@@ -63,7 +63,7 @@ impl<'a> Caller<'a> {
     pub(crate) async fn answer(&mut self) -> Result<Answer, ServiceError> {
         tokio::select! {
             biased;
-            () = self.registry.stopped() => Err(shutting_down()),
+            _ = self.registry.ended() => Err(self.registry.end_refusal()),
             answered = &mut self.answer => self.take(answered),
         }
     }

@@ -9,6 +9,7 @@ use paramhub_core::service::MANAGER_PORT;
 use paramhub_trust::CertificateFiles;
 
 use crate::error::ManagerError;
+use crate::etcd_address::EtcdAddress;
 
 /// The configuration of a connection manager. Start from [`ManagerConfig::default`] and change what
 /// differs.
@@ -18,6 +19,9 @@ pub struct ManagerConfig {
     pub listen: SocketAddr,
     /// Directory that keeps the jobs across restarts; `None` keeps them in memory. Default: `None`.
     pub state: Option<PathBuf>,
+    /// The etcd that keeps the jobs instead, for several managers of which one leads; needs the feature `etcd`. Default:
+    /// `None`.
+    pub etcd: Option<EtcdAddress>,
     /// The token that operators and hubs must show. Needed unless the manager listens on loopback only;
     /// enforced wherever it is given. Default: `None`.
     pub admin_token: Option<String>,
@@ -54,6 +58,7 @@ impl Default for ManagerConfig {
         ManagerConfig {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, MANAGER_PORT)),
             state: None,
+            etcd: None,
             admin_token: None,
             plain_http: false,
             tls_names: Vec::new(),
@@ -86,6 +91,17 @@ impl ManagerConfig {
             }
             _ => {}
         }
+        match &self.etcd {
+            Some(_) if cfg!(not(feature = "etcd")) => return Err(ManagerError::EtcdMissing),
+            Some(etcd) if self.state.is_some() => {
+                return Err(ManagerError::Setting {
+                    setting: "the place of the state",
+                    value: etcd.to_string(),
+                    expected: "a directory or an etcd, not both",
+                });
+            }
+            _ => {}
+        }
         let out_of_bounds =
             |setting, value, expected| Err(ManagerError::Setting { setting, value, expected });
         if !(Duration::from_millis(100)..=Duration::from_secs(86_400)).contains(&self.hub_timeout) {
@@ -108,6 +124,7 @@ impl std::fmt::Debug for ManagerConfig {
         f.debug_struct("ManagerConfig")
             .field("listen", &self.listen)
             .field("state", &self.state)
+            .field("etcd", &self.etcd)
             .field("admin_token", &self.admin_token.as_ref().map(|_| ".."))
             .field("plain_http", &self.plain_http)
             .field("tls_names", &self.tls_names)

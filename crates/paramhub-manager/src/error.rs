@@ -1,7 +1,6 @@
 //! Errors of the manager itself ([`ManagerError`]) and of a request ([`Refusal`]).
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 
 use axum::Json;
 use axum::http::StatusCode;
@@ -47,16 +46,22 @@ pub enum ManagerError {
         /// The accepted values.
         expected: &'static str,
     },
-    /// The state directory cannot be used.
-    #[error("the connection manager cannot keep its state in {}: {cause}. {advice}", path.display())]
+    /// The place of the state cannot be used.
+    #[error("the connection manager cannot keep its state in {place}: {cause}. {advice}")]
     State {
-        /// The directory, or the file in it.
-        path: PathBuf,
+        /// The directory, the file in it, or the address of etcd without its password.
+        place: String,
         /// The message of the operating system or of the store.
         cause: String,
         /// The remedy.
         advice: &'static str,
     },
+    /// The program was built without the feature that the state needs.
+    #[error(
+        "the connection manager cannot keep its state in etcd: this program was built without the feature `etcd`. Build it with \
+         `cargo build --release --features etcd`, or name a directory with --state"
+    )]
+    EtcdMissing,
     /// A backup cannot be restored.
     #[error("this is no backup of a connection manager's state: {cause}")]
     Backup {

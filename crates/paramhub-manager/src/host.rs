@@ -11,8 +11,8 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use paramhub_core::service::ErrorCode;
 
+use crate::access::Access;
 use crate::error::Refusal;
-use crate::registry::Registry;
 
 /// The one page that is served under any name: it says only that the manager runs.
 const OPEN_PAGE: &str = "/health";
@@ -21,9 +21,9 @@ const SHOWN_CHARS: usize = 64;
 
 /// Refuses requests whose `Host` does not name loopback. A manager with a token needs no such guard, as no
 /// page knows the token.
-pub(crate) async fn guard(State(registry): State<Arc<Registry>>, request: Request, next: Next) -> Response {
+pub(crate) async fn guard(State(access): State<Arc<Access>>, request: Request, next: Next) -> Response {
     // Without a token the manager listens on loopback only: the configuration enforces that.
-    if registry.tokens().are_needed() || request.uri().path() == OPEN_PAGE {
+    if access.tokens().are_needed() || request.uri().path() == OPEN_PAGE {
         return next.run(request).await;
     }
     match check(&request) {

@@ -1,4 +1,5 @@
-//! The connection manager: jobs, rendezvous and hubs behind JSON over HTTP, with an embedded store.
+//! The connection manager: jobs, rendezvous and hubs behind JSON over HTTP, with an embedded store or, behind the feature
+//! `etcd`, one that several managers share.
 //!
 //! It keeps PHub's calls (section 3.1): CreateService makes a job, ConnectService lets its ranks meet in any
 //! order, and InitService has them agree on what they exchange and the hubs allocate memory for it. After
@@ -18,23 +19,30 @@
 //! ```
 //!
 //! From the outside inwards: `server` accepts connections, for which there are `connection_slots`, in clear or over
-//! `tls`; `routes`
+//! `tls`; `frontend` has what answers them, which is the registry, or the `follower` while another manager leads; `routes`
 //! decides which caller may call which route; `rendezvous` lets ranks wait, each as a `caller`; `registry`
-//! guards the `state` of jobs and hubs and saves it to the `store`. Which hubs and ranks may join, when a
+//! guards the `state` of jobs and hubs for a `term` and saves it to the `store`. Which hubs and ranks may join, when a
 //! rendezvous is complete, and when hubs and jobs end is decided by the state machine in
 //! [`paramhub_core::membership`].
 #![forbid(unsafe_code)]
 
+mod access;
 mod allocation;
 mod answered_requests;
 mod auth;
 mod backup;
+mod blocking;
 mod body;
 mod caller;
 mod clock;
 mod config;
 mod connection_slots;
 mod error;
+#[cfg(feature = "etcd")]
+mod etcd;
+mod etcd_address;
+mod follower;
+mod frontend;
 mod host;
 mod hub_queues;
 mod key_table_budgets;
@@ -49,10 +57,13 @@ mod routes;
 mod server;
 mod state;
 mod store;
+#[cfg_attr(not(feature = "etcd"), allow(dead_code, reason = "only managers that share a store need it"))]
+mod term;
 mod tls;
 
-pub use backup::restore;
+pub use backup::{restore, restore_to_etcd};
 pub use config::ManagerConfig;
 pub use error::ManagerError;
+pub use etcd_address::EtcdAddress;
 pub use manager::{Manager, RunningManager};
 pub use paramhub_trust::CertificateFiles;

@@ -17,10 +17,14 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 
+use crate::access::Access;
 use crate::answered_requests::RequestLabels;
 use crate::clock::now;
 use crate::connection_slots::ConnectionCounts;
 use crate::registry::Registry;
+
+/// The form of what is rendered.
+pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StateLabels {
@@ -66,7 +70,7 @@ struct LinkLabels {
 }
 
 /// Counts requests when they are answered.
-pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Request, next: Next) -> Response {
+pub(crate) async fn count(State(access): State<Arc<Access>>, request: Request, next: Next) -> Response {
     // A client cannot add labels: there are only as many as there are routes and methods.
     let route = request.extensions().get::<MatchedPath>().map_or("unknown", MatchedPath::as_str).to_string();
     let method = match request.method().as_str() {
@@ -77,7 +81,7 @@ pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Reques
     };
     let response = next.run(request).await;
     let labels = RequestLabels { method, route, status: response.status().as_u16() };
-    registry.requests.get_or_create(&labels).inc();
+    access.requests.get_or_create(&labels).inc();
     response
 }
 
@@ -92,9 +96,7 @@ pub(crate) enum Detail {
 
 /// The present numbers, as OpenMetrics text.
 pub(crate) fn render(registry: &Registry, detail: Detail) -> String {
-    let mut metrics = prometheus_client::registry::Registry::with_prefix("paramhub");
-    metrics.register("manager_requests", "Requests answered", registry.requests.clone());
-    collect_connections(registry.slots.counts(), &mut metrics);
+    let mut metrics = of_any_manager(&registry.access, registry.term.leads());
     registry.with(|state| {
         let state = &state.membership;
         collect_totals(state, &mut metrics);
@@ -104,8 +106,27 @@ pub(crate) fn render(registry: &Registry, detail: Detail) -> String {
             collect_links(state, &mut metrics);
         }
     });
+    encoded(&metrics)
+}
+
+/// The numbers of a manager that does not lead.
+pub(crate) fn render_follower(access: &Access) -> String {
+    encoded(&of_any_manager(access, false))
+}
+
+fn of_any_manager(access: &Access, leads: bool) -> prometheus_client::registry::Registry {
+    let mut metrics = prometheus_client::registry::Registry::with_prefix("paramhub");
+    metrics.register("manager_requests", "Requests answered", access.requests.clone());
+    let leading = Gauge::<i64>::default();
+    leading.set(i64::from(leads));
+    metrics.register("manager_leads", "1 if this manager serves jobs, 0 if it follows another", leading);
+    collect_connections(access.slots.counts(), &mut metrics);
+    metrics
+}
+
+fn encoded(metrics: &prometheus_client::registry::Registry) -> String {
     let mut text = String::new();
-    encode(&mut text, &metrics).expect("a String takes all");
+    encode(&mut text, metrics).expect("a String takes all");
     text
 }
 

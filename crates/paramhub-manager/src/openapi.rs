@@ -18,7 +18,8 @@ use crate::routes::{authority, hubs, information_book, jobs, pages, teams, token
                        the manager closes it after the answer. Bodies are JSON with `content-type: application/json`, and \
                        unknown fields in them are refused. Byte strings are hexadecimal.\n\n\
                        Every answer that is not a success carries a ServiceError: the code for programs, the message for \
-                       people. Unknown routes answer 404 and unknown methods 405 with one. A manager without an admin token \
+                       people. Of several managers that share one store all but the leader answer every call with 503 and \
+                       `not_leader`, except those under the heading `manager`, of which they have all but the state. Unknown routes answer 404 and unknown methods 405 with one. A manager without an admin token \
                        answers only requests whose `Host` is `localhost` or a loopback address, with any port or none, and \
                        421 to others; `/health` answers under every name.\n\n\
                        A caller that has proved nothing yet, by a token or by a job's nonce, takes one of few places. Where \

@@ -1,8 +1,8 @@
 //! The [`ManagerState`] behind a lock, with the store, and the work beside the requests: saving, and checking
 //! times.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::{Duration, SystemTime};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use paramhub_core::auth::{Epoch, EpochSecret, Fingerprint, Namespace, Nonce, Proof, Purpose, StreamSecret};
 use paramhub_core::membership::{Answer, Job, Membership, MembershipLimits, UNHEARD_MAX};
@@ -14,60 +14,60 @@ use paramhub_core::service::{
 use paramhub_core::teams::{TeamRecord, name_of_new};
 use paramhub_core::tokens::{TokenBearer, TokenRecord, Tokens};
 use paramhub_trust::{AUTHORITIES_MAX, ManagerIdentity};
-use rustix::process::{Resource, getrlimit};
 use tokio::sync::{Notify, Semaphore, watch};
 
-use crate::answered_requests::AnsweredRequests;
+use crate::access::Access;
 use crate::backup::Backup;
+use crate::blocking::{blocking, broken};
 use crate::caller::Caller;
 use crate::clock::now;
 use crate::config::ManagerConfig;
-use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
+use crate::connection_slots::ConnectionSlot;
 use crate::error::{ManagerError, Refusal, refusal};
 use crate::key_table_budgets::KeyTableBudgets;
 use crate::state::{CallingRank, Changes, ManagerState, check_reason, check_request};
-use crate::store::Store;
-use crate::tls::machine_names;
+use crate::store::{Store, WriteError};
+use crate::term::{Term, lost_the_lead};
 
-/// The time between two looks at how long certificates are still valid, and whether the configured one's file has
-/// changed.
-const RENEWAL_INTERVAL: Duration = Duration::from_secs(60);
 /// The time between two attempts to save.
 const SAVE_PAUSE: Duration = Duration::from_secs(1);
 
-/// The manager's state, shared by all requests.
+/// The manager's state, shared by all requests. A manager that loses the lead drops it, and loads the state anew when it
+/// leads again.
 pub(crate) struct Registry {
     state: Mutex<ManagerState>,
-    store: Arc<Store>,
-    /// The tokens of operators and hubs. A change is made on a copy, which replaces them once it is saved.
-    tokens: RwLock<Arc<Tokens>>,
-    /// The certificates, and the authorities that have signed them.
-    pub(crate) identity: ManagerIdentity,
-    /// Held while authorities or certificates change.
-    changing_authorities: tokio::sync::Mutex<()>,
-    /// Whether callers of other machines must use TLS.
-    pub(crate) needs_tls: bool,
-    /// Held while tokens or teams change.
-    changing_tokens: tokio::sync::Mutex<()>,
+    store: Arc<dyn Store>,
+    pub(crate) access: Arc<Access>,
+    /// How long this registry may answer.
+    pub(crate) term: Term,
     pub(crate) hub_timeout: Duration,
-    pub(crate) requests: AnsweredRequests,
-    pub(crate) slots: Arc<ConnectionSlots>,
     pub(crate) tables: KeyTableBudgets,
     /// Allows one placement at a time: a large one takes gigabytes.
     pub(crate) placing: Semaphore,
     changed: Notify,
     /// Held while records are saved.
     saving: tokio::sync::Mutex<()>,
-    stopping: watch::Sender<bool>,
+    end: watch::Sender<Option<End>>,
+}
+
+/// Why a registry ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The manager stops.
+    Stop,
+    /// The manager does not lead any more.
+    LostLead,
 }
 
 impl Registry {
-    /// Opens the store and restores the jobs in it.
-    pub(crate) fn open(config: &ManagerConfig) -> Result<Arc<Self>, ManagerError> {
-        let store = Store::open(config.state.as_deref())?;
+    /// Restores the jobs, hubs and teams in the store. It blocks on the store.
+    pub(crate) fn open(
+        config: &ManagerConfig,
+        store: Arc<dyn Store>,
+        access: Arc<Access>,
+        term: Term,
+    ) -> Result<Arc<Self>, ManagerError> {
         let (jobs, hubs) = (store.load_jobs()?, store.load_hubs()?);
-        let tokens = Tokens::new(config.admin_token.as_deref(), store.load_tokens()?);
-        let identity = identity(config, &store)?;
         let secret = random().map_err(|refused| ManagerError::System(std::io::Error::other(refused)))?;
         let limits = MembershipLimits {
             hub_timeout: config.hub_timeout,
@@ -81,20 +81,15 @@ impl Registry {
         state.carry_out();
         Ok(Arc::new(Registry {
             state: Mutex::new(state),
-            store: Arc::new(store),
-            tokens: RwLock::new(Arc::new(tokens)),
-            identity,
-            changing_authorities: tokio::sync::Mutex::new(()),
-            needs_tls: config.needs_tls(),
-            changing_tokens: tokio::sync::Mutex::new(()),
+            store,
+            access,
+            term,
             hub_timeout: config.hub_timeout,
-            requests: AnsweredRequests::default(),
-            slots: slots(config),
             tables: KeyTableBudgets::default(),
             placing: Semaphore::new(1),
             changed: Notify::new(),
             saving: tokio::sync::Mutex::new(()),
-            stopping: watch::channel(false).0,
+            end: watch::channel(None).0,
         }))
     }
 
@@ -109,25 +104,38 @@ impl Registry {
         value
     }
 
-    /// CreateService. The job exists once its record is in the store. Returns its full name, too.
+    /// CreateService. The job exists once its record is in the store. Returns its full name, too. A caller that repeats
+    /// its call names the namespace of the job, so that the second call finds the job of the first.
     pub(crate) async fn create(
         self: &Arc<Self>,
         mut request: CreateService,
         by: &TokenBearer,
+        wanted: Option<Namespace>,
     ) -> Result<(String, ServiceCreated), ServiceError> {
         request.name = name_of_new(by.team.as_deref(), &request.name)?;
         check_request(&request)?;
         let name = request.name.clone();
-        let (namespace, nonce) = (Namespace(random()?), Nonce(random()?));
+        let namespace = wanted.map_or_else(|| random().map(Namespace), Ok)?;
+        let nonce = Nonce(random()?);
         let epoch = Some(Epoch { number: 1, secret: EpochSecret(random()?) });
-        let order = self.with(|state| {
+        let reserved = self.with(|state| {
             if let Some(team) = &by.team {
                 // The team may have been removed since the token was checked.
                 state.membership.team(team)?;
             }
+            if let Some(created) = state.membership.created_before(&name, namespace)? {
+                return Ok(Reserved::Before(created));
+            }
             state.membership.check_checkpoints(&request)?;
-            state.membership.reserve(&request.name, request.options.weight, namespace)
+            let order = state.membership.reserve(&request.name, request.options.weight, namespace)?;
+            Ok::<_, ServiceError>(Reserved::Now(order))
         })?;
+        let order = match reserved {
+            Reserved::Now(order) => order,
+            Reserved::Before(created) => {
+                return Ok((name, ServiceCreated { authority: self.authority_of_jobs(), ..created }));
+            }
+        };
         let registry = self.clone();
         // This runs as a task of its own, so that a caller that hangs up cannot leave the name reserved for
         // ever.
@@ -177,15 +185,16 @@ impl Registry {
 
     /// The fingerprint that the secrets of jobs carry.
     pub(crate) fn authority_of_jobs(&self) -> Option<Fingerprint> {
-        self.needs_tls.then(|| self.identity.authority())
+        self.access.needs_tls.then(|| self.access.identity.authority())
     }
 
     /// The authority that signs the manager's certificates.
     pub(crate) fn authority(&self) -> AuthorityStatus {
+        let identity = &self.access.identity;
         AuthorityStatus {
-            certificate: self.identity.authority_certificate(),
-            fingerprint: self.identity.authority(),
-            former: self.identity.authorities().len() - 1,
+            certificate: identity.authority_certificate(),
+            fingerprint: identity.authority(),
+            former: identity.authorities().len() - 1,
         }
     }
 
@@ -198,19 +207,21 @@ impl Registry {
         // This runs as a task of its own, so that a caller that hangs up cannot leave the store ahead of what
         // the manager shows.
         let changing = tokio::spawn(async move {
-            let _alone = registry.changing_authorities.lock().await;
+            let _alone = registry.access.changing_authorities.lock().await;
             let failed = |cause: String| {
                 refusal(ErrorCode::Internal, format!("the authority stays as it is: {cause}"))
             };
             let mut authorities =
                 vec![ManagerIdentity::make_authority().map_err(|cause| failed(cause.to_string()))?];
             if !request.revoke_former {
-                authorities.extend(registry.identity.authorities());
+                authorities.extend(registry.access.identity.authorities());
                 authorities.truncate(AUTHORITIES_MAX);
             }
             let (store, records) = (registry.store.clone(), authorities.clone());
-            blocking(move || store.save_authorities(&records)).await?.map_err(failed)?;
-            registry.identity.replace_authorities(authorities).map_err(|cause| failed(cause.to_string()))?;
+            let saved = blocking(move || store.save_authorities(&records)).await?;
+            saved.map_err(|cause| failed(cause.to_string()))?;
+            let identity = &registry.access.identity;
+            identity.replace_authorities(authorities).map_err(|cause| failed(cause.to_string()))?;
             Ok(registry.authority())
         });
         changing.await.unwrap_or_else(|_| Err(broken()))
@@ -220,28 +231,13 @@ impl Registry {
     pub(crate) async fn backup(self: &Arc<Self>) -> Result<Vec<u8>, ServiceError> {
         let failed =
             |cause: String| refusal(ErrorCode::Internal, format!("the state cannot be read: {cause}"));
-        self.save_once().await.map_err(failed)?;
+        self.save_once().await.map_err(|cause| failed(cause.to_string()))?;
         let store = self.store.clone();
         blocking(move || {
-            let backup = Backup::of(&store).map_err(|cause| failed(cause.to_string()))?;
+            let backup = Backup::of(&*store).map_err(|cause| failed(cause.to_string()))?;
             Ok(serde_json::to_vec(&backup).expect("records are plain data"))
         })
         .await?
-    }
-
-    /// Renews certificates until the manager stops.
-    pub(crate) async fn renew_certificates(self: Arc<Self>) {
-        loop {
-            tokio::select! {
-                () = tokio::time::sleep(RENEWAL_INTERVAL) => {}
-                () = self.stopped() => return,
-            }
-            let _alone = self.changing_authorities.lock().await;
-            let registry = self.clone();
-            if let Ok(Err(cause)) = blocking(move || registry.identity.renew(SystemTime::now())).await {
-                tracing::error!("the certificate stays as it was: {cause}");
-            }
-        }
     }
 
     /// StopService: ends a job, or asks its hubs how it ends, and waits for that for a bounded time.
@@ -278,7 +274,7 @@ impl Registry {
 
     /// The tokens that are valid now.
     pub(crate) fn tokens(&self) -> Arc<Tokens> {
-        self.tokens.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.access.tokens()
     }
 
     /// Makes a token. It is valid once its record is in the store.
@@ -319,7 +315,7 @@ impl Registry {
         // This runs as a task of its own, so that a caller that hangs up cannot leave the store ahead of the
         // tokens in memory.
         let changing = tokio::spawn(async move {
-            let _alone = registry.changing_tokens.lock().await;
+            let _alone = registry.access.changing_tokens.lock().await;
             let mut tokens = Tokens::clone(&registry.tokens());
             let (result, record, forgotten) = change(&mut tokens)?;
             let store = registry.store.clone();
@@ -328,7 +324,7 @@ impl Registry {
                     format!("the tokens stay as they are, because they could not be saved to {cause}");
                 refusal(ErrorCode::Internal, message)
             })?;
-            *registry.tokens.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(tokens);
+            registry.access.replace_tokens(tokens);
             Ok(result)
         });
         changing.await.unwrap_or_else(|_| Err(broken()))
@@ -391,7 +387,7 @@ impl Registry {
     ) -> Result<T, ServiceError> {
         let registry = self.clone();
         let changing = tokio::spawn(async move {
-            let _alone = registry.changing_tokens.lock().await;
+            let _alone = registry.access.changing_tokens.lock().await;
             change.await
         });
         changing.await.unwrap_or_else(|_| Err(broken()))
@@ -425,86 +421,90 @@ impl Registry {
         slot.prove_rank(namespace, workers, gathers)
     }
 
-    /// Begins to stop: every call that waits is answered at once.
-    pub(crate) fn stop(&self) {
-        self.stopping.send_replace(true);
+    /// Ends the registry: every call that waits is answered at once.
+    pub(crate) fn end(&self, end: End) {
+        self.end.send_replace(Some(end));
     }
 
-    /// Returns when the manager stops.
-    pub(crate) async fn stopped(&self) {
+    /// Returns when the registry ends.
+    pub(crate) async fn ended(&self) -> End {
         // The sender lives as long as `self`, so this cannot fail.
-        let _ = self.stopping.subscribe().wait_for(|stopping| *stopping).await;
+        let ended = self.end.subscribe().wait_for(Option::is_some).await.map(|end| *end);
+        ended.ok().flatten().unwrap_or(End::Stop)
     }
 
-    /// Saves changes until the manager stops, and then once more.
+    /// The refusal of every call that still waits when the registry ends.
+    pub(crate) fn end_refusal(&self) -> ServiceError {
+        match *self.end.borrow() {
+            Some(End::LostLead) => lost_the_lead(),
+            // Another manager takes over.
+            Some(End::Stop) if self.term.is_shared() => lost_the_lead(),
+            Some(End::Stop) | None => refusal(ErrorCode::Internal, "the connection manager is shutting down"),
+        }
+    }
+
+    /// Saves changes until the registry ends, and then once more if it still may.
     pub(crate) async fn save_changes(self: Arc<Self>) {
         loop {
-            let stopping = tokio::select! {
-                () = self.changed.notified() => false,
-                () = self.stopped() => true,
+            let end = tokio::select! {
+                () = self.changed.notified() => None,
+                end = self.ended() => Some(end),
             };
+            if end == Some(End::LostLead) {
+                return;
+            }
             let saved = self.save_once().await;
-            if stopping {
+            if end.is_some() {
                 return;
             }
             if let Err(cause) = saved {
                 tracing::error!("cannot save the jobs' states, will try again: {cause}");
                 tokio::select! {
                     () = tokio::time::sleep(SAVE_PAUSE) => self.changed.notify_one(),
-                    () = self.stopped() => {}
+                    _ = self.ended() => {}
                 }
             }
         }
     }
 
-    /// Ends silent hubs and expired jobs until the manager stops.
+    /// Ends silent hubs and expired jobs until the registry ends.
     pub(crate) async fn watch_time(self: Arc<Self>) {
         let tick = self.with(|state| state.membership.tick());
         loop {
             tokio::select! {
                 () = tokio::time::sleep(tick) => {}
-                () = self.stopped() => return,
+                _ = self.ended() => return,
             }
             self.with(|state| state.membership.check_time(now()));
         }
     }
 
-    /// Saves what has changed. When this returns, all that had changed before it was called is saved.
-    async fn save_once(self: &Arc<Self>) -> Result<(), String> {
+    /// Saves what has changed. When this returns without an error, all that had changed before it was called is saved.
+    async fn save_once(self: &Arc<Self>) -> Result<(), WriteError> {
         let registry = self.clone();
         // This runs as a task of its own: callers wait for what it saves, also if the one that asked for it hangs up.
         let saving = tokio::spawn(async move {
             let _alone = registry.saving.lock().await;
             let Some(changes) = registry.lock().take_unsaved() else { return Ok(()) };
             let store = registry.store.clone();
-            let saved =
-                blocking(move || store.save(&changes)).await.unwrap_or_else(|refused| Err(refused.message));
+            let saved = blocking(move || store.save(&changes))
+                .await
+                .unwrap_or_else(|refused| Err(WriteError::Refused(refused.message)));
             let mut state = registry.lock();
             match &saved {
                 Ok(()) => state.saved(),
-                Err(_) => state.not_saved(),
+                Err(WriteError::Refused(_)) => state.not_saved(),
+                Err(WriteError::Unanswered(_)) => state.perhaps_saved(),
             }
             saved
         });
-        saving.await.unwrap_or_else(|_| Err(broken().message))
+        saving.await.unwrap_or_else(|_| Err(WriteError::Refused(broken().message)))
     }
 
     /// A panic in one request must not fail the jobs of others, so a poisoned lock is taken all the same.
     fn lock(&self) -> MutexGuard<'_, ManagerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Runs long or blocking work beside the executor's threads.
-pub(crate) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ServiceError> {
-    tokio::task::spawn_blocking(work).await.map_err(|_| broken())
-}
-
-/// The refusal of every call that still waits when the manager stops.
-pub(crate) fn shutting_down() -> ServiceError {
-    refusal(ErrorCode::Internal, "the connection manager is shutting down")
 }
 
 /// The refusal of a caller that does not know the job's nonce.
@@ -525,35 +525,17 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], ServiceError> {
     Ok(bytes)
 }
 
-/// The manager's certificates. A manager without an authority makes one.
-fn identity(config: &ManagerConfig, store: &Store) -> Result<ManagerIdentity, ManagerError> {
-    let mut authorities = store.load_authorities()?;
-    if authorities.is_empty() {
-        authorities.push(ManagerIdentity::make_authority()?);
-        store
-            .save_authorities(&authorities)
-            .map_err(|cause| ManagerError::System(std::io::Error::other(cause)))?;
-    }
-    let names = machine_names(config.listen).into_iter().chain(config.tls_names.clone()).collect();
-    Ok(ManagerIdentity::new(authorities, names, config.certificate.clone())?)
+/// What CreateService has found for a name.
+enum Reserved {
+    /// The name is free, and reserved for the job of this number.
+    Now(u64),
+    /// The job was created by an earlier call, whose answer was lost.
+    Before(ServiceCreated),
 }
 
-/// The slots that the configuration and the process's limit of descriptors allow.
-fn slots(config: &ManagerConfig) -> Arc<ConnectionSlots> {
-    let descriptors = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |limit| limit as usize);
-    ConnectionSlots::new(
-        config.unauthenticated_max.min(descriptors / 8),
-        config.ranks_max.min(descriptors / 2),
-    )
-}
-
-fn unsaved_team(cause: &str) -> ServiceError {
+fn unsaved_team(cause: &WriteError) -> ServiceError {
     refusal(
         ErrorCode::Internal,
         format!("the teams stay as they are, because they could not be saved to {cause}"),
     )
-}
-
-fn broken() -> ServiceError {
-    refusal(ErrorCode::Internal, "the connection manager failed at this request; its log says why")
 }

@@ -9,11 +9,12 @@ use paramhub_core::service::{
 use paramhub_core::settings::Settings;
 
 use crate::allocation::{allocate, settings_digest};
+use crate::blocking::blocking;
 use crate::body::TableBody;
 use crate::caller::Caller;
 use crate::clock::now;
 use crate::error::refusal;
-use crate::registry::{Registry, blocking};
+use crate::registry::Registry;
 use crate::state::CallingRank;
 
 /// Joins a rank to its job. Returns when every rank has joined and as many hubs as the job waits for.

@@ -29,6 +29,7 @@ use tokio_rustls::server::TlsStream;
 
 use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::error::{Refusal, refusal};
+use crate::frontend::Frontend;
 use crate::host::guard;
 use crate::metered_stream::MeteredStream;
 use crate::metrics::count;
@@ -36,6 +37,7 @@ use crate::registry::Registry;
 use crate::routes::{
     authority, hubs, information_book, jobs, pages, teams, tokens, unknown_method, unknown_route,
 };
+use crate::term::fence;
 use crate::tls;
 
 /// The time that the first byte, a handshake, and the head of a request may take, each.
@@ -57,7 +59,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// The time that answers may still take when the manager stops.
 const STOP_GRACE: Duration = Duration::from_millis(300);
 
-/// All routes.
+/// All routes of a manager that leads.
 pub(crate) fn router(registry: Arc<Registry>) -> Router {
     Router::new()
         .route("/", get(pages::index))
@@ -85,37 +87,39 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/links", get(hubs::links).post(hubs::probe))
         .fallback(unknown_route)
         .method_not_allowed_fallback(unknown_method)
-        .layer(axum::middleware::from_fn_with_state(registry.clone(), guard))
-        .layer(axum::middleware::from_fn_with_state(registry.clone(), count))
+        .layer(axum::middleware::from_fn_with_state(registry.clone(), fence))
+        .layer(axum::middleware::from_fn_with_state(registry.access.clone(), guard))
+        .layer(axum::middleware::from_fn_with_state(registry.access.clone(), count))
         .with_state(registry)
 }
 
 /// Serves connections until the manager stops. Handshakes are computed on `handshakes`.
-pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>, handshakes: Handle) {
-    let server = Server { all: router(registry.clone()), refusing: refusing_router(), handshakes };
+pub(crate) async fn serve(listener: TcpListener, frontend: Arc<Frontend>, handshakes: Handle) {
+    let slots = frontend.access.slots.clone();
+    let server = Server { frontend: frontend.clone(), refusing: refusing_router(), handshakes };
     let mut accept_warning = AcceptWarning::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            () = registry.stopped() => break,
+            () = frontend.stopped() => break,
         };
         match accepted {
             Ok((stream, peer)) => {
-                let slot = Arc::new(registry.slots.accept(peer.ip()));
-                tokio::spawn(serve_connection(stream, peer.ip(), slot, server.clone(), registry.clone()));
-                evict_excess(&registry.slots).await;
+                let slot = Arc::new(slots.accept(peer.ip()));
+                tokio::spawn(serve_connection(stream, peer.ip(), slot, server.clone()));
+                evict_excess(&slots).await;
             }
             Err(cause) => {
                 accept_warning.warn(&cause);
                 // A hub may need the descriptor that an unauthenticated caller holds.
-                sleep(if registry.slots.evict_one() { EVICTION_PAUSE } else { ACCEPT_PAUSE }).await;
+                sleep(if slots.evict_one() { EVICTION_PAUSE } else { ACCEPT_PAUSE }).await;
             }
         }
     }
     drop(listener);
     // Every call that waits is being answered. This waits for the last answers to leave.
     let last_answers = async {
-        while !registry.slots.are_empty() {
+        while !slots.are_empty() {
             sleep(EVICTION_PAUSE).await;
         }
     };
@@ -138,7 +142,7 @@ async fn evict_excess(slots: &ConnectionSlots) {
 /// What every connection needs.
 #[derive(Clone)]
 struct Server {
-    all: Router,
+    frontend: Arc<Frontend>,
     /// The routes for callers who must use TLS and do not.
     refusing: Router,
     handshakes: Handle,
@@ -161,10 +165,9 @@ async fn serve_connection(
     peer: IpAddr,
     slot: Arc<ConnectionSlot>,
     server: Server,
-    registry: Arc<Registry>,
 ) {
     slot.begin_service();
-    let speaks_http = !registry.needs_tls || peer.to_canonical().is_loopback();
+    let speaks_http = !server.frontend.access.needs_tls || peer.to_canonical().is_loopback();
     let mut first = [0];
     tokio::select! {
         peeked = timeout(HEAD_TIMEOUT, stream.peek(&mut first)) => {
@@ -174,42 +177,42 @@ async fn serve_connection(
         }
         // Nobody knows yet whether the caller would read an answer in clear or inside TLS.
         () = slot.evicted() => return,
-        () = registry.stopped() => return,
+        () = server.frontend.stopped() => return,
     }
     // An answer is written at once. Without this its last bytes could wait for an acknowledgement.
     let _ = stream.set_nodelay(true);
     // What follows is boxed, so that it takes no memory before bytes arrive.
     if first[0] == tls::HANDSHAKE {
-        return Box::pin(serve_encrypted(stream, &slot, server, &registry)).await;
+        return Box::pin(serve_encrypted(stream, &slot, &server.frontend, server.handshakes)).await;
     }
-    let router = if speaks_http { server.all } else { server.refusing };
+    let router = if speaks_http { server.frontend.answering() } else { server.refusing };
     let stream = MeteredStream::new(stream, slot.clone());
     let evicted = |stream: MeteredStream| send_evicted(&stream.into_stream());
-    Box::pin(serve_request(stream, &slot, router, &registry, evicted)).await;
+    Box::pin(serve_request(stream, &slot, router, &server.frontend, evicted)).await;
 }
 
 /// Makes the handshake, and serves the request that follows. An evicted caller only loses its connection.
 async fn serve_encrypted(
     stream: TcpStream,
     slot: &Arc<ConnectionSlot>,
-    server: Server,
-    registry: &Arc<Registry>,
+    frontend: &Frontend,
+    handshakes: Handle,
 ) {
     let stream = MeteredStream::new(stream, slot.clone());
     let accepting = {
-        let registry = registry.clone();
-        async move { tls::accept(stream, &registry.identity, &registry.tokens()).await }
+        let access = frontend.access.clone();
+        async move { tls::accept(stream, &access.identity, &access.tokens()).await }
     };
-    let mut handshake = Handshake(server.handshakes.spawn(accepting));
+    let mut handshake = Handshake(handshakes.spawn(accepting));
     let accepted = tokio::select! {
         accepted = timeout(HEAD_TIMEOUT, &mut handshake.0) => accepted,
         () = slot.evicted() => return,
-        () = registry.stopped() => return,
+        () = frontend.stopped() => return,
     };
     // Errors here are the client's: bytes that are no handshake, or came too slowly, or a certificate that it does
     // not take.
     if let Ok(Ok(Ok(stream))) = accepted {
-        serve_request(stream, slot, server.all, registry, drop).await;
+        serve_request(stream, slot, frontend.answering(), frontend, drop).await;
     }
 }
 
@@ -227,7 +230,7 @@ async fn serve_request<S: AsyncRead + AsyncWrite + Unpin>(
     stream: S,
     slot: &Arc<ConnectionSlot>,
     router: Router,
-    registry: &Registry,
+    frontend: &Frontend,
     evicted: impl FnOnce(S),
 ) {
     let answered = Arc::new(Notify::new());
@@ -264,7 +267,7 @@ async fn serve_request<S: AsyncRead + AsyncWrite + Unpin>(
             }
         }
         () = answer_read => {}
-        () = async { registry.stopped().await; sleep(STOP_GRACE).await } => {}
+        () = async { frontend.stopped().await; sleep(STOP_GRACE).await } => {}
     }
 }
 

@@ -159,6 +159,22 @@ impl ManagerState {
         answers.into_iter().for_each(|(call, answer)| self.answer(call, answer));
     }
 
+    /// Whether what was taken last is saved is not known: it is taken again by the next call of
+    /// [`take_unsaved`](Self::take_unsaved), and callers wait on.
+    pub(crate) fn perhaps_saved(&mut self) {
+        let newer = std::mem::take(&mut self.unsaved);
+        let Unsaved { jobs, removed_jobs, hubs, answers, commands } = std::mem::take(&mut self.saving);
+        let membership = &self.membership;
+        let jobs = jobs.into_iter().filter(|&namespace| membership.job(namespace).is_ok());
+        self.unsaved = Unsaved {
+            jobs: jobs.chain(newer.jobs).collect(),
+            removed_jobs: removed_jobs.into_iter().chain(newer.removed_jobs).collect(),
+            hubs: hubs.into_iter().chain(newer.hubs).collect(),
+            answers: answers.into_iter().chain(newer.answers).collect(),
+            commands: commands.into_iter().chain(newer.commands).collect(),
+        };
+    }
+
     /// What was taken last could not be saved: it is taken again by the next call of
     /// [`take_unsaved`](Self::take_unsaved). Jobs go on without their records, since a disk that fails must not hold them
     /// up: their callers are answered.

@@ -255,5 +255,5 @@ fn client(py: Python<'_>, url: &str, admin_token: Option<String>, patience: f64)
     let patience = crate::waiting::seconds(py, Some(patience))?.unwrap_or_default();
     let client =
         ManagerClient::new(url, admin_token).map_err(|error| errors::misuse(py, &error.to_string()))?;
-    Ok(client.with_retry_timeout(patience))
+    Ok(if patience.is_zero() { client } else { client.with_retry_timeout(patience) })
 }

@@ -223,7 +223,8 @@ class RunHubs:
             # Jobs wait until every host's hub has joined the manager.
             self.access = replace(self.access, hubs=self.hosts)
         wanted = is_peer or self._options.host_hub
-        manager = urlsplit(self.access.url)
+        # Of several managers the first shows the way to all of them.
+        manager = urlsplit(self.access.url.split(",")[0].strip())
         if wanted is None:
             # A hub of this host would end with its ranks.
             wanted = not self.access.outlives_ranks and not is_own_address(manager.hostname or "localhost")

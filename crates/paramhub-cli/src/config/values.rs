@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::str::FromStr;
 
-use paramhub::Rate;
+use paramhub::{EtcdAddress, Rate};
 use serde::{Deserialize, Serialize};
 
 /// The address of a hub's connection manager.
@@ -39,6 +40,51 @@ impl fmt::Display for HubManager {
             HubManager::Own(address) => address.fmt(f),
             HubManager::Running(url) => f.write_str(url),
         }
+    }
+}
+
+/// Where a connection manager keeps its state.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) enum StatePlace {
+    /// A directory of this machine.
+    Directory(PathBuf),
+    /// An etcd, for several managers.
+    Etcd(EtcdAddress),
+}
+
+impl FromStr for StatePlace {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match EtcdAddress::is_meant(text) {
+            true => text.parse().map(StatePlace::Etcd),
+            false => Ok(StatePlace::Directory(text.into())),
+        }
+    }
+}
+
+/// Without the password of an etcd.
+impl fmt::Display for StatePlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StatePlace::Directory(path) => path.display().fmt(f),
+            StatePlace::Etcd(address) => address.fmt(f),
+        }
+    }
+}
+
+impl TryFrom<String> for StatePlace {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<StatePlace> for String {
+    fn from(place: StatePlace) -> String {
+        place.to_string()
     }
 }
 
@@ -129,6 +175,17 @@ mod tests {
             let refused = text.parse::<HubManager>().unwrap_err();
             assert!(refused.contains(&format!("as in http://{text}")), "{refused}");
         }
+    }
+
+    #[test]
+    fn a_state_is_in_a_directory_or_in_etcd() {
+        for text in ["/var/lib/paramhub", "etcd", "etcd://10.0.0.1:2379/paramhub"] {
+            let place: StatePlace = text.parse().unwrap();
+            assert_eq!((place.to_string().as_str(), matches!(place, StatePlace::Etcd(_))), (text, text.contains(':')));
+        }
+        let place: StatePlace = "etcd://u:secret@10.0.0.1/p".parse().unwrap();
+        assert_eq!(String::from(place), "etcd://u@10.0.0.1:2379/p");
+        assert!("etcd://10.0.0.1".parse::<StatePlace>().unwrap_err().contains("no prefix"));
     }
 
     #[test]

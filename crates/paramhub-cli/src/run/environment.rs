@@ -9,7 +9,7 @@ use anyhow::Context;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::{CreateService, ErrorCode, JobOptions, JobState, OnWorkerLoss, ServiceCreated};
 use paramhub::{
-    ControlError, HubConfig, Manager, ManagerClient, ManagerConfig, ManagerError, RunningHub, RunningManager,
+    HubConfig, Manager, ManagerClient, ManagerConfig, ManagerError, RunningHub, RunningManager,
 };
 use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::composition::Reduction;
@@ -343,7 +343,7 @@ fn find(
     let found = loop {
         let not_yet = match client.membership(name) {
             Ok(found) => break found,
-            Err(error @ ControlError::Unreachable { .. }) => error,
+            Err(error) if error.is_away() => error,
             Err(error) if error.code() == Some(ErrorCode::NotFound) => error,
             Err(error) => return Err(error.into()),
         };
@@ -398,6 +398,10 @@ fn join(
 /// Starts the connection manager if the URL is an address of this host on which no process listens yet.
 fn run_manager(config: &Config) -> anyhow::Result<Option<RunningManager>> {
     let client = client(config)?;
+    if client.has_several() {
+        // They share a store, which one that is started here for a job would not have.
+        return Ok(None);
+    }
     let listen: SocketAddr = client
         .host_and_port()
         .to_socket_addrs()

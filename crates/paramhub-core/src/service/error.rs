@@ -10,6 +10,9 @@ pub struct ServiceError {
     pub code: ErrorCode,
     /// The text for people: which rank or hub, what happened, and what to do.
     pub message: String,
+    /// With `not_leader`: the URL under which the leader calls itself, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leader: Option<String>,
 }
 
 /// The kind of error, for programs.
@@ -30,6 +33,8 @@ pub struct ServiceError {
 ///   has too many jobs or hubs.
 /// - `internal` (500, also 503): the manager itself failed or is shutting down. With 503 it had no place for
 ///   the call and has done nothing: try again.
+/// - `not_leader` (503): of several managers that share one store another one leads, or none does for now: call the
+///   others, and this one again. If the manager has lost the lead during the call, the call may have had its effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -60,6 +65,8 @@ pub enum ErrorCode {
     DoesNotFit,
     /// The manager itself failed, for example to write its store (500).
     Internal,
+    /// Another manager leads, or none does for now (503).
+    NotLeader,
 }
 
 impl ErrorCode {
@@ -75,6 +82,7 @@ impl ErrorCode {
             ErrorCode::JobEnded => 410,
             ErrorCode::DoesNotFit => 507,
             ErrorCode::Internal => 500,
+            ErrorCode::NotLeader => 503,
         }
     }
 }
@@ -89,5 +97,5 @@ impl std::error::Error for ServiceError {}
 
 /// Shorthand for a [`ServiceError`].
 pub fn refusal(code: ErrorCode, message: impl Into<String>) -> ServiceError {
-    ServiceError { code, message: message.into() }
+    ServiceError { code, message: message.into(), leader: None }
 }

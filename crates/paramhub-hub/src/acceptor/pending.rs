@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use paramhub_core::auth::{Namespace, Proof, StreamSecret};
 use paramhub_core::liveness::FINAL_MESSAGE_TIMEOUT;
-use paramhub_core::service::{ErrorCode, ServiceError};
+use paramhub_core::service::{ErrorCode, refusal};
 use paramhub_core::wire::{
     Caller, Capabilities, HELLO_BYTES_MAX, HELLO_HEAD_BYTES, HandshakeError, Hello, HubHandshake, MAGIC,
     PROOF_BYTES, Refusal, Welcome, hello_length,
@@ -305,7 +305,7 @@ impl PendingConnection {
                        `manager ready: URL` name when they start";
         warnings
             .warn(Instant::now(), || format!("turned {} away: it speaks HTTP to a data port", self.origin));
-        let error = ServiceError { code: ErrorCode::BadRequest, message: message.into() };
+        let error = refusal(ErrorCode::BadRequest, message);
         let body = serde_json::to_string(&error).expect("an error is plain data");
         let head = "HTTP/1.1 421 Misdirected Request\r\ncontent-type: application/json\r\nconnection: close";
         let answer = format!("{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());

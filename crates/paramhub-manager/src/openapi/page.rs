@@ -113,7 +113,11 @@ impl<'a> Page<'a> {
             description_text(&description.into(), "\n\n")
         ));
         for parameter in operation["parameters"].as_array().into_iter().flatten() {
-            let place = if parameter["in"] == "path" { "in the path" } else { "in the query" };
+            let place = match parameter["in"].as_str() {
+                Some("path") => "in the path",
+                Some("header") => "in a header",
+                _ => "in the query",
+            };
             let optional = if parameter["required"] == true { "" } else { ", may be left out" };
             let (name, what) = (parameter["name"].as_str().unwrap(), self.shape(&parameter["schema"]));
             let meaning = format!("{what}: {}", description_text(&parameter["description"], " "));

@@ -19,7 +19,7 @@ use crate::clock::now;
 use crate::error::Refusal;
 use crate::hub_queues::{WaitingCommands, commands_json};
 use crate::log::audit;
-use crate::registry::{Registry, shutting_down};
+use crate::registry::Registry;
 
 /// The longest wait of one poll.
 const POLL_MAX: Duration = Duration::from_secs(10);
@@ -156,7 +156,7 @@ pub(crate) async fn poll(
         let waiting = WaitingPoll { registry: &registry, hub };
         tokio::select! {
             biased;
-            () = registry.stopped() => return Err(shutting_down().into()),
+            _ = registry.ended() => return Err(registry.end_refusal().into()),
             changed = timeout_at(deadline, more.changed()) => match changed {
                 Err(_) => {}
                 // A command has come or the hub was removed; the second look finds out which.

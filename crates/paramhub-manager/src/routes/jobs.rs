@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use paramhub_core::auth::Purpose;
 use paramhub_core::service::{
-    ConnectService, CreateService, InitService, JobStatus, LeaveService, ReplaceSecret,
+    ConnectService, CreateService, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, ReplaceSecret,
     STOP_REASON_CHARS_MAX, ServiceConnected, ServiceCreated, ServiceError, ServiceInitialised, StopService,
     StopWhen,
 };
@@ -27,9 +27,12 @@ use crate::state::CallingRank;
 type Answer<T> = Result<Json<T>, Refusal>;
 
 /// CreateService: a new job, its namespace and its secret. The name of a job that a team creates begins with that of
-/// the team; where that is left out, it is added.
+/// the team; where that is left out, it is added. A caller that may have to repeat the call, because the answer was lost,
+/// gives the job's namespace in the header `idempotency-key`, and gets the same answer again until every rank has joined.
 #[utoipa::path(
     post, path = "/v1/jobs", tag = "jobs", operation_id = "create_service",
+    params(("idempotency-key" = Option<String>, Header,
+            description = "The job's namespace, 32 hexadecimal digits that no other job has: random ones. Left out, the manager draws it.")),
     request_body = CreateService,
     security(("admin_token" = [])),
     responses(
@@ -48,9 +51,11 @@ type Answer<T> = Result<Json<T>, Refusal>;
 pub(crate) async fn create(
     JobOwner(by): JobOwner,
     State(registry): State<Arc<Registry>>,
+    headers: HeaderMap,
     JsonBody(request): JsonBody<CreateService, SMALL>,
 ) -> Answer<ServiceCreated> {
-    let (name, created) = registry.create(request, &by).await?;
+    let wanted = headers.get(IDEMPOTENCY_KEY).map(|key| namespace(key.to_str().unwrap_or_default()));
+    let (name, created) = registry.create(request, &by, wanted.transpose()?).await?;
     audit(&by, format_args!("created job `{name}` ({})", created.namespace));
     Ok(Json(created))
 }

@@ -11,7 +11,7 @@ use utoipa::OpenApi;
 use crate::auth::{Admin, Reader};
 use crate::error::{Refusal, refusal};
 use crate::log::audit;
-use crate::metrics::Detail;
+use crate::metrics::{CONTENT_TYPE, Detail};
 use crate::openapi::ApiDocument;
 use crate::registry::Registry;
 
@@ -28,17 +28,26 @@ pub(crate) async fn index() -> &'static str {
     )
 }
 
-/// Returns whether the manager answers.
+/// Returns whether the manager answers and, if several share one store, whether it leads.
 #[utoipa::path(
     get, path = "/health", tag = "manager", operation_id = "health",
-    responses((status = 200, description = "It does.", body = String, content_type = "text/plain"))
+    responses((
+        status = 200,
+        description = "It does. The text is `ok` alone, or `ok, leads`, `ok, follows URL` or `ok, follows nobody` with the reason.",
+        body = String, content_type = "text/plain",
+    ))
 )]
-pub(crate) async fn health() -> &'static str {
-    "ok\n"
+pub(crate) async fn health(State(registry): State<Arc<Registry>>) -> &'static str {
+    match (registry.term.is_shared(), registry.term.leads()) {
+        (false, _) => "ok\n",
+        (true, true) => "ok, leads\n",
+        (true, false) => "ok, follows nobody\n",
+    }
 }
 
 /// Metrics for Prometheus, in the OpenMetrics text format. With the admin token or a reader's, or if the manager
-/// asks for none, they include those of each job and rack by name; without it only totals.
+/// asks for none, they include those of each job and rack by name; without it only totals. A manager that does not lead
+/// has those of itself alone.
 #[utoipa::path(
     get, path = "/metrics", tag = "manager", operation_id = "metrics",
     security((), ("admin_token" = [])),
@@ -60,8 +69,7 @@ pub(crate) async fn metrics(
         Err(refusal) if headers.contains_key(header::AUTHORIZATION) => return Err(refusal),
         Err(_) => Detail::Totals,
     };
-    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    Ok(([(header::CONTENT_TYPE, content_type)], crate::metrics::render(&registry, detail)))
+    Ok(([(header::CONTENT_TYPE, CONTENT_TYPE)], crate::metrics::render(&registry, detail)))
 }
 
 /// All that the manager keeps, for `paramhub state restore`: the records of jobs, tokens, teams and authorities, with

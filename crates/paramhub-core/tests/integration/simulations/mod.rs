@@ -2,5 +2,6 @@
 //! time. A failure prints its seed and the shortest sequence of actions that leads to it.
 
 mod job_control;
+mod leadership;
 mod membership;
 mod worker_job;
