@@ -132,7 +132,10 @@ fn settings_that_combine_are_accepted() {
     ] {
         of_train(url, launcher, section).unwrap();
     }
-    let joined =
-        HubSection { join: URL.map(str::to_owned), state: Some("state".parse().unwrap()), ..HubSection::default() };
+    let joined = HubSection {
+        join: URL.map(str::to_owned),
+        state: Some("state".parse().unwrap()),
+        ..HubSection::default()
+    };
     hub::check(&joined).unwrap();
 }

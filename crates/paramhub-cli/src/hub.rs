@@ -8,8 +8,8 @@ use anyhow::bail;
 use clap::Args;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::{
-    CheckpointConfig, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub,
-    Selector, host_identity,
+    CheckpointConfig, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub, Selector,
+    host_identity,
 };
 use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::cost::Rate;
@@ -18,7 +18,9 @@ use paramhub_harness::launch::Signals;
 use super::tls::{self, TlsFlags};
 use super::{Usage, overlay};
 use crate::ExitCode;
-use crate::config::{Bytes, CHECKPOINTS_KEPT, Config, HubManager, HubSection, InterfaceRate, Pin, StatePlace};
+use crate::config::{
+    Bytes, CHECKPOINTS_KEPT, Config, HubManager, HubSection, InterfaceRate, Pin, StatePlace,
+};
 
 /// The interval at which a running hub is checked for failure.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);

@@ -161,7 +161,8 @@ mod tests {
     #[test]
     fn several_managers_are_a_list_of_urls() {
         let read = |text: &str| ManagerAddress::parse_list(text).map_err(|refused| refused.to_string());
-        let urls = |text: &str| read(text).unwrap().into_iter().map(|address| address.url).collect::<Vec<_>>();
+        let urls =
+            |text: &str| read(text).unwrap().into_iter().map(|address| address.url).collect::<Vec<_>>();
         assert_eq!(urls("a:1, http://b ,[::1],a:1"), ["https://a:1", "http://b:7770", "http://[::1]:7770"]);
         assert_eq!(urls("a"), ["https://a:7770"]);
         assert!(read("a,,b").unwrap_err().contains("names no host"));

@@ -94,7 +94,9 @@ impl Call {
                 }
                 // The manager has another authority than the one that is known. A token tells which.
                 Err(NoAnswer::Failed(ureq::Error::Io(cause)))
-                    if tls::is_unknown_certificate(&cause) && !has_doubted && managers.recognition.doubt() =>
+                    if tls::is_unknown_certificate(&cause)
+                        && !has_doubted
+                        && managers.recognition.doubt() =>
                 {
                     has_doubted = true;
                     continue;
@@ -118,13 +120,16 @@ impl Call {
             if round.note(miss) && has_time {
                 continue;
             }
-            let patience = retry_timeout.unwrap_or(match managers.are_several() || round.kind == MissKind::NotLeader {
-                true => LEADER_PATIENCE,
-                false => Duration::ZERO,
-            });
+            let patience =
+                retry_timeout.unwrap_or(match managers.are_several() || round.kind == MissKind::NotLeader {
+                    true => LEADER_PATIENCE,
+                    false => Duration::ZERO,
+                });
             let is_patient = |since: Instant| since.elapsed() < patience;
             let goes_on = match round.kind {
-                MissKind::Unreachable if managers.are_several() => is_patient(away_since) && pause(RETRY_PAUSE),
+                MissKind::Unreachable if managers.are_several() => {
+                    is_patient(away_since) && pause(RETRY_PAUSE)
+                }
                 MissKind::Unreachable => false,
                 MissKind::Refused => is_patient(away_since) && pause(RETRY_PAUSE),
                 MissKind::NotLeader => {

@@ -10,9 +10,9 @@ use paramhub_core::auth::{Fingerprint, Namespace};
 use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
     AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, ErrorCode, HubRegistered,
-    HubReport, HubStatus, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, LinkStatus, PollCommands, ProbeLinks,
-    RegisterHub, ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated, ServiceInitialised,
-    TeamQuotas, TeamStatus, TokenCreated, TokenStatus,
+    HubReport, HubStatus, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, LinkStatus, PollCommands,
+    ProbeLinks, RegisterHub, ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated,
+    ServiceInitialised, TeamQuotas, TeamStatus, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -108,7 +108,9 @@ impl ManagerClient {
         // If the answer is lost, the next call finds the job by this. Without random numbers it fails, as it would find a
         // job of this name that may be another's.
         let mut namespace = [0; 16];
-        let header = getrandom::fill(&mut namespace).ok().map(|()| (IDEMPOTENCY_KEY, Namespace(namespace).to_string()));
+        let header = getrandom::fill(&mut namespace)
+            .ok()
+            .map(|()| (IDEMPOTENCY_KEY, Namespace(namespace).to_string()));
         let call = Call { repeatable: false, header, ..self.post("/v1/jobs", request)? };
         self.answer(call)
     }

@@ -226,7 +226,8 @@ impl Membership {
         if job.name == name && job.state() == JobState::Connecting {
             return Ok(Some(ServiceCreated { namespace, nonce: job.nonce, authority: None }));
         }
-        let message = format!("the namespace {namespace} belongs to a job already: draw another for job `{name}`");
+        let message =
+            format!("the namespace {namespace} belongs to a job already: draw another for job `{name}`");
         Err(refusal(ErrorCode::NameTaken, message))
     }
 

@@ -160,7 +160,8 @@ fn read_query(is_encrypted: bool, query: &str) -> Result<Option<EtcdTls>, String
             _ => Err("files of certificates are for etcds, which is etcd over TLS".to_owned()),
         };
     }
-    let authority = authority.ok_or("etcds needs the authority of etcd's certificates, as in ?ca=/etc/etcd/ca.pem")?;
+    let authority =
+        authority.ok_or("etcds needs the authority of etcd's certificates, as in ?ca=/etc/etcd/ca.pem")?;
     match (certificate, key) {
         (None, None) => Ok(Some(EtcdTls { authority, own: None })),
         (Some(certificate), Some(key)) => Ok(Some(EtcdTls { authority, own: Some((certificate, key)) })),

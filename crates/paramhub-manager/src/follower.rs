@@ -69,7 +69,9 @@ impl Following {
             Following { trouble: Some(trouble), .. } => {
                 format!("no connection manager leads that this one knows of: {trouble}")
             }
-            Following { .. } => "no connection manager leads yet that this one knows of: try again".to_owned(),
+            Following { .. } => {
+                "no connection manager leads yet that this one knows of: try again".to_owned()
+            }
         };
         ServiceError { leader: self.leader.clone(), ..refusal(ErrorCode::NotLeader, message) }
     }

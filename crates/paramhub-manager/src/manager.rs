@@ -101,7 +101,10 @@ enum Lead {
 }
 
 impl Lead {
-    #[cfg_attr(not(feature = "etcd"), expect(unused_variables, reason = "only etcd needs an executor and an address"))]
+    #[cfg_attr(
+        not(feature = "etcd"),
+        expect(unused_variables, reason = "only etcd needs an executor and an address")
+    )]
     fn open(config: ManagerConfig, address: SocketAddr, runtime: &Runtime) -> Result<Lead, ManagerError> {
         #[cfg(feature = "etcd")]
         if let Some(etcd) = config.etcd.clone() {

@@ -160,12 +160,7 @@ fn refusing_router() -> Router {
 }
 
 /// Serves one connection. A caller that sends nothing takes no more memory than this.
-async fn serve_connection(
-    stream: TcpStream,
-    peer: IpAddr,
-    slot: Arc<ConnectionSlot>,
-    server: Server,
-) {
+async fn serve_connection(stream: TcpStream, peer: IpAddr, slot: Arc<ConnectionSlot>, server: Server) {
     slot.begin_service();
     let speaks_http = !server.frontend.access.needs_tls || peer.to_canonical().is_loopback();
     let mut first = [0];

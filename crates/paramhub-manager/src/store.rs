@@ -6,7 +6,7 @@
 
 mod file;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::membership::{HubRecord, JobRecord};

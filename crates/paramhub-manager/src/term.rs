@@ -53,9 +53,9 @@ impl HeldTerm {
     /// A term that the store has given, as it was asked to at the moment `asked`; `None` if its answer has come too late.
     pub(crate) fn won(number: leadership::Term, lease: Duration, asked: Duration) -> Option<Arc<HeldTerm>> {
         let mut leadership = Leadership::default();
-        leadership.won(number, lease, asked, since_boot()).then(|| {
-            Arc::new(HeldTerm { number, leadership: Mutex::new(leadership), ended: Notify::new() })
-        })
+        leadership
+            .won(number, lease, asked, since_boot())
+            .then(|| Arc::new(HeldTerm { number, leadership: Mutex::new(leadership), ended: Notify::new() }))
     }
 
     pub(crate) fn leads(&self) -> bool {

@@ -87,8 +87,10 @@ pub use paramhub_core::stragglers::Stragglers;
 pub use paramhub_core::{auth, checkpoint, composition, cost, limits, placement, scheme, service, settings};
 pub use paramhub_hub::{CheckpointConfig, HubConfig, HubError, JobLimits, Rate, RunningHub, Selector};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
+pub use paramhub_manager::{
+    CertificateFiles, EtcdAddress, Manager, ManagerConfig, ManagerError, RunningManager,
+};
 pub use paramhub_manager::{restore as restore_state, restore_to_etcd as restore_state_to_etcd};
-pub use paramhub_manager::{CertificateFiles, EtcdAddress, Manager, ManagerConfig, ManagerError, RunningManager};
 pub use paramhub_mesh as mesh;
 pub use paramhub_transport::host_identity;
 pub use paramhub_worker::{

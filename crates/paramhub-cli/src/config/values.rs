@@ -181,7 +181,10 @@ mod tests {
     fn a_state_is_in_a_directory_or_in_etcd() {
         for text in ["/var/lib/paramhub", "etcd", "etcd://10.0.0.1:2379/paramhub"] {
             let place: StatePlace = text.parse().unwrap();
-            assert_eq!((place.to_string().as_str(), matches!(place, StatePlace::Etcd(_))), (text, text.contains(':')));
+            assert_eq!(
+                (place.to_string().as_str(), matches!(place, StatePlace::Etcd(_))),
+                (text, text.contains(':'))
+            );
         }
         let place: StatePlace = "etcd://u:secret@10.0.0.1/p".parse().unwrap();
         assert_eq!(String::from(place), "etcd://u@10.0.0.1:2379/p");

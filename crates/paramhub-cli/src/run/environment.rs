@@ -8,9 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::{CreateService, ErrorCode, JobOptions, JobState, OnWorkerLoss, ServiceCreated};
-use paramhub::{
-    HubConfig, Manager, ManagerClient, ManagerConfig, ManagerError, RunningHub, RunningManager,
-};
+use paramhub::{HubConfig, Manager, ManagerClient, ManagerConfig, ManagerError, RunningHub, RunningManager};
 use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::composition::Reduction;
 use paramhub_harness::launch::{LaunchEnd, Signals};

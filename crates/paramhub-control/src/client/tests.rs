@@ -177,7 +177,8 @@ fn a_call_that_no_manager_takes_names_all_of_them() {
 fn a_manager_that_is_silent_is_given_up_once_another_leads() {
     let frozen = Server::start(vec![Step::Silent, Step::Silent]);
     let leads = || Step::Answer("200 OK", "ok, leads\n".to_owned());
-    let leader = Server::start(vec![Step::Answer("200 OK", "ok, follows nobody\n".into()), leads(), no_jobs()]);
+    let leader =
+        Server::start(vec![Step::Answer("200 OK", "ok, follows nobody\n".into()), leads(), no_jobs()]);
     let client = client_of(&[&frozen, &leader]);
     assert!(client.jobs().unwrap().is_empty());
     assert_eq!((frozen.calls(), leader.calls()), (1, 3));
@@ -190,7 +191,9 @@ fn a_job_whose_creation_was_not_answered_is_found_by_the_next_call() {
     let dying = Server::start(vec![Step::Break]);
     let next = Server::start(vec![Step::Answer("200 OK", created)]);
     let client = client_of(&[&dying, &next]);
-    client.create_service(&CreateService { name: "j".into(), workers: 1, options: Default::default() }).unwrap();
+    client
+        .create_service(&CreateService { name: "j".into(), workers: 1, options: Default::default() })
+        .unwrap();
     let key = |server: &Server| {
         let requests = server.requests.lock().unwrap();
         let line = requests[0].lines().find(|line| line.to_lowercase().starts_with("idempotency-key: "));

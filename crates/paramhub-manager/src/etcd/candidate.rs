@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use etcd_client::{Compare, CompareOp, Error, EventType, PutOptions, Txn, TxnOp, WatchFilterType, WatchOptions};
+use etcd_client::{
+    Compare, CompareOp, Error, EventType, PutOptions, Txn, TxnOp, WatchFilterType, WatchOptions,
+};
 use paramhub_core::leadership::Term as TermNumber;
 use paramhub_core::tokens::Tokens;
 use paramhub_trust::AuthorityRecord;
@@ -128,7 +130,9 @@ impl Candidate {
         }
         match &now {
             Following { trouble: Some(trouble), .. } if before.trouble.is_none() => {
-                tracing::warn!("this connection manager cannot lead: {trouble}. Jobs that run go on; it asks again");
+                tracing::warn!(
+                    "this connection manager cannot lead: {trouble}. Jobs that run go on; it asks again"
+                );
             }
             Following { leader: Some(leader), .. } => {
                 tracing::info!("this connection manager follows the one at {leader}");
@@ -205,10 +209,12 @@ impl Candidate {
         let access = &self.frontend.access;
         let tokens = self.etcd.parsed(Table::Tokens).await.map_err(CallError::Unusable)?;
         access.replace_tokens(Tokens::new(self.config.admin_token.as_deref(), tokens));
-        let authorities: Vec<AuthorityRecord> = self.etcd.parsed(Table::Authorities).await.map_err(CallError::Unusable)?;
+        let authorities: Vec<AuthorityRecord> =
+            self.etcd.parsed(Table::Authorities).await.map_err(CallError::Unusable)?;
         let _alone = access.changing_authorities.lock().await;
-        let certificates =
-            |records: &[AuthorityRecord]| records.iter().map(|record| record.certificate.clone()).collect::<Vec<_>>();
+        let certificates = |records: &[AuthorityRecord]| {
+            records.iter().map(|record| record.certificate.clone()).collect::<Vec<_>>()
+        };
         if certificates(&access.identity.authorities()) != certificates(&authorities) {
             let replaced = access.identity.replace_authorities(authorities);
             replaced.map_err(|cause| CallError::Unusable(format!("an authority cannot be used: {cause}")))?;
@@ -279,8 +285,9 @@ enum Outcome {
 pub(super) async fn win_once(etcd: &Etcd, url: &str) -> Result<Option<Won>, CallError> {
     let asked = since_boot();
     let seconds = LEASE.as_secs() as i64;
-    let granted =
-        etcd.connection.call(CALL_TIMEOUT, |mut client| async move { client.lease_grant(seconds, None).await });
+    let granted = etcd
+        .connection
+        .call(CALL_TIMEOUT, |mut client| async move { client.lease_grant(seconds, None).await });
     let granted = granted.await?;
     let lease = granted.id();
     let key = etcd.keys.leader();
@@ -319,15 +326,14 @@ pub(super) async fn renew(etcd: Arc<Etcd>, term: Arc<HeldTerm>, lease: i64) {
     while let Some(pause) = term.until_renewal() {
         sleep(pause).await;
         let asked = since_boot();
-        let renewed =
-            etcd.connection.call(CALL_TIMEOUT, |mut client| async move {
-                // The answer to the first request comes with the stream, and fails if there is no such lease.
-                match client.lease_keep_alive(lease).await {
-                    Ok(_) => Ok(true),
-                    Err(Error::LeaseKeepAliveError(_)) => Ok(false),
-                    Err(other) => Err(other),
-                }
-            });
+        let renewed = etcd.connection.call(CALL_TIMEOUT, |mut client| async move {
+            // The answer to the first request comes with the stream, and fails if there is no such lease.
+            match client.lease_keep_alive(lease).await {
+                Ok(_) => Ok(true),
+                Err(Error::LeaseKeepAliveError(_)) => Ok(false),
+                Err(other) => Err(other),
+            }
+        });
         match renewed.await {
             Ok(true) => term.renewed(asked),
             Ok(false) => term.end(),

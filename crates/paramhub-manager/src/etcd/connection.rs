@@ -56,7 +56,8 @@ impl Connection {
     /// A connection to the members of an address. Dials nothing yet. The error is text for people.
     pub(super) fn new(address: &EtcdAddress) -> Result<Connection, String> {
         let scheme = if address.tls.is_some() { "https" } else { "http" };
-        let member = |member: &String| Member { url: format!("{scheme}://{member}"), client: Mutex::new(None) };
+        let member =
+            |member: &String| Member { url: format!("{scheme}://{member}"), client: Mutex::new(None) };
         // A member that is there but cut off from the others must not answer with what it remembers of them.
         let mut options = ConnectOptions::new()
             .with_connect_timeout(CALL_TIMEOUT)
@@ -75,7 +76,11 @@ impl Connection {
             }
             options = options.with_tls(files);
         }
-        Ok(Connection { members: address.members.iter().map(member).collect(), options, current: AtomicUsize::new(0) })
+        Ok(Connection {
+            members: address.members.iter().map(member).collect(),
+            options,
+            current: AtomicUsize::new(0),
+        })
     }
 
     /// Makes a call, at each member in turn until one answers. Each may take as long as `patience`.
@@ -111,7 +116,9 @@ impl Connection {
                 let mut slot = member.client.lock().await;
                 match &*slot {
                     Some(client) => client.clone(),
-                    None => slot.insert(Client::connect([&member.url], Some(self.options.clone())).await?).clone(),
+                    None => {
+                        slot.insert(Client::connect([&member.url], Some(self.options.clone())).await?).clone()
+                    }
                 }
             };
             call(client).await
@@ -139,9 +146,11 @@ fn is_unanswered(error: &Error) -> bool {
         Error::GRpcStatus(status) => {
             [CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, ABORTED, UNAVAILABLE].contains(&(status.code() as i32))
         }
-        Error::IoError(_) | Error::TransportError(_) | Error::WatchError(_) | Error::EndpointError(_) | Error::Internal(_) => {
-            true
-        }
+        Error::IoError(_)
+        | Error::TransportError(_)
+        | Error::WatchError(_)
+        | Error::EndpointError(_)
+        | Error::Internal(_) => true,
         _ => false,
     }
 }

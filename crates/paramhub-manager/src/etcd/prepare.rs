@@ -22,15 +22,19 @@ use crate::store::{Key, Store, Table, json};
 const START_PATIENCE: Duration = Duration::from_secs(10);
 /// The pause between two of these calls.
 const START_PAUSE: Duration = Duration::from_millis(250);
-pub(super) const ADVICE: &str = "Check with --state where etcd answers and what its user may read and write, and that it runs";
-const ADVICE_PREFIX: &str = "Name a prefix with --state under which there are no keys but those of connection managers";
+pub(super) const ADVICE: &str =
+    "Check with --state where etcd answers and what its user may read and write, and that it runs";
+const ADVICE_PREFIX: &str =
+    "Name a prefix with --state under which there are no keys but those of connection managers";
 const ADVICE_RELEASE: &str = "Start the release of the other managers, or name another prefix with --state";
-const ADVICE_RESTORED: &str = "A backup is restored under a prefix that has no state: name another with --state";
+const ADVICE_RESTORED: &str =
+    "A backup is restored under a prefix that has no state: name another with --state";
 
 impl Etcd {
     /// An etcd that answers, and whose prefix is one of managers, or has no key: then it is new.
     pub(super) async fn open(address: &EtcdAddress) -> Result<(Arc<Etcd>, bool), ManagerError> {
-        let refuse = |cause: String| ManagerError::State { place: address.to_string(), cause, advice: ADVICE };
+        let refuse =
+            |cause: String| ManagerError::State { place: address.to_string(), cause, advice: ADVICE };
         let connection = Connection::new(address).map_err(refuse)?;
         let etcd = Etcd { address: address.clone(), connection, keys: Keys::of(address) };
         let begun = Instant::now();
@@ -77,8 +81,12 @@ impl Etcd {
 
     /// The authorities of the managers. The first manager under a prefix makes one, and of several that start at once
     /// the others take it.
-    pub(super) async fn authorities_or_new(&self, is_new: bool) -> Result<Vec<AuthorityRecord>, ManagerError> {
-        let read = || async { self.parsed(Table::Authorities).await.map_err(|cause| self.refuse(cause, ADVICE)) };
+    pub(super) async fn authorities_or_new(
+        &self,
+        is_new: bool,
+    ) -> Result<Vec<AuthorityRecord>, ManagerError> {
+        let read =
+            || async { self.parsed(Table::Authorities).await.map_err(|cause| self.refuse(cause, ADVICE)) };
         let there = read().await?;
         if !there.is_empty() {
             return Ok(there);
@@ -103,7 +111,10 @@ impl Etcd {
     }
 
     /// The records of a table, parsed. The error is text for people.
-    pub(super) async fn parsed<R: serde::de::DeserializeOwned>(&self, table: Table) -> Result<Vec<R>, String> {
+    pub(super) async fn parsed<R: serde::de::DeserializeOwned>(
+        &self,
+        table: Table,
+    ) -> Result<Vec<R>, String> {
         let (records, _) = self.records(table).await.map_err(|cause| cause.to_string())?;
         crate::store::parse(&records, table)
     }
@@ -136,7 +147,8 @@ pub(crate) fn restore(address: &EtcdAddress, backup: &Backup) -> Result<(), Mana
             return Err(etcd.refuse("it is there already", ADVICE_RESTORED));
         }
         let won = win_once(&etcd, "restore").await.map_err(|cause| refuse(cause.to_string()))?;
-        let Won { term, lease } = won.ok_or_else(|| refuse("a connection manager uses the prefix".to_owned()))?;
+        let Won { term, lease } =
+            won.ok_or_else(|| refuse("a connection manager uses the prefix".to_owned()))?;
         let renewing = tokio::spawn(super::candidate::renew(etcd.clone(), term.clone(), lease));
         let store: Arc<dyn Store> = Arc::new(EtcdStore::open(etcd.clone(), term).await?);
         let records = serde_json::to_vec(backup).expect("records are plain data");
@@ -159,7 +171,9 @@ pub(crate) fn restore(address: &EtcdAddress, backup: &Backup) -> Result<(), Mana
         };
         leave(&etcd, lease).await;
         finished.map_err(|cause| {
-            refuse(format!("{cause}. What was written there must be removed before another try (etcdctl del --prefix)"))
+            refuse(format!(
+                "{cause}. What was written there must be removed before another try (etcdctl del --prefix)"
+            ))
         })
     })
 }

@@ -27,7 +27,8 @@ const PAGE: i64 = 64;
 const REPEAT_PAUSE: Duration = Duration::from_millis(100);
 /// Begins the value of a record that is in parts. The JSON of a record never begins so.
 const IN_PARTS: &str = "parts ";
-const ADVICE_DAMAGED: &str = "Give the managers another prefix with --state, or restore a state that was saved";
+const ADVICE_DAMAGED: &str =
+    "Give the managers another prefix with --state, or restore a state that was saved";
 
 /// An etcd, and the keys in it.
 pub(super) struct Etcd {
@@ -157,7 +158,10 @@ impl EtcdStore {
             .collect();
         let writer = Mutex::new(Writer { revision, versions, written: 0 });
         let store = EtcdStore { etcd, term, executor: Handle::current(), writer };
-        store.make(left, &mut *store.writer.lock().await).await.map_err(|cause| store.damaged(cause.to_string()))?;
+        store
+            .make(left, &mut *store.writer.lock().await)
+            .await
+            .map_err(|cause| store.damaged(cause.to_string()))?;
         Ok(store)
     }
 
