@@ -49,7 +49,8 @@ def create_job(
     encrypt: bool | None = None,
     find: bool = False,
 ) -> JobTicket:
-    """Creates a job of ``workers`` ranks at the connection manager at ``url``.
+    """Creates a job of ``workers`` ranks at the connection manager at ``url``, or at the one that leads of several, whose URLs
+    are separated by commas.
 
     No living job may have the same ``name``. A manager that listens beyond loopback requires ``admin_token``.
 

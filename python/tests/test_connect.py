@@ -267,3 +267,13 @@ def test_a_job_waits_for_its_hubs(hub: paramhub.Hub) -> None:
         hub.create_job("many-hubs", 1, hubs=1025)
     with paramhub.connect(*hub.create_job("one-hub", 1, hubs=1), 0) as job:
         assert job.name == "one-hub"
+
+
+def test_of_several_managers_the_one_that_answers_is_called(hub: paramhub.Hub) -> None:
+    urls = f"http://127.0.0.1:1,{hub.url}"
+    ticket = paramhub.create_job(urls, "several", 1)
+    assert ticket.url == urls
+    with paramhub.connect(*ticket, 0) as job:
+        assert job.name == "several"
+    with pytest.raises(paramhub.MisuseError, match=r"`ftp://a` is no connection manager's URL.*separated by commas"):
+        paramhub.create_job("http://127.0.0.1:1,ftp://a", "several", 1)

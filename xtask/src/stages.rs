@@ -4,10 +4,10 @@
 mod build;
 mod deny;
 mod docs;
+mod features;
 mod fuzz;
 mod links;
 mod lint;
-mod mpi;
 mod neighbour;
 mod python;
 mod tests;
@@ -49,7 +49,7 @@ pub(crate) static ALL: &[Stage] = &[
     },
     Stage {
         name: "tests",
-        about: "unit, integration and end-to-end tests, over MPI too",
+        about: "unit, integration and end-to-end tests, over MPI too, and in a full run with etcd",
         extent: Extent::Quick,
         run: |options| tests::run(options.extent),
     },

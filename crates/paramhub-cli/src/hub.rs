@@ -223,7 +223,7 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
         }
     };
     let state = match section.state.clone() {
-        Some(StatePlace::Etcd(_)) => {
+        Some(StatePlace::Etcd(_) | StatePlace::Unusable(_)) => {
             let message = "a hub's own connection manager keeps its state in a directory. For several managers start `paramhub \
                            manager --state etcd://...` on several hosts, and the hub with --join and the URLs of all";
             return Err(Usage(message.to_owned()).into());

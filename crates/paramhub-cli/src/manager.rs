@@ -8,8 +8,8 @@ use paramhub::{Manager, ManagerConfig};
 use paramhub_core::cost::Rate;
 use paramhub_harness::launch::Signals;
 
-use super::overlay;
 use super::tls::{self, TlsFlags};
+use super::{Usage, overlay};
 use crate::ExitCode;
 use crate::config::{Config, StatePlace};
 
@@ -50,6 +50,7 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     let (state, etcd) = match config.manager.state.clone() {
         Some(StatePlace::Etcd(etcd)) => (None, Some(etcd)),
         Some(StatePlace::Directory(state)) => (Some(state), None),
+        Some(StatePlace::Unusable(why)) => return Err(Usage(format!("--state: {why}")).into()),
         None => (None, None),
     };
     let manager = Manager::start(ManagerConfig {

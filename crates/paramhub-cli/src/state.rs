@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::{Args, Subcommand};
 use paramhub::{restore_state, restore_state_to_etcd};
 
-use super::{ManagerUrl, client};
+use super::{ManagerUrl, Usage, client};
 use crate::ExitCode;
 use crate::config::{Config, StatePlace};
 
@@ -68,6 +68,7 @@ pub(super) fn state(config: &Config, task: StateTask) -> anyhow::Result<ExitCode
             let restored = match &state {
                 StatePlace::Directory(directory) => restore_state(&saved, directory),
                 StatePlace::Etcd(address) => restore_state_to_etcd(&saved, address),
+                StatePlace::Unusable(why) => return Err(Usage(format!("--state: {why}")).into()),
             };
             restored.with_context(|| format!("cannot restore {}", file.display()))?;
         }

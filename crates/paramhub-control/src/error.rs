@@ -17,7 +17,7 @@ pub enum ControlError {
         cause: String,
     },
     /// Managers answer there, of which none leads.
-    #[error("none of the connection managers at {url} leads: {cause}")]
+    #[error("none of the connection managers at {url} leads: {cause}.")]
     NoLeader {
         /// The URLs that were dialled.
         url: String,

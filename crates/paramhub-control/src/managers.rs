@@ -21,9 +21,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const CONNECT_TIMEOUT_OF_SEVERAL: Duration = Duration::from_secs(1);
 /// How long one of several managers may be silent before the others are asked whether one of them leads: then this one
 /// is frozen or cut off, and will not answer any more.
-const SILENT: Duration = Duration::from_secs(3);
+const MANAGERS_SILENT: Duration = Duration::from_secs(3);
 /// The time between two such questions, and that one may take.
-const LOOK: Duration = Duration::from_secs(1);
+const MANAGERS_LOOK: Duration = Duration::from_secs(1);
 /// What a manager that leads says of its health.
 const LEADS: &[u8] = b"ok, leads";
 /// The most bytes of an answer about health.
@@ -114,7 +114,7 @@ impl Managers {
         if std::thread::Builder::new().name("paramhub-call".into()).spawn(exchanging).is_err() {
             return exchange(&self.agent, &url, call, left).map_err(NoAnswer::Failed);
         }
-        let mut patience = SILENT;
+        let mut patience = MANAGERS_SILENT;
         loop {
             match receiver.recv_timeout(patience) {
                 Ok(answer) => return answer.map_err(NoAnswer::Failed),
@@ -122,7 +122,7 @@ impl Managers {
                     if let Some(leader) = self.another_that_leads(place) {
                         return Err(NoAnswer::Deposed(leader));
                     }
-                    patience = LOOK;
+                    patience = MANAGERS_LOOK;
                 }
                 Err(RecvTimeoutError::Disconnected) => unreachable!("an exchange ends with an answer"),
             }
@@ -133,7 +133,7 @@ impl Managers {
     fn another_that_leads(&self, place: usize) -> Option<usize> {
         (0..self.addresses.len()).filter(|&other| other != place).find(|&other| {
             let url = format!("{}/health", self.addresses[other].url);
-            let health = exchange(&self.agent, &url, &Call::of_health(), LOOK);
+            let health = exchange(&self.agent, &url, &Call::of_health(), MANAGERS_LOOK);
             health.is_ok_and(|answer| answer.body.is_ok_and(|text| text.starts_with(LEADS)))
         })
     }
@@ -169,7 +169,7 @@ impl Call {
             token: None,
             header: None,
             body: None,
-            timeout: LOOK,
+            timeout: MANAGERS_LOOK,
             repeatable: true,
             answer_bytes_max: HEALTH_BYTES_MAX,
         }

@@ -59,6 +59,8 @@ impl ManagerLink {
         let registered = client.register_hub(&offer)?;
         info!("joined {} as hub {}", client.url(), registered.hub);
         let registered = Arc::new(Mutex::new(Arc::new(registered)));
+        // From here on the two calls are patient by themselves, and look between attempts whether the hub stops.
+        let client = client.with_retry_timeout(Duration::ZERO);
         Ok(ManagerLink { client, offer, registered, stop, failure, outage: Arc::default() })
     }
 

@@ -2,8 +2,8 @@
 
 use crate::command::Invocation;
 use crate::stage::{Extent, Failure};
-use crate::stages::mpi;
+use crate::stages::features;
 
 pub(crate) fn everything(extent: Extent) -> Result<(), Failure> {
-    Invocation::parse("cargo build --all-targets").args(mpi::workspace(extent)?.iter().copied()).run()
+    Invocation::parse("cargo build --all-targets").args(features::workspace(extent)?.iter().copied()).run()
 }

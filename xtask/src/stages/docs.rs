@@ -2,7 +2,7 @@
 
 use crate::command::Invocation;
 use crate::stage::{Extent, Failure};
-use crate::stages::mpi;
+use crate::stages::features;
 
 pub(crate) fn build() -> Result<(), Failure> {
     Invocation::parse("cargo doc --workspace --no-deps").env("RUSTDOCFLAGS", "-D warnings").run()
@@ -10,5 +10,5 @@ pub(crate) fn build() -> Result<(), Failure> {
 
 /// Apart from the other tests because nextest runs no doc-tests.
 pub(crate) fn examples(extent: Extent) -> Result<(), Failure> {
-    Invocation::parse("cargo test --doc").args(mpi::workspace(extent)?.iter().copied()).run()
+    Invocation::parse("cargo test --doc").args(features::workspace(extent)?.iter().copied()).run()
 }

@@ -2,7 +2,7 @@
 
 use crate::command::Invocation;
 use crate::stage::{Extent, Failure};
-use crate::stages::mpi;
+use crate::stages::features;
 use crate::tools::ensure_component;
 
 pub(crate) fn format() -> Result<(), Failure> {
@@ -22,7 +22,7 @@ pub(crate) fn clippy(extent: Extent) -> Result<(), Failure> {
             .args(deny_warnings)
             .run();
     }
-    let workspace = mpi::workspace(extent)?.iter().copied();
+    let workspace = features::workspace(extent)?.iter().copied();
     Invocation::parse("cargo clippy --all-targets").args(workspace).args(deny_warnings).run()?;
     // This builds without the features, as most people do.
     Invocation::parse("cargo clippy --workspace").args(deny_warnings).run()

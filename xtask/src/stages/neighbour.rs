@@ -2,7 +2,7 @@
 
 use crate::command::Invocation;
 use crate::stage::{Extent, Failure};
-use crate::stages::mpi;
+use crate::stages::features;
 
 /// The last commit whose workers speak the protocol version before the newest
 /// (`paramhub_core::wire::VERSION`).
@@ -23,7 +23,7 @@ pub(crate) fn check(extent: Extent) -> Result<(), Failure> {
     let folder = std::path::absolute(format!("{BUILD}/debug"))
         .map_err(|error| Failure { reason: format!("where is this folder? {error}"), rerun: None })?;
     Invocation::parse("cargo test -p paramhub-cli --test e2e")
-        .args(mpi::workspace(extent)?.iter().copied().filter(|&argument| argument != "--workspace"))
+        .args(features::workspace(extent)?.iter().copied().filter(|&argument| argument != "--workspace"))
         .args(["e2e_neighbour", "--", "--ignored"])
         .env("PARAMHUB_NEIGHBOUR", folder.to_string_lossy())
         .run()

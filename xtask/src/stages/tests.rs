@@ -2,7 +2,7 @@
 
 use crate::command::Invocation;
 use crate::stage::{Extent, Failure};
-use crate::stages::mpi;
+use crate::stages::features;
 use crate::tools::CargoTool;
 
 static NEXTEST: CargoTool = CargoTool { name: "cargo-nextest", version: "0.9.151" };
@@ -12,7 +12,7 @@ static NEXTEST: CargoTool = CargoTool { name: "cargo-nextest", version: "0.9.151
 const QUICK_EXCHANGES: [&str; 3] = ["numerics::tcp", "numerics::shm", "syncers"];
 
 pub(crate) fn run(extent: Extent) -> Result<(), Failure> {
-    let mut selection = mpi::workspace(extent)?.to_vec();
+    let mut selection = features::workspace(extent)?.to_vec();
     let quick = quick_filter();
     if extent == Extent::Quick {
         selection.extend(["--lib", "--bins", "--test", "exchange", "-E", &quick]);
@@ -24,7 +24,7 @@ pub(crate) fn run(extent: Extent) -> Result<(), Failure> {
                 "cargo-nextest cannot be installed here: `cargo test` runs the tests, without time limits"
             );
             Invocation::parse("cargo test --lib --bins --tests --no-fail-fast")
-                .args(mpi::workspace(extent)?.iter().copied())
+                .args(features::workspace(extent)?.iter().copied())
                 .run()
         }
     }

@@ -1,5 +1,6 @@
 //! Values as people write them in flags, in the environment and in the file.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -45,22 +46,25 @@ impl fmt::Display for HubManager {
 
 /// Where a connection manager keeps its state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[serde(from = "String", into = "String")]
 pub(crate) enum StatePlace {
     /// A directory of this machine.
     Directory(PathBuf),
     /// An etcd, for several managers.
     Etcd(EtcdAddress),
+    /// What cannot be used, and why. The command refuses it: parsers of flags and files would repeat the text, which may
+    /// have a password.
+    Unusable(String),
 }
 
 impl FromStr for StatePlace {
-    type Err = String;
+    type Err = Infallible;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        match EtcdAddress::is_meant(text) {
-            true => text.parse().map(StatePlace::Etcd),
-            false => Ok(StatePlace::Directory(text.into())),
-        }
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(match EtcdAddress::is_meant(text) {
+            true => text.parse().map_or_else(StatePlace::Unusable, StatePlace::Etcd),
+            false => StatePlace::Directory(text.into()),
+        })
     }
 }
 
@@ -70,15 +74,15 @@ impl fmt::Display for StatePlace {
         match self {
             StatePlace::Directory(path) => path.display().fmt(f),
             StatePlace::Etcd(address) => address.fmt(f),
+            StatePlace::Unusable(_) => f.write_str("etcd://"),
         }
     }
 }
 
-impl TryFrom<String> for StatePlace {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
+impl From<String> for StatePlace {
+    fn from(text: String) -> Self {
+        let Ok(place) = text.parse();
+        place
     }
 }
 
@@ -188,7 +192,9 @@ mod tests {
         }
         let place: StatePlace = "etcd://u:secret@10.0.0.1/p".parse().unwrap();
         assert_eq!(String::from(place), "etcd://u@10.0.0.1:2379/p");
-        assert!("etcd://10.0.0.1".parse::<StatePlace>().unwrap_err().contains("no prefix"));
+        let place: StatePlace = "etcd://u:secret@10.0.0.1".parse().unwrap();
+        assert!(matches!(&place, StatePlace::Unusable(why) if why.contains("no prefix")), "{place:?}");
+        assert!(!format!("{place} {place:?}").contains("secret"));
     }
 
     #[test]

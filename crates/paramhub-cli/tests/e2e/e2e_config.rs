@@ -186,3 +186,15 @@ fn wrong_values_say_what_would_do() {
     let missing = paramhub(["train", "--data", "idx:nowhere"]).finish().expect_code(1);
     missing.expect_error(&["nowhere"]);
 }
+
+/// Most programs are built without etcd.
+#[cfg(not(feature = "etcd"))]
+#[test]
+fn a_state_in_etcd_needs_a_feature_of_the_build() {
+    for command in
+        [["manager", "--state", "etcd://127.0.0.1/p"], ["manager", "--state", "etcds://127.0.0.1/p?ca=x"]]
+    {
+        let refused = paramhub(command).finish().expect_code(2);
+        refused.expect_error(&["built without the feature `etcd`", "--features etcd"]);
+    }
+}

@@ -25,7 +25,7 @@ use crate::store::{Store, Table};
 use crate::term::{HeldTerm, Term};
 
 /// The lease of a leader. Another leads so long after the death of one, and a little more.
-const LEASE: Duration = Duration::from_secs(3);
+pub(super) const LEASE: Duration = Duration::from_secs(3);
 /// The time between two looks of a follower at the leader's key, which it also watches.
 const LOOK: Duration = Duration::from_secs(1);
 /// The pause of a manager that has the lead and cannot read the state.
@@ -156,7 +156,7 @@ impl Candidate {
         }
         self.follow(following, Following { leader: look.leader.clone(), trouble: None });
         if look.leader.is_none() {
-            return win_once(&self.etcd, &self.url).await;
+            return win_once(&self.etcd, &self.url, LEASE).await;
         }
         self.await_end(look.revision).await;
         Ok(None)
@@ -281,10 +281,10 @@ enum Outcome {
     Unreadable,
 }
 
-/// Asks for the lead once. `None` if another has it.
-pub(super) async fn win_once(etcd: &Etcd, url: &str) -> Result<Option<Won>, CallError> {
+/// Asks for the lead once, with a lease of whole seconds. `None` if another has it.
+pub(super) async fn win_once(etcd: &Etcd, url: &str, lease: Duration) -> Result<Option<Won>, CallError> {
     let asked = since_boot();
-    let seconds = LEASE.as_secs() as i64;
+    let seconds = i64::try_from(lease.as_secs()).unwrap_or(i64::MAX);
     let granted = etcd
         .connection
         .call(CALL_TIMEOUT, |mut client| async move { client.lease_grant(seconds, None).await });

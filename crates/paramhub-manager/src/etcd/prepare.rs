@@ -8,7 +8,7 @@ use etcd_client::{Compare, CompareOp, Txn, TxnOp};
 use paramhub_trust::{AuthorityRecord, ManagerIdentity};
 use tokio::runtime::Runtime;
 
-use super::candidate::{Won, leave, win_once};
+use super::candidate::{LEASE, Won, leave, renew, win_once};
 use super::connection::{CALL_TIMEOUT, CallError, Connection, WRITE_TIMEOUT};
 use super::records::{Etcd, EtcdStore};
 use super::{FORMAT, Keys};
@@ -146,10 +146,10 @@ pub(crate) fn restore(address: &EtcdAddress, backup: &Backup) -> Result<(), Mana
         if !is_new {
             return Err(etcd.refuse("it is there already", ADVICE_RESTORED));
         }
-        let won = win_once(&etcd, "restore").await.map_err(|cause| refuse(cause.to_string()))?;
+        let won = win_once(&etcd, "restore", LEASE).await.map_err(|cause| refuse(cause.to_string()))?;
         let Won { term, lease } =
             won.ok_or_else(|| refuse("a connection manager uses the prefix".to_owned()))?;
-        let renewing = tokio::spawn(super::candidate::renew(etcd.clone(), term.clone(), lease));
+        let renewing = tokio::spawn(renew(etcd.clone(), term.clone(), lease));
         let store: Arc<dyn Store> = Arc::new(EtcdStore::open(etcd.clone(), term).await?);
         let records = serde_json::to_vec(backup).expect("records are plain data");
         let written = blocking(move || {

@@ -3,11 +3,12 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use etcd_client::{Client, Compare, CompareOp, Txn, TxnOp};
 use tokio::runtime::Runtime;
 
-use super::candidate::{Won, leave, renew, win_once};
+use super::candidate::{Won, leave, win_once};
 use super::records::{Etcd, EtcdStore};
 use crate::store::tests::exercise;
 use crate::store::{Key, Store, Table, Write, WriteError};
@@ -16,6 +17,9 @@ use crate::store::{Key, Store, Table, Write, WriteError};
 mod server;
 
 use server::EtcdServer;
+
+/// Far longer than any of these tests takes.
+const LEASE: Duration = Duration::from_secs(600);
 
 /// An etcd, and what a manager needs to write to it.
 struct Bench {
@@ -35,11 +39,10 @@ impl Bench {
         Bench { server, etcd, runtime }
     }
 
-    /// Takes the lead, which nobody has, and keeps it.
+    /// Takes the lead, which nobody has, for longer than any test takes.
     fn win(&self) -> Won {
-        let won = self.runtime.block_on(win_once(&self.etcd, "http://test")).unwrap().expect("nobody leads");
-        self.runtime.spawn(renew(self.etcd.clone(), won.term.clone(), won.lease));
-        won
+        let won = self.runtime.block_on(win_once(&self.etcd, "http://test", LEASE));
+        won.unwrap().expect("nobody leads")
     }
 
     fn store(&self, won: &Won) -> EtcdStore {
@@ -99,7 +102,7 @@ fn a_leader_whose_lease_has_ended_writes_nothing() {
     store.write(hub(1, "by the former")).unwrap();
     // It does not know that its lease is gone.
     bench.leave(&former);
-    assert!(former.term.leads());
+    assert!(former.term.leads(), "its clock might as well stand still");
     let present = bench.win();
     let present_store = bench.store(&present);
     present_store.write(hub(1, "by the present")).unwrap();
@@ -182,7 +185,7 @@ fn only_one_of_many_that_ask_at_once_wins() {
         let asking: Vec<_> = (0..8)
             .map(|_| {
                 let etcd = bench.etcd.clone();
-                tokio::spawn(async move { win_once(&etcd, "http://test").await.unwrap() })
+                tokio::spawn(async move { win_once(&etcd, "http://test", LEASE).await.unwrap() })
             })
             .collect();
         let mut winners = 0;
