@@ -97,7 +97,7 @@ enum Lead {
     Alone(Arc<Frontend>, Arc<Registry>),
     /// It does in turn with others.
     #[cfg(feature = "etcd")]
-    InTurn(Candidate),
+    InTurn(Box<Candidate>),
 }
 
 impl Lead {
@@ -109,7 +109,8 @@ impl Lead {
         #[cfg(feature = "etcd")]
         if let Some(etcd) = config.etcd.clone() {
             let url = url_for_others(address, &config);
-            return runtime.block_on(Candidate::open(config, &etcd, url)).map(Lead::InTurn);
+            let candidate = runtime.block_on(Candidate::open(config, &etcd, url))?;
+            return Ok(Lead::InTurn(Box::new(candidate)));
         }
         let store: Arc<dyn Store> = Arc::new(FileStore::open(config.state.as_deref())?);
         let tokens = Tokens::new(config.admin_token.as_deref(), store.load_tokens()?);

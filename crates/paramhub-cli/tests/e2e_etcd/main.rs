@@ -6,7 +6,7 @@ mod common;
 #[path = "../../../paramhub-manager/tests/etcd/server.rs"]
 mod server;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobState};
@@ -212,11 +212,13 @@ fn jobs_start_while_their_leader_is_killed() {
         let name = format!("starting-{round}");
         let url = group.url();
         let arguments = ["run", "-n", "2", "--hub", &url, "--name", &name, "--", exchange, "--steps", "20"];
+        let begun = Instant::now();
         let starting = paramhub(arguments).start();
         std::thread::sleep(Duration::from_millis(pause_ms));
         group.kill(killed);
         let ended = starting.finish();
         assert_eq!(ended.code, 0, "after {pause_ms} ms:\n{}\n{}", ended.stdout, ended.stderr);
+        println!("the leader was killed after {pause_ms} ms, and the job took {:?}", begun.elapsed());
         group.start_manager(killed);
         wait_until("the job has finished", || client.job(&name).unwrap().state == JobState::Finished);
     }
