@@ -275,5 +275,7 @@ def test_of_several_managers_the_one_that_answers_is_called(hub: paramhub.Hub) -
     assert ticket.url == urls
     with paramhub.connect(*ticket, 0) as job:
         assert job.name == "several"
-    with pytest.raises(paramhub.MisuseError, match=r"`ftp://a` is no connection manager's URL.*separated by commas"):
+    with pytest.raises(
+        paramhub.MisuseError, match=r"`ftp://a` is no connection manager's URL.*separated by commas"
+    ):
         paramhub.create_job("http://127.0.0.1:1,ftp://a", "several", 1)
