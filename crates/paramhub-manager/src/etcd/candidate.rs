@@ -207,11 +207,13 @@ impl Candidate {
     /// Reads the tokens and the authorities, by which callers recognise this manager although it does not lead.
     async fn read_access(&self) -> Result<(), CallError> {
         let access = &self.frontend.access;
+        // What a term of this manager has saved last must not replace what is read here.
+        let _tokens_alone = access.changing_tokens.lock().await;
+        let _authorities_alone = access.changing_authorities.lock().await;
         let tokens = self.etcd.parsed(Table::Tokens).await.map_err(CallError::Unusable)?;
         access.replace_tokens(Tokens::new(self.config.admin_token.as_deref(), tokens));
         let authorities: Vec<AuthorityRecord> =
             self.etcd.parsed(Table::Authorities).await.map_err(CallError::Unusable)?;
-        let _alone = access.changing_authorities.lock().await;
         let certificates = |records: &[AuthorityRecord]| {
             records.iter().map(|record| record.certificate.clone()).collect::<Vec<_>>()
         };
