@@ -112,6 +112,7 @@ impl JobControl {
             self.check_connecting(now, streams);
             self.check_joining(now, streams);
             self.check_counterparts(now);
+            self.check_lost_workers(now);
             self.check_workers_come(now, streams);
             self.check_concluding(now);
             self.check_finishing(now);

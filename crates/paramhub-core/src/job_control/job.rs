@@ -7,7 +7,7 @@ use super::JobTerms;
 use super::awaited::Waits;
 use super::notices::Announced;
 use super::ranks::ChangedRanks;
-use super::standbys::LostCounterpart;
+use super::standbys::{LostCounterpart, LostWorker};
 use crate::composition::Neighbour;
 use crate::placement::RouteId;
 use crate::service::{JobCounters, JobEnd, add_by_rank};
@@ -28,6 +28,8 @@ pub(super) struct Job {
     pub(super) shares_number: u32,
     /// The shares whose other hub is lost to this one.
     pub(super) lost_counterparts: BTreeMap<u16, LostCounterpart>,
+    /// The first worker that is lost to this hub, while it is not certain that the job goes on here.
+    pub(super) lost_worker: Option<LostWorker>,
     /// When the job fails unless all workers have come to the routes that this hub serves instead of another.
     pub(super) awaits_workers_until: Option<Duration>,
     /// Whether it goes on at other hubs without this one.
@@ -104,6 +106,7 @@ impl Job {
             shares: terms.shares.clone(),
             shares_number: 0,
             lost_counterparts: BTreeMap::new(),
+            lost_worker: None,
             awaits_workers_until: None,
             is_retired: false,
             terms,

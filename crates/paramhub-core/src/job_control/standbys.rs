@@ -14,12 +14,16 @@ use std::time::Duration;
 use super::job::{Job, Phase};
 use super::{AdmittedStreams, JobControl, Output, RouteTerms};
 use crate::auth::Namespace;
+use crate::composition::Neighbour;
 use crate::placement::RouteId;
 use crate::service::{CauseKind, HubEvent, JobEnd};
 use crate::standbys::{Role, Share};
 
 /// The time for which a hub without its standby keeps its workers' streams and waits for the manager's decision.
 const DOUBTFUL: Duration = Duration::from_millis(300);
+/// The time after which a hub ends a job of which it has lost a worker. A hub that was frozen or cut off sees the ends of
+/// streams before it hears that the job goes on elsewhere.
+pub(super) const LOSS_CERTAIN: Duration = Duration::from_secs(1);
 /// The time that workers may take, beyond that after which they notice that a hub is silent, to come to the hub that serves
 /// instead.
 const COME_OVER: Duration = Duration::from_secs(10);
@@ -31,6 +35,15 @@ pub(super) struct LostCounterpart {
     reason: String,
     /// Whether this hub has closed its workers' streams meanwhile.
     is_doubted: bool,
+}
+
+/// A worker is lost to this hub.
+#[derive(Clone, Debug)]
+pub(super) struct LostWorker {
+    since: Duration,
+    rank: Option<u32>,
+    cause: CauseKind,
+    message: String,
 }
 
 impl Job {
@@ -112,6 +125,40 @@ impl JobControl {
         let (Some(hub), Some(lost)) = (hub, job.lost_counterparts.get(&share)) else { return };
         let (number, reason) = (job.shares_number, lost.reason.clone());
         self.report(HubEvent::HubLost { namespace, share, hub, number, reason });
+    }
+
+    /// Whether other hubs may have replaced this one in a job, and this one has not heard of it.
+    pub(super) fn may_be_replaced(&self, namespace: Namespace) -> bool {
+        self.jobs.get(&namespace).is_some_and(|job| !job.shares.is_empty() && !job.is_ending())
+    }
+
+    /// Notes that a neighbour is lost, which ends the job soon, unless that goes on elsewhere.
+    pub(super) fn note_lost_worker(
+        &mut self,
+        namespace: Namespace,
+        culprit: Neighbour,
+        cause: CauseKind,
+        message: String,
+        now: Duration,
+    ) {
+        if let Some(job) = self.jobs.get_mut(&namespace) {
+            job.lost_worker.get_or_insert(LostWorker { since: now, rank: culprit.rank(), cause, message });
+        }
+    }
+
+    /// Ends jobs that have lost a worker and go on nowhere else.
+    pub(super) fn check_lost_workers(&mut self, now: Duration) {
+        let mut certain = Vec::new();
+        for (&namespace, job) in &mut self.jobs {
+            let is_ending = job.is_ending();
+            let is_certain = |lost: &mut LostWorker| is_ending || now >= lost.since + LOSS_CERTAIN;
+            certain.extend(job.lost_worker.take_if(is_certain).map(|lost| (namespace, lost)));
+        }
+        for (namespace, LostWorker { rank, cause, message, .. }) in certain {
+            if self.may_be_replaced(namespace) {
+                self.fail(namespace, cause, rank, message, now);
+            }
+        }
     }
 
     /// Closes the streams of workers at routes whose standby is lost, if the manager has not decided soon.

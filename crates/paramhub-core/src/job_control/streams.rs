@@ -100,6 +100,9 @@ impl JobControl {
         };
         match culprit.rank().filter(|_| self.may_lose(namespace, cause)) {
             Some(rank) => self.worker_lost(namespace, rank, message),
+            None if is_loss && self.may_be_replaced(namespace) => {
+                self.note_lost_worker(namespace, culprit, cause, message, now);
+            }
             None => self.fail(namespace, cause, culprit.rank(), message, now),
         }
     }

@@ -1,6 +1,7 @@
 //! A hub of two, which serves share 0 by route 0 and is the standby of share 1 by route 1.
 
 use super::*;
+use crate::job_control::standbys::LOSS_CERTAIN;
 use crate::service::HubEvent;
 use crate::standbys::Share;
 
@@ -146,4 +147,27 @@ fn a_hub_that_shuts_down_hands_over_what_has_standbys() {
     let mut hub = running();
     change(&mut hub, 1, shares([(0, None), (1, Some(0))]));
     assert!(has_failed(&hub.handle(Event::ShutDown)), "no other hub has share 0");
+}
+
+fn lose_worker(hub: &mut Hub) -> Vec<Output> {
+    let cause = FaultCause::Kind(CauseKind::PeerLost);
+    let culprit = Neighbour::Worker(0);
+    hub.core(1, CoreEvent::Faulted { culprit, message: "rank 0 was lost: it is gone".into(), cause })
+}
+
+#[test]
+fn a_worker_that_is_lost_ends_the_job_once_the_hub_can_know_that_it_was_not_replaced() {
+    let mut hub = running();
+    assert!(!has_failed(&lose_worker(&mut hub)));
+    assert!(!has_failed(&wait(&mut hub, LOSS_CERTAIN / 2)));
+    assert!(has_failed(&wait(&mut hub, LOSS_CERTAIN)));
+}
+
+#[test]
+fn a_hub_that_was_frozen_ends_its_part_alone_although_its_workers_are_gone() {
+    let mut hub = running();
+    assert!(!has_failed(&lose_worker(&mut hub)));
+    let replaced = change(&mut hub, 1, shares([(1, None), (1, None)]));
+    assert!(replaced.iter().any(|output| matches!(output, Output::SendElsewhere { .. })));
+    assert!(!has_failed(&replaced) && !has_failed(&wait(&mut hub, LOSS_CERTAIN * 2)));
 }

@@ -4,7 +4,7 @@ use super::cause::Cause;
 use super::standbys::LastContact;
 use super::tests::{later, now, running_with};
 use super::*;
-use crate::service::{CauseKind, HubCommand};
+use crate::service::{CauseKind, HubCommand, JobEnd};
 use crate::standbys::{HubLocation, Share};
 
 /// A running job at three hubs, each of which is the standby of another.
@@ -73,6 +73,31 @@ fn hubs_that_both_call_and_do_not_reach_each_other_stay_with_the_one_that_serves
     assert_eq!(check(10.5, 11.0), Transition::None, "it may have called before it died");
     assert!(has_changed(&check(12.1, 12.2)));
     assert_eq!(told(&job).1, shares([(0, None), (1, Some(2)), (2, Some(0))]));
+}
+
+#[test]
+fn a_standby_that_is_gone_is_not_awaited_at_the_end() {
+    let mut job = running_with(2, 2, JobOptions { replicas: 1, ..JobOptions::default() });
+    job.choose_standbys(|_| HubLocation::default());
+    // It serves no chunks itself, so that nobody else reports its loss.
+    assert!(has_changed(&lose(&mut job, 0, 0, 1)));
+    assert!(job.has_suspected_hubs());
+    assert!(has_changed(&job.check_suspected_hubs(|_| None, later(10.0))));
+    let finished = JobEnd::finished(job.namespace);
+    assert!(matches!(job.hub_ended(0, &finished, later(11.0)), Transition::Ended { .. }));
+    assert_eq!(job.state(), JobState::Finished);
+}
+
+#[test]
+fn a_hub_that_is_lost_after_all_others_have_finished_has_finished_too() {
+    let mut job = running_with(2, 2, JobOptions { replicas: 1, ..JobOptions::default() });
+    job.choose_standbys(|_| HubLocation::default());
+    let finished = JobEnd::finished(job.namespace);
+    let _ = job.hub_ended(0, &finished, later(10.0));
+    let cause =
+        Cause { kind: CauseKind::HubLost, rank: None, began: later(12.0), message: "hub 1 was lost".into() };
+    assert!(matches!(job.hub_lost(1, cause, later(12.0)), Transition::Ended { .. }));
+    assert_eq!(job.state(), JobState::Finished);
 }
 
 #[test]

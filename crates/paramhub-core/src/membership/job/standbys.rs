@@ -18,7 +18,7 @@ const CALLS_WITHIN_S: f64 = 1.5;
 /// The time after such a report after which a hub that calls counts as there.
 const IS_THERE_AFTER_S: f64 = 2.0;
 
-/// A standby's report that it has lost the hub which it follows.
+/// A report that the other hub of a share is lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SuspectedHub {
     /// The hub, by its position in the job.
@@ -85,12 +85,13 @@ impl Job {
         // changed counts, too.
         match held.role(reporter) {
             Role::Serves { has_standby: true } if held.standby == Some(lost) => {
-                self.drop_standby(share, reason)
+                let dropped = self.drop_standby(share, reason);
+                // What it serves itself may have no chunks, and then nobody else reports its loss.
+                self.suspect(share, lost, reason, now);
+                dropped
             }
             Role::StandsBy if held.served_by == lost => {
-                let suspected = SuspectedHub { hub: lost, share, at: now, reason: reason.to_owned() };
-                self.suspected_hubs.retain(|other| other.share != share);
-                self.suspected_hubs.push(suspected);
+                self.suspect(share, lost, reason, now);
                 Transition::None
             }
             // It has not heard of the last change.
@@ -99,12 +100,17 @@ impl Job {
         }
     }
 
-    /// Whether it is not known yet of a hub that its standby has lost whether it is still there.
+    fn suspect(&mut self, share: u16, hub: u16, reason: &str, now: Now) {
+        self.suspected_hubs.retain(|other| other.share != share);
+        self.suspected_hubs.push(SuspectedHub { hub, share, at: now, reason: reason.to_owned() });
+    }
+
+    /// Whether it is not known yet of a hub that another has lost whether it is still there.
     pub(crate) fn has_suspected_hubs(&self) -> bool {
         !self.suspected_hubs.is_empty()
     }
 
-    /// Replaces the hubs that their standbys have lost and that the manager does not hear either. `last_contact` says what is
+    /// Replaces the hubs that others have lost and that the manager does not hear either. `last_contact` says what is
     /// known of a hub that has not been forgotten.
     pub(crate) fn check_suspected_hubs(
         &mut self,
@@ -126,7 +132,7 @@ impl Job {
             if is_gone {
                 let (hub, reason) = (suspected.hub, &suspected.reason);
                 let message = format!(
-                    "{} was lost: the connection manager does not hear it, and its standby reports that {reason}",
+                    "{} was lost: the connection manager does not hear it, and another hub reports that {reason}",
                     job_hub.describe()
                 );
                 let began = contact.map_or(now, |contact| contact.call);
@@ -156,6 +162,10 @@ impl Job {
         match without_hub(&self.shares, lost) {
             Ok(shares) => {
                 self.job_hubs[usize::from(lost)].ended = true;
+                // The other hubs have heard that all workers have left, also those that the lost one served.
+                if self.job_hubs.iter().all(|job_hub| job_hub.ended) {
+                    return self.end(JobState::Finished, now);
+                }
                 if shares == self.shares {
                     return Transition::None;
                 }
