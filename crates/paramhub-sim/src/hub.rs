@@ -6,6 +6,7 @@ mod link;
 mod ranks;
 mod rewind;
 mod route;
+mod standby;
 mod streams;
 
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use paramhub_core::wire::{Failure, Header, Operation, VERSION};
 use crate::job::{JobPlan, NAMESPACE, hub_shape};
 use crate::message::Content;
 use crate::network::{Arrival, Process, StreamId};
-use crate::world::{Context, Wake};
+use crate::world::{Context, Plant, Wake};
 use job::{Admitted, HubJob};
 use link::ManagerLink;
 use route::RouteState;
@@ -42,6 +43,8 @@ pub(crate) struct Hub {
     allocations: u32,
     /// Why no stream of the job is admitted any more.
     refused: Option<String>,
+    /// The job goes on at other hubs, where callers are to try.
+    is_elsewhere: bool,
     own_pauses: OwnPauses,
     /// How the job has ended, as the hub reports it to the manager.
     end: Option<JobEnd>,
@@ -81,6 +84,7 @@ impl Hub {
             job: None,
             allocations: 0,
             refused: None,
+            is_elsewhere: false,
             own_pauses: OwnPauses::new(context.instant(), HEARTBEAT),
             end: None,
         };
@@ -253,6 +257,8 @@ impl Hub {
                     Output::ChangeRank { core, rank, epoch, change, .. } => {
                         self.change_rank(core, rank, epoch, change, context);
                     }
+                    Output::ChangeRole { route, role, .. } => self.change_role(route, role, context),
+                    Output::SendElsewhere { .. } => self.send_elsewhere(),
                     Output::Rewind { core, epoch, notice, .. } => self.rewind(core, epoch, &notice, context),
                     Output::End { core, failure, .. } => self.free(core, failure.as_ref(), context),
                     Output::Report(event) => self.report(event, context),
@@ -281,6 +287,9 @@ impl Hub {
     }
 
     fn report(&mut self, event: HubEvent, context: &mut Context<'_>) {
+        if context.plant == Some(Plant::TakesOverAlone) && matches!(event, HubEvent::HubLost { .. }) {
+            self.take_over_alone(context);
+        }
         self.link.report(event, context);
     }
 

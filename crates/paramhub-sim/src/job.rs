@@ -76,6 +76,7 @@ impl JobPlan {
                 false => OnInterfaceDown::Fail,
             },
             redial_grace_s: scenario.redial_grace.as_secs_f64(),
+            replicas: u32::from(scenario.replicas),
             reduction: scenario.racks.map(|racks| racks.reduction).unwrap_or_default(),
             optimize_at: scenario.racks.map(|racks| racks.optimize_at).unwrap_or_default(),
             ..JobOptions::default()
@@ -96,7 +97,7 @@ impl JobPlan {
             resuming: ResumeTerms {
                 redial_grace: scenario.redial_grace,
                 moves: scenario.continues,
-                has_standbys: false,
+                has_standbys: scenario.replicas,
             },
             reproducible: scenario.reproducible,
             quorum: options.quorum(scenario.workers),

@@ -3,6 +3,7 @@
 
 mod rewinds;
 mod sites;
+mod standbys;
 mod told;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,13 +14,15 @@ use paramhub_core::composition::{Composition, SiteId};
 use paramhub_core::service::{JobState, ServiceConnected, ServiceError, ServiceInitialised};
 
 use crate::message::Contribution;
+use crate::network::Process;
 use crate::random::mixed;
 use crate::scenario::Scenario;
 use rewinds::Rewinds;
 use sites::Sites;
+use standbys::Standbys;
 use told::Told;
 
-/// A chunk at a site.
+/// A chunk at a site or, where two hubs have each chunk, at a hub.
 pub(crate) type SiteChunk = (SiteId, ChunkId);
 
 /// All updates of a run.
@@ -31,6 +34,8 @@ pub(crate) struct Ledger {
     behind: BTreeMap<SiteChunk, u32>,
     workers: u32,
     sites: Sites,
+    /// The hubs that have each chunk, if these are two.
+    standbys: Option<Standbys>,
     rewinds: Rewinds,
     /// The number of workers with which the job has begun.
     first_workers: u32,
@@ -47,6 +52,8 @@ impl Ledger {
         Ledger {
             workers: scenario.workers,
             first_workers: scenario.start_workers.unwrap_or(scenario.workers),
+            standbys: scenario.replicas.then(Standbys::default),
+            sites: Sites::new(scenario.replicas),
             rewinds: Rewinds::new(scenario.rewind_every),
             told: Told::new(scenario.racks.map_or(1, |racks| racks.count.into())),
             ..Ledger::default()
@@ -68,6 +75,9 @@ impl Ledger {
     /// A hub has the job, whose sites are these.
     pub(crate) fn arranged(&mut self, composition: &Composition) {
         self.sites.arranged(composition);
+        if let Some(standbys) = &mut self.standbys {
+            standbys.arranged(composition);
+        }
     }
 
     /// A hub has taken the initial parameters of a chunk. Returns their digest.
@@ -161,9 +171,23 @@ impl Ledger {
             Some(&present) => present,
             None => versions.len() as u32 - 1,
         };
-        let mut all = self.versions.iter().map(present);
+        let mut all: BTreeMap<SiteChunk, u32> = BTreeMap::new();
+        for (&(site, chunk), versions) in &self.versions {
+            // Of two hubs that have a chunk one may be lost, and behind.
+            let place = if self.standbys.is_some() { 0 } else { site };
+            let newest = all.entry((place, chunk)).or_default();
+            *newest = present((&(site, chunk), versions)).max(*newest);
+        }
+        let mut all = all.into_values();
         let first = all.next()?;
         all.all(|version| version == first).then_some(first)
+    }
+
+    /// A hub takes over a chunk from the one that has served it.
+    pub(crate) fn taken_over(&mut self, chunk: SiteChunk) {
+        let version = self.versions.get(&chunk).map_or(0, |versions| versions.len() as u32 - 1);
+        let checked = self.standbys.as_mut().map_or(Ok(()), |standbys| standbys.takes_over(chunk, version));
+        self.check(checked);
     }
 
     /// A hub has heard that all ranks go back, in an epoch.
@@ -218,17 +242,21 @@ impl Ledger {
         versions.resize(version as usize + 1, newest);
     }
 
-    /// A worker has received parameters.
-    pub(crate) fn received(&mut self, rank: u32, chunk: ChunkId, version: u32, digest: u64) {
-        let known = self
-            .versions
-            .get(&(self.sites.of(rank), chunk))
-            .and_then(|versions| versions.get(version as usize));
+    /// A worker has received parameters from a hub.
+    pub(crate) fn received(&mut self, rank: u32, from: Process, chunk: ChunkId, version: u32, digest: u64) {
+        let place = match &self.standbys {
+            Some(standbys) => standbys.copy_of(from),
+            None => self.sites.of(rank),
+        };
+        let known = self.versions.get(&(place, chunk)).and_then(|versions| versions.get(version as usize));
         if known != Some(&digest) {
             self.violate(|| {
                 format!("rank {rank} has received parameters of chunk {chunk} that are not those of version {version}")
             });
         }
+        let standbys = self.standbys.as_mut();
+        let checked = standbys.map_or(Ok(()), |standbys| standbys.received((place, chunk), version));
+        self.check(checked);
     }
 
     /// The manager tells a process that it has its rank.

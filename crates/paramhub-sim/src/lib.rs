@@ -15,7 +15,8 @@
 //! the manager, or workers that it outlives and that are replaced; that it is over everywhere within a bound otherwise; and
 //! that the manager has recorded what has happened. [`shrunk`] finds the faults without which a run would not fail.
 //! In a job of several sites, hubs open streams to one another, and the `ledger` checks that all sites make the same
-//! versions of the same sums. Launchers and several jobs are not simulated yet.
+//! versions of the same sums. Where chunks have standbys, it checks that a hub that takes over has all that workers were
+//! answered, and that the hub before it answers with nothing newer. Launchers and several jobs are not simulated yet.
 #![forbid(unsafe_code)]
 
 mod agenda;
@@ -62,6 +63,10 @@ pub struct Explored {
     pub with_sites: u64,
     /// Those of them that had to although streams between their hubs were cut.
     pub sites_cut: u64,
+    /// Jobs with standbys that have finished.
+    pub with_standbys: u64,
+    /// Those of them that had to although a hub was killed.
+    pub without_hubs: u64,
     /// Streams that were broken by faults.
     pub broken_streams: u64,
     /// Restarts of managers.
@@ -102,6 +107,10 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
         };
         let are_hubs_cut = scenario.faults.iter().any(is_between_hubs);
         explored.sites_cut += u64::from(summary.had_to_keep_all && has_sites && are_hubs_cut);
+        explored.with_standbys += u64::from(summary.has_finished && scenario.replicas);
+        let is_hub_killed = |(_, fault): &(_, Fault)| matches!(fault, Fault::Kill(Process::Hub(_)));
+        let loses_hub = scenario.replicas && scenario.faults.iter().any(is_hub_killed);
+        explored.without_hubs += u64::from(had_to_finish && loses_hub);
         explored.rewinds += summary.rewinds as u64;
         explored.begun_anew += summary.begun_anew as u64;
         explored.steps += summary.steps;

@@ -16,9 +16,10 @@ use paramhub_core::membership::{
 };
 use paramhub_core::service::{HubCommand, JobState, JobStatus};
 use paramhub_core::settings::Settings;
+use paramhub_core::standbys::Role;
 
 use crate::call::Answer;
-use crate::job::{FIRST_EPOCH, JobPlan, NAMESPACE, NONCE};
+use crate::job::{FIRST_EPOCH, JobPlan, NAMESPACE, NONCE, hub_at};
 use crate::message::Message;
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Plant, Wake};
@@ -109,6 +110,18 @@ impl Manager {
         self.store.status(NAMESPACE).map(|status| status.state)
     }
 
+    /// The hubs that others have replaced in the job.
+    pub(crate) fn replaced_hubs(&self) -> Vec<u16> {
+        let job = self.running.as_ref().and_then(|running| running.membership.job(NAMESPACE).ok());
+        let Some((job, composition)) = job.and_then(|job| Some((job, job.composition()?))) else {
+            return Vec::new();
+        };
+        let has_part = |position| job.shares().iter().any(|share| share.role(position) != Role::None);
+        let hubs = (0..).zip(&composition.sites[0].hubs);
+        let replaced = hubs.filter(|&(position, _)| !job.shares().is_empty() && !has_part(position));
+        replaced.map(|(_, shape)| hub_at(shape)).collect()
+    }
+
     /// Whether any hub was ever lost.
     pub(crate) fn has_lost_hubs(&self) -> bool {
         self.lost_hubs > 0
@@ -173,7 +186,9 @@ impl Manager {
                     running.callers.remove(&call);
                     running.membership.hang_up(call, moment(context));
                 }
-                running.queues.take(stream);
+                if let Some(poll) = running.queues.take(stream) {
+                    running.membership.hub_hung_up(poll.hub.hub, moment(context));
+                }
                 context.close(stream, Process::Manager);
             }
             Arrival::Message(_) | Arrival::Refused => {}

@@ -7,6 +7,7 @@ use std::time::Duration;
 use paramhub_core::auth::{Incarnation, Purpose, RankClaim, StreamSecret};
 use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::service::{ConnectService, ErrorCode, InitService, LeaveService, ServiceConnected};
+use paramhub_core::standbys::Share;
 
 use crate::call::{Answer, CallError, Caller, Line, Request};
 use crate::job::{JobPlan, LINGER, NAMESPACE, NONCE, hub_at, incarnation};
@@ -40,6 +41,8 @@ pub(crate) struct Member {
 /// What a worker that has joined knows of its job.
 pub(crate) struct Joined {
     pub(crate) composed: Arc<Composed>,
+    /// The hubs of each share of the chunks, if they have standbys.
+    pub(crate) shares: Vec<Share>,
     pub(crate) epoch: u64,
     /// The step at which it joins a running job, if it does.
     pub(crate) step: Option<u32>,
@@ -119,7 +122,7 @@ impl Member {
                 }
                 let step = initialised.resumed_step;
                 context.ledger.joined(rank, connected.epoch, step, self.workers);
-                Some(Ok(Joined { composed, epoch: connected.epoch, step }))
+                Some(Ok(Joined { composed, shares: connected.shares.clone(), epoch: connected.epoch, step }))
             }
             (Ok(other), _) => {
                 context.ledger.violate(|| format!("rank {rank} is answered with {other:?}"));

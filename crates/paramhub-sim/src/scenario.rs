@@ -48,6 +48,8 @@ pub struct Scenario {
     pub rewind_every: Option<u32>,
     /// The racks on which hubs and workers are spread, if the job has several sites.
     pub racks: Option<Racks>,
+    /// Whether each chunk has a standby at another hub (`--replicas 1`).
+    pub replicas: bool,
     /// The silence after which a neighbour counts as dead.
     pub dead_after: Duration,
     /// How long a message takes.
@@ -166,6 +168,7 @@ impl Scenario {
             start_workers: None,
             rewind_every: None,
             racks: None,
+            replicas: false,
             dead_after: Duration::from_secs(15 + random.below(15)),
             delay: Duration::from_micros(20)..if slow { ms(400) } else { ms(2) },
             late_hellos: u32::from(random.happens(50)),
@@ -197,6 +200,10 @@ impl Scenario {
                 scenario.late_hellos = 0;
             }
             60..80 if workers > 1 => scenario.spread_on_racks(&mut random),
+            80..92 => {
+                (scenario.replicas, scenario.continues) = (true, false);
+                scenario.hubs = 2 + random.below(2) as u16;
+            }
             _ => {}
         }
         let hubs = scenario.hubs;
@@ -216,6 +223,7 @@ impl Scenario {
                 false if scenario.racks.is_some() && random.happens(60) => {
                     Fault::between_hubs(&mut random, hubs)
                 }
+                false if scenario.replicas && random.happens(50) => Fault::of_hubs(&mut random, hubs),
                 false => Fault::of_streams(&mut random, workers, hubs),
             };
             let is_early = random.happens(if fault.is_of_manager() { 60 } else { 15 });
@@ -281,6 +289,15 @@ impl Racks {
 }
 
 impl Fault {
+    /// Something that fails in a hub, or between two.
+    fn of_hubs(random: &mut Random, hubs: u16) -> Fault {
+        match random.below(10) {
+            0..=5 => Fault::Kill(any_hub(random, hubs)),
+            6..=7 => Fault::Pause(any_hub(random, hubs), any_length(random, 50, 40_000)),
+            _ => Fault::between_hubs(random, hubs),
+        }
+    }
+
     /// Something that fails between two hubs.
     fn between_hubs(random: &mut Random, hubs: u16) -> Fault {
         let first = random.below(hubs.into()) as u16;
@@ -368,6 +385,18 @@ impl Fault {
             Fault::Part(a, b, _) => (a, b) == (from, to) || (b, a) == (from, to),
             _ => false,
         }
+    }
+
+    /// Whether it is between two hubs.
+    pub(crate) fn is_between_hubs(self) -> bool {
+        let (a, b) = match self {
+            Fault::Break(a, b) | Fault::Silence(a, b) | Fault::Block(a, b, _) | Fault::Part(a, b, _) => {
+                (a, b)
+            }
+            Fault::Cut { neighbour, hub, .. } => (neighbour, hub),
+            _ => return false,
+        };
+        [a, b].iter().all(|process| matches!(process, Process::Hub(_)))
     }
 
     /// Whether it is between the manager and others, or in it.

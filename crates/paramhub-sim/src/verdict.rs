@@ -43,7 +43,7 @@ pub(crate) struct Ends<'a> {
     pub(crate) connected: Option<Duration>,
     /// All processes that there were of workers.
     pub(crate) workers: Vec<WorkerEnd<'a>>,
-    /// The hubs that live, by number.
+    /// The hubs that live and that no others have replaced, by number.
     pub(crate) hubs: Vec<(u16, Option<&'a JobEnd>)>,
     /// What the manager has recorded.
     pub(crate) recorded: &'a JobStatus,
@@ -66,6 +66,9 @@ impl Scenario {
         let faults = |early: bool| -> Vec<Fault> {
             self.faults.iter().filter(|&&(at, _)| is_early(at) == early).map(|&(_, fault)| fault).collect()
         };
+        if self.replicas {
+            return self.survive_gathering(&faults(true)) && self.keeps_hubs(&faults(false));
+        }
         let survives = self.keeps_workers(&faults(false))
             || match self.outlives_workers() {
                 // Another process joins a job as a first one does. One that is killed is replaced.
@@ -86,6 +89,23 @@ impl Scenario {
                 false => false,
             };
         self.survive_gathering(&faults(true)) && survives
+    }
+
+    /// Whether a job with standbys survives these faults: those between hubs cost standbys at most, and one hub may be killed
+    /// if nothing else has cost its standby, or its counterpart.
+    fn keeps_hubs(&self, faults: &[Fault]) -> bool {
+        let is_kill = |fault: &&Fault| matches!(fault, Fault::Kill(Process::Hub(_)));
+        let kills = faults.iter().filter(is_kill).count();
+        let others: Vec<Fault> =
+            faults.iter().filter(|fault| !is_kill(fault) && !fault.is_between_hubs()).copied().collect();
+        let costs_a_hub = |fault: &&Fault| match fault {
+            Fault::Pause(process, _) => matches!(process, Process::Hub(_) | Process::Manager),
+            fault if fault.is_between_hubs() => true,
+            Fault::Crash { .. } => false,
+            fault => fault.is_of_manager(),
+        };
+        let is_alone = kills == 0 || !faults.iter().any(|fault| costs_a_hub(&fault));
+        kills <= 1 && is_alone && self.survive_running(&others)
     }
 
     /// Whether no worker may be lost although its streams may be cut.
@@ -159,8 +179,11 @@ impl Scenario {
     /// worker may learn of a cut only when it sends a heartbeat. A later cut may hit a handshake; if only the hub learns it,
     /// the worker waits for the hub's answer for long.
     fn redialling(&self, cuts: &[Fault]) -> Duration {
-        let terms =
-            ResumeTerms { redial_grace: self.redial_grace, moves: self.continues, has_standbys: false };
+        let terms = ResumeTerms {
+            redial_grace: self.redial_grace,
+            moves: self.continues,
+            has_standbys: self.replicas,
+        };
         let rules = LivenessRules::of_stream(terms.heartbeat(HEARTBEAT), self.dead_after);
         let learning = rules.heartbeat + rules.check_every();
         // Either of two hubs may be the one that dials.
@@ -182,7 +205,11 @@ impl Ends<'_> {
     /// # Errors
     /// What is wrong.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let must_finish = self.scenario.must_finish(self.connected);
+        // A Leave that a hub has had goes with it, and its sender may have ended.
+        let may_lack_leaves = self.scenario.replicas
+            && self.hubs.len() < usize::from(self.scenario.hubs)
+            && self.workers.iter().any(|worker| matches!(worker.outcome, Some(Ok(()))));
+        let must_finish = self.scenario.must_finish(self.connected) && !may_lack_leaves;
         for worker in self.workers.iter().filter(|worker| !worker.was_killed) {
             let (process, steps) = (worker.process, worker.steps);
             let is_first = matches!(process, Process::Worker(_, 0));
@@ -227,7 +254,9 @@ impl Ends<'_> {
                     "the manager records that the job has finished, and rank {rank} has not"
                 ));
             }
-            let must_agree = self.scenario.rewind_every.is_some() || self.scenario.racks.is_some();
+            let must_agree = self.scenario.rewind_every.is_some()
+                || self.scenario.racks.is_some()
+                || self.scenario.replicas;
             if must_agree && self.common_version != Some(self.scenario.steps) {
                 return Err(format!(
                     "the manager records that the job has finished, and chunks have not made all steps: {:?}",

@@ -199,6 +199,9 @@ impl Worker {
             match arrival {
                 Arrival::Message(Message::Frame(frame)) => self.take_frame(index, frame, context),
                 Arrival::Message(_) => {}
+                Arrival::Closed if self.plan.resuming.has_standbys && !self.job.is_closing() => {
+                    self.cut(index, StreamEnd::Closed, context);
+                }
                 Arrival::Closed => self.end_lane(index, "it closed the connection", context),
                 Arrival::Broken => self.cut(index, StreamEnd::PathFailed, context),
                 Arrival::Reset => self.cut(index, StreamEnd::Reset, context),
@@ -295,7 +298,8 @@ impl Worker {
                     if first.is_some_and(|first| first != header.step) {
                         context.ledger.violate(|| format!("rank {} joins between two steps", self.rank));
                     }
-                    context.ledger.received(self.rank, header.chunk, header.step, digest);
+                    let from = self.lanes[index].hub;
+                    context.ledger.received(self.rank, from, header.chunk, header.step, digest);
                 }
                 if self.requests.answered(expected).finished.is_some()
                     && self.requests.underway().next().is_none()
@@ -447,6 +451,11 @@ impl Worker {
                 continue;
             }
             if let Some(LivenessChange::Dead(silence)) = lane.liveness.check(now, &rules) {
+                if self.plan.resuming.has_standbys {
+                    let patience = self.job.tries(StreamEnd::PathFailed).unwrap_or_default();
+                    self.resume(index, patience, context);
+                    continue;
+                }
                 let hub = lane.hub;
                 let what = format!("it has not heard {hub:?} for {} s", silence.as_secs_f64());
                 let cause = self.loss(hub, what, Some(format!("{hub:?}")));

@@ -84,6 +84,10 @@ pub enum Plant {
     SumCountedAgain,
     /// A hub does not send sums again that the site above has not answered, when their stream was replaced.
     SumsNotSentAgain,
+    /// A hub that has a standby does not send it the sums, and goes on as if it had.
+    StandbyNotTold,
+    /// A standby takes over as soon as it has lost the hub which it follows, without the manager's word.
+    TakesOverAlone,
     /// A hub has left a site above as soon as it has sent its Leave.
     LeavesUnheard,
     /// An older stream displaces a newer one.
@@ -426,6 +430,7 @@ impl World<'_> {
     fn summary(&self, recorded: JobStatus) -> Result<Summary, String> {
         let worker_end = |(&process, worker)| self.worker_end(process, worker);
         let lives = |process: &Process| !self.killed.contains(process);
+        let replaced = self.manager.as_ref().map(Manager::replaced_hubs).unwrap_or_default();
         let ends = Ends {
             scenario: self.scenario,
             connected: self.connected,
@@ -433,7 +438,7 @@ impl World<'_> {
             hubs: self
                 .hubs
                 .iter()
-                .filter(|(number, _)| lives(&Process::Hub(**number)))
+                .filter(|(number, _)| lives(&Process::Hub(**number)) && !replaced.contains(*number))
                 .map(|(&number, hub)| (number, hub.end()))
                 .collect(),
             recorded: &recorded,

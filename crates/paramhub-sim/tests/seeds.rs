@@ -26,6 +26,10 @@ const PLANTS_BETWEEN_SITES: [(Plant, &str); 3] = [
     (Plant::LeavesUnheard, "although nobody died"),
 ];
 
+/// Faults that only jobs with standbys can have.
+const PLANTS_OF_STANDBYS: [(Plant, &str); 2] =
+    [(Plant::StandbyNotTold, "takes over chunk"), (Plant::TakesOverAlone, "has taken over at version")];
+
 #[test]
 fn no_seed_breaks_a_rule() {
     let explored = explore(0..5000).unwrap_or_else(|failing| panic!("{failing}"));
@@ -39,6 +43,8 @@ fn no_seed_breaks_a_rule() {
     assert!(explored.cut > 80, "few jobs kept all their workers although streams were cut: {explored:?}");
     assert!(explored.with_sites > 400, "few jobs of several sites have finished: {explored:?}");
     assert!(explored.sites_cut > 30, "few sites kept together although their streams were cut: {explored:?}");
+    assert!(explored.with_standbys > 300, "few jobs with standbys have finished: {explored:?}");
+    assert!(explored.without_hubs > 15, "few jobs went through without a hub that was killed: {explored:?}");
     assert!(explored.without_manager > 200, "few jobs went through without their manager: {explored:?}");
 }
 
@@ -53,6 +59,14 @@ fn planted_faults_are_found_and_made_small() {
 fn planted_faults_between_sites_are_found_and_made_small() {
     for (plant, symptom) in PLANTS_BETWEEN_SITES {
         let scenarios = (0..15_000).map(Scenario::new).filter(|scenario| scenario.racks.is_some());
+        find(scenarios, plant, symptom);
+    }
+}
+
+#[test]
+fn planted_faults_of_standbys_are_found_and_made_small() {
+    for (plant, symptom) in PLANTS_OF_STANDBYS {
+        let scenarios = (0..15_000).map(Scenario::new).filter(|scenario| scenario.replicas);
         find(scenarios, plant, symptom);
     }
 }

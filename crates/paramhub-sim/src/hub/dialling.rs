@@ -9,6 +9,7 @@ use paramhub_core::job_control::Event;
 use paramhub_core::placement::RouteId;
 use paramhub_core::ports::{Ports, Side};
 use paramhub_core::resuming::{AfterRound, Attempts, Cuts, HANDSHAKE};
+use paramhub_core::standbys::{Share, route_at};
 use paramhub_core::stream_admission::StreamPlace;
 use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
 
@@ -28,6 +29,8 @@ pub(super) struct Link {
     site: SiteId,
     interface: u16,
     core: u16,
+    /// The route, if the other hub is its standby.
+    standby_route: Option<RouteId>,
     /// How often the stream was cut and opened again.
     cuts: Cuts,
     dialling: Option<Dialling>,
@@ -45,19 +48,29 @@ struct Dialling {
 }
 
 impl Link {
-    /// The streams to sites above for a route with these neighbours.
-    pub(super) fn of(route: RouteId, neighbours: &Ports, composed: &Composed) -> Vec<Link> {
-        let above = neighbours.to_sites().filter(|(_, there)| there.side == Side::Above);
+    /// The streams to sites above, or to the standby, for a route with these neighbours.
+    pub(super) fn of(route: RouteId, neighbours: &Ports, composed: &Composed, shares: &[Share]) -> Vec<Link> {
+        let above = neighbours.to_sites().filter(|(_, there)| there.side.takes_sums());
         let link = above.map(|(port, there)| {
             let place = composed.placements[usize::from(there.site)].routes()[usize::from(there.route)];
-            let hub = &composed.composition.sites[usize::from(there.site)].hubs[usize::from(place.hub)];
+            let hubs = &composed.composition.sites[usize::from(there.site)].hubs;
+            let own = &hubs[usize::from(place.hub)];
+            let (hub, (interface, core), standby_route) = match there.side {
+                Side::Standby => {
+                    let standby = shares[usize::from(place.hub)].standby.expect("a port for it");
+                    let hub = &hubs[usize::from(standby)];
+                    (hub, route_at(&place, own, hub), Some(route))
+                }
+                _ => (own, (place.interface, place.core), None),
+            };
             Link {
                 route,
                 port,
                 to: Process::Hub(hub_at(hub)),
                 site: there.site,
-                interface: place.interface,
-                core: place.core,
+                interface,
+                core,
+                standby_route,
                 cuts: Cuts::default(),
                 dialling: None,
             }
@@ -78,7 +91,7 @@ impl HubJob {
             caller: Caller::Hub { site: self.site, route: link.route },
             interface: link.interface,
             core: link.core,
-            standby_route: None,
+            standby_route: link.standby_route,
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: self.epoch, number: attempt },
@@ -222,6 +235,16 @@ impl Hub {
     pub(super) fn link_timed_out(&mut self, index: usize, stream: StreamId, context: &mut Context<'_>) {
         if self.dialled(stream).is_some() {
             self.dialled_in_vain(index, "it did not answer in time", context);
+        }
+    }
+
+    /// The standby of a route is lost: no further stream is opened to it.
+    pub(super) fn stop_dialling_standby(&mut self, route: RouteId, context: &mut Context<'_>) {
+        let links = self.job.iter_mut().flat_map(|job| &mut job.links);
+        let of_route = links.filter(|link| link.standby_route == Some(route));
+        let dialled: Vec<Dialling> = of_route.filter_map(|link| link.dialling.take()).collect();
+        for stream in dialled.into_iter().filter_map(|dialling| dialling.stream) {
+            context.close(stream, self.process);
         }
     }
 

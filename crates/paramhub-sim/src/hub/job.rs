@@ -7,9 +7,11 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::composition::{Composed, Neighbour, SiteId};
 use paramhub_core::job_control::{AdmittedStreams, JobTerms, RouteTerms};
+use paramhub_core::placement::Route as PlacedRoute;
 use paramhub_core::placement::RouteId;
-use paramhub_core::ports::Ports;
+use paramhub_core::ports::{Ports, Side};
 use paramhub_core::service;
+use paramhub_core::standbys::{Role, route_at};
 use paramhub_core::stream_admission::{JobStreams, StreamSecrets, StreamTerms};
 
 use super::dialling::Link;
@@ -40,6 +42,46 @@ pub(super) struct HubJob {
     pub(super) is_forgotten: bool,
 }
 
+/// A route that leads to a hub.
+struct OwnRoute {
+    id: RouteId,
+    /// The interface, and the core of the same number.
+    interface: u16,
+    /// The hub of the placement, by its position.
+    share: u16,
+    role: Role,
+    ports: Arc<Ports>,
+}
+
+impl OwnRoute {
+    /// The route of the placement, if this hub serves it or is its standby.
+    fn of(
+        (id, placed): (RouteId, &PlacedRoute),
+        composed: &Composed,
+        ordered: &service::JobPlan,
+    ) -> Option<OwnRoute> {
+        let (hub, share) = (ordered.hub as u16, placed.hub);
+        let role = match ordered.shares.get(usize::from(share)) {
+            Some(held) => held.role(hub),
+            None if share == hub => Role::Serves { has_standby: false },
+            None => Role::None,
+        };
+        let ports = Ports::new(composed, ordered.site, id);
+        let ports = match role {
+            Role::Serves { has_standby: false } => ports,
+            Role::Serves { has_standby: true } => ports.with_counterpart(Side::Standby, ordered.site, id),
+            Role::StandsBy => ports.with_counterpart(Side::Serving, ordered.site, id),
+            Role::None => return None,
+        };
+        let hubs = &composed.composition.sites[usize::from(ordered.site)].hubs;
+        let (interface, _) = match share == hub {
+            true => (placed.interface, placed.core),
+            false => route_at(placed, &hubs[usize::from(share)], &hubs[usize::from(hub)]),
+        };
+        Some(OwnRoute { id, interface, share, role, ports: Arc::new(ports) })
+    }
+}
+
 /// What is admitted at a hub that may have no job.
 pub(super) struct Admitted<'a>(pub(super) Option<&'a HubJob>);
 
@@ -58,19 +100,22 @@ impl HubJob {
     pub(super) fn plan(plan: &Arc<JobPlan>, ordered: &service::JobPlan) -> (HubJob, JobTerms) {
         let composed = plan.compose(ordered.composition.clone());
         let placement = &composed.placements[usize::from(ordered.site)];
-        let own = (0..).zip(placement.routes());
-        let own = own
-            .filter(|&(id, route)| u32::from(route.hub) == ordered.hub && !placement.chunks(id).is_empty());
-        let own: Vec<(RouteId, u16)> = own.map(|(id, route)| (id, route.interface)).collect();
+        let placed = (0..).zip(placement.routes()).filter(|&(id, _)| !placement.chunks(id).is_empty());
+        let own: Vec<OwnRoute> = placed.filter_map(|route| OwnRoute::of(route, &composed, ordered)).collect();
         // A start with another number of workers may have come before the job began.
         let first_workers = ordered.options.first_workers(plan.workers);
-        let ports = own.iter().map(|&(id, _)| (id, Arc::new(Ports::new(&composed, ordered.site, id))));
-        let ports: HashMap<RouteId, Arc<Ports>> = ports.collect();
-        let route = |&(id, interface): &(RouteId, u16)| {
-            let place = (ordered.site, id);
-            (id, Route::new(plan, &composed, place, &ports[&id], first_workers, interface))
+        let has_standbys = !ordered.shares.is_empty();
+        // Each hub's copy of a chunk has its own versions.
+        let copy = if has_standbys { ordered.hub as SiteId } else { ordered.site };
+        let route = |own: &OwnRoute| {
+            let place = (ordered.site, own.id);
+            let mut route = Route::new(plan, &composed, place, &own.ports, first_workers, own.interface);
+            route.begin_as(own.role, copy);
+            (own.id, route)
         };
-        let links = own.iter().flat_map(|(id, _)| Link::of(*id, &ports[id], &composed)).collect();
+        let links = own.iter().flat_map(|own| Link::of(own.id, &own.ports, &composed, &ordered.shares));
+        let links = links.collect();
+        let is_standby = |own: &&OwnRoute| own.role == Role::StandsBy;
         let streams = StreamTerms {
             name: ordered.name.clone(),
             secrets: StreamSecrets {
@@ -82,10 +127,21 @@ impl HubJob {
             composed: composed.clone(),
             first_workers,
             site: ordered.site,
-            ports: ports.clone(),
-            routes: own.iter().map(|&(id, interface)| ((interface, interface), id)).collect(),
-            standby_routes: HashMap::new(),
-            roles: HashMap::new(),
+            ports: own.iter().map(|own| (own.id, own.ports.clone())).collect(),
+            routes: own
+                .iter()
+                .filter(|own| !is_standby(own))
+                .map(|own| ((own.interface, own.interface), own.id))
+                .collect(),
+            standby_routes: own
+                .iter()
+                .filter(is_standby)
+                .map(|own| (own.id, (own.interface, own.interface)))
+                .collect(),
+            roles: match has_standbys {
+                true => own.iter().map(|own| (own.id, own.role)).collect(),
+                false => HashMap::new(),
+            },
             resumes: plan.resuming.resumes(),
             encrypts: ordered.options.encrypt,
         };
@@ -96,12 +152,12 @@ impl HubJob {
             site: ordered.site,
             routes: own
                 .iter()
-                .map(|&(id, interface)| RouteTerms {
-                    id,
-                    core: interface,
-                    interface,
-                    share: 0,
-                    streams: ports[&id].len(),
+                .map(|own| RouteTerms {
+                    id: own.id,
+                    core: own.interface,
+                    interface: own.interface,
+                    share: own.share,
+                    streams: own.ports.len(),
                 })
                 .collect(),
             rendezvous: RENDEZVOUS,
@@ -110,7 +166,7 @@ impl HubJob {
             continues: ordered.options.continues(),
             min_workers: ordered.options.least_workers(plan.workers),
             first_workers,
-            shares: Vec::new(),
+            shares: ordered.shares.clone(),
             hub: ordered.hub as u16,
             rewinds: ordered.options.rewinds(),
             epoch: ordered.epoch.number,

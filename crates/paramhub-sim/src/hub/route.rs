@@ -14,6 +14,7 @@ use paramhub_core::exchange::{
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::placement::RouteId;
 use paramhub_core::ports::{Ports, Side};
+use paramhub_core::standbys::Role;
 use paramhub_core::wire::{Header, Notice, Operation};
 
 use crate::job::JobPlan;
@@ -26,8 +27,11 @@ pub(super) struct Route {
     pub(super) core: u16,
     pub(super) state: RouteState,
     pub(super) exchange: Exchange,
-    chunks: Vec<Chunk>,
-    site: SiteId,
+    pub(super) chunks: Vec<Chunk>,
+    /// Whose versions of the chunks these are: those of the site or, where two hubs have each chunk, of this hub.
+    pub(super) copy: SiteId,
+    /// Whether workers exchange with this hub.
+    pub(super) serves: bool,
     /// Whether this site updates chunks whose owner is another.
     optimizes_here: bool,
     /// Who is at the other end of each stream.
@@ -61,9 +65,9 @@ pub(super) enum RouteState {
     Freed,
 }
 
-struct Chunk {
-    id: ChunkId,
-    sum: Vec<Contribution>,
+pub(super) struct Chunk {
+    pub(super) id: ChunkId,
+    pub(super) sum: Vec<Contribution>,
     /// The sum of the last update, for sites below.
     total: Vec<Contribution>,
     /// The digest of the parameters.
@@ -87,6 +91,8 @@ pub(super) struct Port {
     pub(super) starts: BTreeSet<u32>,
     /// The answers that are due and, to a site above, sums.
     pub(super) owed: BTreeMap<u32, Answer>,
+    /// To a standby: the workers that have left, of which it is to hear.
+    pub(super) leavers: BTreeSet<u32>,
     /// To a site above: how far the hub's Leave is.
     pub(super) leave: Leave,
     pub(super) liveness: Option<PeerLiveness>,
@@ -159,7 +165,8 @@ impl Route {
             state: RouteState::Opening,
             exchange: Exchange::among_sites(rules, neighbours.reach()),
             chunks: composed.placements[usize::from(site)].chunks(id).iter().map(chunk).collect(),
-            site,
+            copy: site,
+            serves: true,
             optimizes_here: composed.composition.optimize_at == OptimizeAt::EverySite,
             ports: (0..neighbours.len()).map(|_| Port::default()).collect(),
             departures: Departures::new(neighbours, &(rules.first_members..members)),
@@ -168,6 +175,13 @@ impl Route {
             rewound_in: 0,
             notice: None,
         }
+    }
+
+    /// Sets what this hub is for the route, and the number of its copy of the chunks.
+    pub(super) fn begin_as(&mut self, role: Role, copy: SiteId) {
+        self.exchange.set_role(role);
+        self.serves = matches!(role, Role::Serves { .. });
+        self.copy = copy;
     }
 
     /// The member that contributes by a port; `None` for a site above.
@@ -196,6 +210,8 @@ impl Route {
             (Operation::PushPull, Content::Sum(sum)) => {
                 self.contribute(slot, port, header.step, sum, context)?;
             }
+            (Operation::Push, Content::Sum(sum)) => self.follow(slot, port, header.step, sum, context)?,
+            (Operation::Applied, Content::Nothing) => self.acknowledged(slot, port, header.step, context)?,
             (Operation::Total, Content::Sum(total)) => {
                 let then = self.exchange.lower(slot, header.step.wrapping_sub(1))?;
                 self.chunks[slot as usize].sum = total;
@@ -206,7 +222,7 @@ impl Route {
                 let chunk = &mut self.chunks[slot as usize];
                 chunk.sum.clear();
                 chunk.parameters = digest;
-                context.ledger.lowered((self.site, chunk.id), header.step, digest);
+                context.ledger.lowered((self.copy, chunk.id), header.step, digest);
             }
             (other, content) => unreachable!("nobody sends {other:?} with {content:?}"),
         }
@@ -222,11 +238,16 @@ impl Route {
         version: u32,
         context: &mut Context<'_>,
     ) -> Result<(), ProtocolViolation> {
-        if self.exchange.initialise(slot, self.member(port), version)? {
+        let is_new = self.exchange.initialise(slot, self.member(port), version)?;
+        if self.neighbours.side(port) == Side::Serving {
+            self.ports[port as usize].owed.insert(slot, Answer::Applied);
+        }
+        if is_new {
             let chunk = &mut self.chunks[slot as usize];
-            chunk.parameters = context.ledger.initialised((self.site, chunk.id));
+            chunk.parameters = context.ledger.initialised((self.copy, chunk.id));
             for (to, there) in self.neighbours.to_sites() {
-                if to != port && self.neighbours.carries(to, there.side, slot) {
+                let is_told = !self.departures.has_left(to) && self.neighbours.carries(to, there.side, slot);
+                if to != port && is_told {
                     self.ports[to as usize].starts.insert(slot);
                 }
             }
@@ -257,17 +278,27 @@ impl Route {
     }
 
     /// Continues with a sum that lacks contributions, or that is complete and at its place.
-    fn go_on(&mut self, slot: u32, then: SumAction, context: &mut Context<'_>) {
+    pub(super) fn go_on(&mut self, slot: u32, then: SumAction, context: &mut Context<'_>) {
         let chunk = &mut self.chunks[slot as usize];
         match then {
+            SumAction::Raise
+                if context.plant == Some(Plant::StandbyNotTold) && self.exchange.has_standby() =>
+            {
+                let version = self.exchange.step(slot) + 1;
+                if let Ok(Some(then)) = self.exchange.acknowledged(slot, version) {
+                    self.go_on(slot, then, context);
+                }
+            }
             SumAction::Raise => {
-                context.ledger.raised((self.site, chunk.id), self.exchange.step(slot), &chunk.sum);
+                if !self.exchange.has_standby() {
+                    context.ledger.raised((self.copy, chunk.id), self.exchange.step(slot), &chunk.sum);
+                }
                 let above = self.neighbours.above(slot).expect("sums are raised where a site is above");
                 self.ports[above as usize].owed.insert(slot, Answer::Parameters);
             }
             SumAction::Update(update) => {
                 let keeps = self.exchange.keeps_version(slot);
-                chunk.update(self.site, update, keeps, self.rewound_in, context);
+                chunk.update(self.copy, update, keeps, self.rewound_in, context);
             }
             SumAction::Wait | SumAction::Repeated | SumAction::Late => {}
             SumAction::Make | SumAction::Hold => unreachable!("no job here has factors or two phases"),
@@ -291,6 +322,7 @@ impl Route {
                     Again::Sum(_) if context.plant == Some(Plant::SumsNotSentAgain) => {}
                     Again::Sum(slot) => drop(state.owed.insert(slot, Answer::Parameters)),
                 });
+                self.pass_on_leaves_again(port);
             }
         }
     }
@@ -307,13 +339,14 @@ impl Route {
             self.ports[above as usize].leave = Leave::Due;
         }
         let Some(member) = departure.member else { return Ok(()) };
+        self.pass_on_leave(member);
         let (ports, neighbours) = (&mut self.ports, &self.neighbours);
         self.exchange.leave(member, |slot, member, answer| {
             ports[neighbours.of_member(slot, member) as usize].owed.insert(slot, answer);
         })
     }
 
-    fn mark_due_answers(&mut self, slot: u32) {
+    pub(super) fn mark_due_answers(&mut self, slot: u32) {
         let (ports, neighbours) = (&mut self.ports, &self.neighbours);
         self.exchange.mark_due_answers(slot, |member, answer| {
             ports[neighbours.of_member(slot, member) as usize].owed.insert(slot, answer);
@@ -326,9 +359,9 @@ impl Route {
             let chunk = &mut self.chunks[slot as usize];
             loop {
                 if let Some(update) = self.exchange.end_if_complete(slot) {
-                    chunk.update(self.site, update, false, self.rewound_in, context);
+                    chunk.update(self.copy, update, false, self.rewound_in, context);
                 } else if self.exchange.skip_missed_steps(slot) {
-                    context.ledger.skipped((self.site, chunk.id), self.exchange.step(slot));
+                    context.ledger.skipped((self.copy, chunk.id), self.exchange.step(slot));
                 } else {
                     break;
                 }
@@ -370,12 +403,12 @@ impl Route {
                 if self.exchange.rewind_chunk(next, step) == RewoundTo::Copy {
                     chunk.parameters = chunk.copy.unwrap_or_default();
                 }
-                context.ledger.went_back((self.site, chunk.id), step, chunk.parameters);
+                context.ledger.went_back((self.copy, chunk.id), step, chunk.parameters);
             }
             None => {
                 self.exchange.begin_chunk_anew(next);
                 (chunk.parameters, chunk.copy) = (0, None);
-                context.ledger.began_anew((self.site, chunk.id));
+                context.ledger.began_anew((self.copy, chunk.id));
             }
         }
         self.rewind = Rewind::UnderWay { step, next: next + 1 };
@@ -396,7 +429,7 @@ impl Route {
                 continue;
             }
             let (starts, owed) = (std::mem::take(&mut state.starts), std::mem::take(&mut state.owed));
-            let leaves = state.leave == Leave::Due;
+            let (leaves, leavers) = (state.leave == Leave::Due, std::mem::take(&mut state.leavers));
             // A chunk that has moved on is sent once more where a stream was replaced, and the other site has begun it.
             for slot in starts.into_iter().filter(|&slot| self.exchange.is_at_start(slot)) {
                 let step = self.exchange.step(slot);
@@ -409,6 +442,10 @@ impl Route {
                     self.exchange.answer_begun(slot, member);
                 }
                 frames.push((port, header, content));
+            }
+            for member in leavers {
+                let header = Header { step: member + 1, ..Header::bare(Operation::Leave) };
+                frames.push((port, header, Content::Nothing));
             }
             if leaves {
                 frames.push((port, Header::bare(Operation::Leave), Content::Nothing));

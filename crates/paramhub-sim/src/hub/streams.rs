@@ -56,6 +56,7 @@ impl Hub {
         let origin = StreamOrigin::Interfaces { interfaces, is_encrypted: false };
         let hello = self.job.as_mut().map_or(*hello, |job| job.planted(context.plant, hello));
         let placed = match (&self.refused, self.job.as_mut().filter(|job| job.is_open)) {
+            _ if self.is_elsewhere => Err((Refusal::Busy, "the job goes on elsewhere".into())),
             (Some(why), _) => Err((Refusal::JobEnded, why.clone())),
             (None, None) => Err((Refusal::WrongNonce, "the hub does not know the job".into())),
             (None, Some(job)) => job.streams.place(&hello, &origin).map(|place| (job, place)),
@@ -94,6 +95,10 @@ impl Hub {
             return context.close(stream, process);
         }
         let neighbour = job.route(route).neighbours.neighbour(number);
+        if matches!(neighbour, Neighbour::Worker(_)) && !job.route(route).serves {
+            // It was admitted before this hub ceased to serve the route. The worker dials again.
+            return context.close(stream, process);
+        }
         let port = job.port(route, number);
         context.trace(|| format!("{process:?} adopts {stream:?}, attempt {attempt} of {neighbour:?}"));
         port.newest = Some((epoch, attempt));
@@ -130,7 +135,7 @@ impl Hub {
         let state = job.route(route);
         let side = state.neighbours.side(number);
         if state.departures.has_left(number)
-            && side != Side::Above
+            && !side.takes_sums()
             && !between_sites::repeats_after_leave(side, header.operation)
         {
             let name = self.name_at(route, number);
@@ -138,6 +143,10 @@ impl Hub {
         }
         let taken = match header.operation {
             Operation::Heartbeat => Ok(()),
+            // A worker has left the hub that serves the chunks.
+            Operation::Leave if side == Side::Serving && header.step > 0 => {
+                return self.left(route, header.step - 1, context);
+            }
             Operation::Leave => return self.left(route, number, context),
             Operation::Failure => {
                 let Content::Failure(failure) = frame.content else { unreachable!("a failure has a reason") };
@@ -222,7 +231,7 @@ impl Hub {
         let route_state = self.job_mut().route(route);
         let side = route_state.neighbours.side(number);
         let has_left = route_state.departures.has_left(number);
-        let leaves_above = has_left && side == Side::Above;
+        let leaves_above = has_left && side.takes_sums();
         let port = &mut route_state.ports[number as usize];
         if leaves_above && !port.is_muted && end == StreamEnd::Closed {
             return self.left_above(route, number, context);
@@ -246,7 +255,7 @@ impl Hub {
         port.is_cut = true;
         let (HubWait::For(grace), Some(stream)) = (wait, port.stream) else { return };
         context.wake_in(process, grace, Wake::CutOver { stream });
-        if side == Side::Above {
+        if side.takes_sums() {
             self.dial_again(route, number, grace, context);
         }
     }
@@ -313,7 +322,7 @@ impl Hub {
                 let rules = between_sites::liveness(&plan.resuming, side, plan.dead_after);
                 let has_left = route.departures.has_left(number);
                 // No frame follows a Leave.
-                let leaves_above = has_left && side == Side::Above;
+                let leaves_above = has_left && side.takes_sums();
                 if !port.is_cut && !leaves_above && liveness.is_heartbeat_due(now, &rules) {
                     due.push((id, number));
                 }

@@ -17,6 +17,8 @@ pub(super) struct Sites {
     below: BTreeMap<SiteId, BTreeSet<u32>>,
     /// The first sum that a site has had for a version of a chunk, and the digest of the parameters.
     made: BTreeMap<(ChunkId, u32), Version>,
+    /// Whether two hubs of one site have each chunk. They are counted as sites here.
+    has_copies: bool,
 }
 
 #[derive(Debug)]
@@ -28,6 +30,11 @@ struct Version {
 }
 
 impl Sites {
+    /// Sites that are not known yet.
+    pub(super) fn new(has_copies: bool) -> Sites {
+        Sites { has_copies, ..Sites::default() }
+    }
+
     /// The sites are known.
     pub(super) fn arranged(&mut self, composition: &Composition) {
         if composition.is_flat() {
@@ -83,7 +90,7 @@ impl Sites {
         digest: u64,
         sum: Option<&[Contribution]>,
     ) -> Result<(), String> {
-        if self.below.is_empty() {
+        if self.below.is_empty() && !self.has_copies {
             return Ok(());
         }
         let made = Version { site, digest, sum: sum.map(<[_]>::to_vec) };

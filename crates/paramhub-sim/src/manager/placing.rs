@@ -37,7 +37,7 @@ pub(super) fn place(
         composition: (*composition).clone(),
         site: 0,
         hub: 0,
-        shares: Vec::new(),
+        shares: job.shares().to_vec(),
         cluster: roster.cluster(),
         settings: (**settings).clone(),
         team: membership.allowance(namespace),

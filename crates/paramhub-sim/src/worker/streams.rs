@@ -1,17 +1,18 @@
 //! The streams of a worker: how each is opened, opened again, and closed.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Incarnation;
 use paramhub_core::composition::Composed;
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::placement::{HubShape, Route, RouteId};
-use paramhub_core::resuming::{AfterRound, Attempts, Cuts, StreamEnd};
+use paramhub_core::resuming::{AfterRound, Attempts, Cuts, HANDSHAKE_OF_TWO, RESUME, StreamEnd};
+use paramhub_core::standbys::{Share, route_at};
 use paramhub_core::wire::{
     Attempt, CHALLENGE_BYTES, Caller, Capabilities, Header, Hello, Operation, Refusal,
 };
-use paramhub_core::worker_job::{Consequence, Reopening};
+use paramhub_core::worker_job::{Consequence, FailureCause, Reopening};
 
 use super::Worker;
 use crate::job::{NAMESPACE, hub_at};
@@ -27,10 +28,19 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// The pause before a hub that is not ready is dialled again.
 const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
+/// How long a hub may say that a job has ended before a worker believes it whose job may go on at another hub.
+const ENDED_AFTER: Duration = Duration::from_secs(3);
+
 /// The stream to a route.
 pub(super) struct Lane {
+    /// The hub of the newest stream.
     pub(super) hub: Process,
     pub(super) route: RouteId,
+    /// The hubs that have the route: its own, and its standby if it has one.
+    places: Vec<RoutePlace>,
+    /// The place that is dialled.
+    at: usize,
+    round: Round,
     pub(super) state: LaneState,
     /// The stream from which frames come.
     pub(super) stream: Option<StreamId>,
@@ -49,6 +59,26 @@ pub(super) struct Lane {
     pub(super) cuts: Cuts,
 }
 
+/// Where a hub has a route.
+#[derive(Clone, Copy, Debug)]
+struct RoutePlace {
+    hub: Process,
+    interface: u16,
+    core: u16,
+    /// The route, if the hub is not its own in the placement.
+    standby_route: Option<RouteId>,
+}
+
+/// What the hubs that have a route have said since they were all dialled last.
+#[derive(Default)]
+struct Round {
+    tried: usize,
+    /// How many of them do not run any more.
+    gone: usize,
+    /// Since when hubs have said that the job has ended, and how.
+    ended: Option<(Instant, FailureCause<String>)>,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LaneState {
     /// The first stream is being opened.
@@ -62,9 +92,13 @@ pub(super) enum LaneState {
 impl Worker {
     /// Opens the first streams to all hubs.
     pub(super) fn open_all(&mut self, context: &mut Context<'_>) {
+        let shares = self.joined().shares.clone();
         let lane = |(route, place): (RouteId, Route), hubs: &[HubShape]| Lane {
             hub: Process::Hub(hub_at(&hubs[usize::from(place.hub)])),
             route,
+            places: places((route, place), hubs, &shares),
+            at: 0,
+            round: Round::default(),
             state: LaneState::Closed,
             stream: None,
             attempts: 0,
@@ -89,21 +123,21 @@ impl Worker {
         let twin = Process::Twin(self.rank);
         for lane in &self.lanes {
             let stream = context.network.open(twin, lane.hub);
-            let hello = Hello { incarnation: Incarnation([255; 16]), ..self.hello(lane.route, 0) };
+            let hello = Hello { incarnation: Incarnation([255; 16]), ..self.hello(lane, 0) };
             context.send(stream, twin, Message::Hello(Box::new(hello)));
         }
     }
 
     /// What the worker says first on a stream.
-    fn hello(&self, route: RouteId, attempt: u32) -> Hello {
+    fn hello(&self, lane: &Lane, attempt: u32) -> Hello {
         let Joined { composed, epoch, .. } = self.joined();
         let placement = &composed.placements[0];
-        let place = placement.routes()[usize::from(route)];
+        let place = lane.places[lane.at];
         Hello {
             caller: Caller::Worker { rank: self.rank, shares_parameters: false },
             interface: place.interface,
             core: place.core,
-            standby_route: None,
+            standby_route: place.standby_route,
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: *epoch, number: attempt },
@@ -123,11 +157,12 @@ impl Worker {
 
     fn dial(&mut self, index: usize, attempt: u32, context: &mut Context<'_>) -> StreamId {
         let lane = &self.lanes[index];
-        let stream = context.network.open(self.process, lane.hub);
+        let stream = context.network.open(self.process, lane.places[lane.at].hub);
         context.trace(|| {
-            format!("{:?} dials {stream:?} to {:?} as attempt {attempt}", self.process, lane.route)
+            let (route, hub) = (lane.route, lane.places[lane.at].hub);
+            format!("{:?} dials {stream:?} to route {route} at {hub:?} as attempt {attempt}", self.process)
         });
-        let hello = self.hello(lane.route, attempt);
+        let hello = self.hello(lane, attempt);
         context.send(stream, self.process, Message::Hello(Box::new(hello)));
         stream
     }
@@ -176,6 +211,9 @@ impl Worker {
                 if refusal == Refusal::Busy {
                     return self.dialled_in_vain(index, attempts, false, context);
                 }
+                if self.plan.resuming.has_standbys {
+                    return self.refused_by_one_of_two(index, attempts, why, context);
+                }
                 if refusal == Refusal::Stale && self.plan.rewind_every.is_some() {
                     // All ranks have gone back, and this one has not heard of it by another stream yet.
                     let cause = self.cause(why, None);
@@ -199,7 +237,10 @@ impl Worker {
     /// A lane's stream has ended, which may be its path's fault.
     pub(super) fn cut(&mut self, index: usize, end: StreamEnd, context: &mut Context<'_>) {
         let patience = self.job.tries(end);
-        match patience.filter(|&patience| self.lanes[index].cuts.may_retry(context.instant(), patience)) {
+        let may_retry = |patience: &Duration| {
+            self.lanes[index].cuts.may_retry(context.instant(), (*patience).min(RESUME))
+        };
+        match patience.filter(may_retry) {
             Some(patience) => self.resume(index, patience, context),
             None => self.end_lane(index, &format!("{end:?}"), context),
         }
@@ -207,7 +248,10 @@ impl Worker {
 
     /// Opens a lane's stream again. The old one stays open until a frame comes on the new one.
     pub(super) fn resume(&mut self, index: usize, patience: Duration, context: &mut Context<'_>) {
-        if matches!(self.lanes[index].state, LaneState::Open) {
+        let lane = &mut self.lanes[index];
+        if matches!(lane.state, LaneState::Open) {
+            // The hub may be gone.
+            (lane.round, lane.at) = (Round::default(), (lane.at + 1) % lane.places.len());
             self.redial(index, Attempts::new(context.instant(), patience), context);
         }
     }
@@ -220,7 +264,11 @@ impl Worker {
         self.lanes[index].attempts += 1;
         let stream = self.dial(index, self.lanes[index].attempts, context);
         self.lanes[index].state = LaneState::Resuming(attempts, Some(stream));
-        let patience = attempts.by(now, PATIENCE).saturating_duration_since(now);
+        let patience = match self.plan.resuming.has_standbys {
+            true => attempts.connect_timeout() + HANDSHAKE_OF_TWO,
+            false => PATIENCE,
+        };
+        let patience = attempts.by(now, patience).saturating_duration_since(now);
         context.wake_in(self.process, patience, Wake::DialTimeout { lane: index, stream });
     }
 
@@ -231,6 +279,20 @@ impl Worker {
         is_hub_gone: bool,
         context: &mut Context<'_>,
     ) {
+        let lane = &mut self.lanes[index];
+        lane.round.tried += 1;
+        lane.round.gone += usize::from(is_hub_gone);
+        lane.at = (lane.at + 1) % lane.places.len();
+        if lane.round.tried < lane.places.len() && !attempts.are_over(context.instant()) {
+            return self.redial(index, attempts, context);
+        }
+        let Round { tried, gone, .. } = lane.round;
+        (lane.round.tried, lane.round.gone) = (0, 0);
+        // Whatever the hubs that are there have said is said by all of them.
+        if let Some((_, cause)) = lane.round.ended.take_if(|_| gone + 1 >= tried) {
+            return self.reopened(index, Reopening::Failed(cause), context);
+        }
+        let is_hub_gone = gone == tried;
         match attempts.after_round(context.instant(), self.outcome.is_some(), is_hub_gone) {
             AfterRound::Again(pause) => {
                 self.lanes[index].state = LaneState::Resuming(attempts, None);
@@ -244,6 +306,23 @@ impl Worker {
         }
     }
 
+    /// One of the two hubs of a route refuses it. It may have lost sight of the job, which goes on at the other.
+    fn refused_by_one_of_two(
+        &mut self,
+        index: usize,
+        attempts: Attempts,
+        why: String,
+        context: &mut Context<'_>,
+    ) {
+        let now = context.instant();
+        let cause = self.cause(format!("it was refused: {why}"), Some(why));
+        let (since, _) = *self.lanes[index].round.ended.get_or_insert((now, cause.clone()));
+        match now.duration_since(since) >= ENDED_AFTER {
+            true => self.reopened(index, Reopening::Failed(cause), context),
+            false => self.dialled_in_vain(index, attempts, false, context),
+        }
+    }
+
     fn reopened(&mut self, index: usize, reopening: Reopening<StreamId, String>, context: &mut Context<'_>) {
         let is_closed = matches!(self.lanes[index].state, LaneState::Closed);
         match self.job.reopened(reopening, is_closed, context.instant()) {
@@ -253,6 +332,7 @@ impl Worker {
             Consequence::Replace { stream, leaves } => {
                 let lane = &mut self.lanes[index];
                 lane.retired = lane.stream.replace(stream);
+                lane.hub = lane.places[lane.at].hub;
                 lane.state = LaneState::Open;
                 lane.liveness = PeerLiveness::new(context.instant());
                 lane.cuts.reopened(context.instant());
@@ -285,6 +365,23 @@ impl Worker {
             context.close(stream, self.process);
         }
     }
+}
+
+/// The hubs that have a route.
+fn places((id, route): (RouteId, Route), hubs: &[HubShape], shares: &[Share]) -> Vec<RoutePlace> {
+    let own = &hubs[usize::from(route.hub)];
+    let place = |shape: &HubShape, (interface, core), standby_route| RoutePlace {
+        hub: Process::Hub(hub_at(shape)),
+        interface,
+        core,
+        standby_route,
+    };
+    let mut places = vec![place(own, (route.interface, route.core), None)];
+    if let Some(standby) = shares.get(usize::from(route.hub)).and_then(|share| share.standby) {
+        let shape = &hubs[usize::from(standby)];
+        places.push(place(shape, route_at(&route, own, shape), Some(id)));
+    }
+    places
 }
 
 /// The routes that carry chunks.
