@@ -266,8 +266,8 @@ fn factors_to_hubs_put_on_hosts_what_the_plan_says() {
         row["busiest_by_mean"].as_f64().unwrap()
     });
     // One host has the layer with four fifths of the fully connected numbers, and sends all of them to three
-    // others.
-    assert!(wfbp < 1.1 && adam > 1.5, "{wfbp} and {adam} times the mean");
+    // others. What a hub still sends when a turn ends counts in the next one, on a busy machine a tenth of it.
+    assert!(wfbp < 1.4 && adam > 1.8, "{wfbp} and {adam} times the mean");
 }
 
 #[test]
