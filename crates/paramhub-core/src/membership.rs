@@ -471,12 +471,15 @@ impl Membership {
                     }
                 }
             }
-            Transition::SharesChanged { message } => {
+            Transition::SharesChanged { message, told_later } => {
                 let (hubs, command): (Vec<u32>, _) = (job.hubs().collect(), job.shares_command());
-                self.outputs.push(Output::Log(LogEvent::SharesChanged { job: name, namespace, message }));
-                self.outputs.push(Output::Save(namespace));
+                if let Some(message) = message {
+                    let event = LogEvent::SharesChanged { job: name, namespace, message };
+                    self.outputs.extend([Output::Log(event), Output::Save(namespace)]);
+                }
                 // A hub that has no share any more hears it, too: it ends its part.
-                for hub in hubs.into_iter().filter(|&hub| self.hubs.has(hub)) {
+                let is_told = |hub: &u32| self.hubs.has(*hub) && told_later != Some(*hub);
+                for hub in hubs.into_iter().filter(is_told) {
                     let command = command.clone();
                     self.outputs.push(Output::ChangeMembership { hub, namespace, command });
                 }

@@ -95,8 +95,11 @@ pub(crate) enum Transition {
     },
     /// Other hubs have the shares of the job, and with it the job's record has changed.
     SharesChanged {
-        /// What has happened, for the log.
-        message: String,
+        /// What has happened, for the log; `None` if the hubs are only to be told once more.
+        message: Option<String>,
+        /// A hub that is told later: another has just reported its loss, and the manager is about to learn whether it is there.
+        /// The end of a call that waits for commands says so best.
+        told_later: Option<u32>,
     },
     /// These hubs must report how the job ends.
     AskHubs { hubs: Vec<u32>, reason: String, when: StopWhen },

@@ -45,10 +45,17 @@ fn called(at_s: f64, has_hung_up: bool) -> Option<LastContact> {
 #[test]
 fn a_hub_goes_on_without_the_standby_that_it_has_lost() {
     let mut job = running();
-    assert!(has_changed(&lose(&mut job, 0, 0, 1)));
+    let changed = lose(&mut job, 0, 0, 1);
+    let Transition::SharesChanged { message: Some(_), told_later: Some(1) } = changed else {
+        panic!("{changed:?}")
+    };
     assert_eq!(told(&job), (1, shares([(0, None), (1, Some(2)), (2, Some(0))]).to_vec()));
     assert_eq!(lose(&mut job, 0, 0, 1), Transition::None);
     assert_eq!(job.state(), JobState::Running);
+    // It is there, and hears of the change.
+    let there = job.check_suspected_hubs(|_| called(12.1, false), later(12.2));
+    assert_eq!(there, Transition::SharesChanged { message: None, told_later: None });
+    assert!(!job.has_suspected_hubs());
 }
 
 #[test]

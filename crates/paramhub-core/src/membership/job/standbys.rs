@@ -85,10 +85,11 @@ impl Job {
         // changed counts, too.
         match held.role(reporter) {
             Role::Serves { has_standby: true } if held.standby == Some(lost) => {
-                let dropped = self.drop_standby(share, reason);
+                let message = self.drop_standby(share, reason);
                 // What it serves itself may have no chunks, and then nobody else reports its loss.
                 self.suspect(share, lost, reason, now);
-                dropped
+                let told_later = Some(self.job_hubs[usize::from(lost)].hub);
+                Transition::SharesChanged { message, told_later }
             }
             Role::StandsBy if held.served_by == lost => {
                 self.suspect(share, lost, reason, now);
@@ -144,7 +145,9 @@ impl Job {
             }
             if is_there {
                 let SuspectedHub { share, reason, .. } = self.suspected_hubs.remove(position);
-                return self.drop_standby(share, &reason);
+                // If the share goes on without it already, it is to be told.
+                let message = self.drop_standby(share, &reason);
+                return Transition::SharesChanged { message, told_later: None };
             }
         }
         Transition::None
@@ -176,7 +179,8 @@ impl Job {
                     }
                     None => "it goes on without that standby".to_owned(),
                 };
-                self.shares_changed(format!("{}; {then}", cause.message))
+                let message = Some(self.change_shares(format!("{}; {then}", cause.message)));
+                Transition::SharesChanged { message, told_later: None }
             }
             Err(share_lost) => {
                 self.job_hubs[usize::from(lost)].ended = true;
@@ -186,29 +190,31 @@ impl Job {
         }
     }
 
-    /// The hub that serves a share goes on without its standby.
-    fn drop_standby(&mut self, share: u16, reason: &str) -> Transition {
+    /// The hub that serves a share goes on without its standby. Returns what that is for people, if there was a standby.
+    fn drop_standby(&mut self, share: u16, reason: &str) -> Option<String> {
         self.suspected_hubs.retain(|suspected| suspected.share != share);
         let held = &mut self.shares[usize::from(share)];
-        let Some(standby) = held.standby.take() else { return Transition::None };
+        let standby = held.standby.take()?;
         let served_by = held.served_by;
         let [serving, standby] =
             [served_by, standby].map(|position| self.job_hubs[usize::from(position)].describe());
-        self.shares_changed(format!("{serving} goes on without its standby {standby}, since {reason}"))
+        let message = format!("{serving} goes on without its standby {standby}, since {reason}");
+        Some(self.change_shares(message))
     }
 
-    fn shares_changed(&mut self, message: String) -> Transition {
+    /// Counts a change of the shares, and returns what it is for people.
+    fn change_shares(&mut self, message: String) -> String {
         self.shares_number += 1;
         self.shares_reason.clone_from(&message);
         self.message.clone_from(&message);
-        Transition::SharesChanged { message }
+        message
     }
 
     /// Tells the hubs once more which of them have which shares, if that has changed.
     pub(super) fn repeat_shares(&self) -> Transition {
         match self.shares_number {
             0 => Transition::None,
-            _ => Transition::SharesChanged { message: self.shares_reason.clone() },
+            _ => Transition::SharesChanged { message: None, told_later: None },
         }
     }
 }
