@@ -50,8 +50,8 @@ impl Call {
     /// and from each break of a connection: the manager may be about to start, or may be restarting. By default it is
     /// not dialled again if it is the only manager.
     ///
-    /// Of several managers each is called, from the one that has answered last, until one has the call. What remains then
-    /// is the same as for a single manager.
+    /// Where there are several managers, each is called, from the one that has answered last, until one has the call. What
+    /// remains then is the same as for a single manager.
     pub(crate) fn make(
         &self,
         managers: &Managers,

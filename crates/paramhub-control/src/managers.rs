@@ -108,7 +108,7 @@ impl Managers {
         let (sender, receiver) = sync_channel(1);
         let exchanging = {
             let (agent, call, url) = (self.agent.clone(), call.clone(), url.clone());
-            // Nobody takes the answer of a manager that was given up.
+            // The answer of a manager that was given up is not taken.
             move || drop(sender.send(exchange(&agent, &url, &call, left)))
         };
         if std::thread::Builder::new().name("paramhub-call".into()).spawn(exchanging).is_err() {

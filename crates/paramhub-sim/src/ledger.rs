@@ -173,7 +173,7 @@ impl Ledger {
         };
         let mut all: BTreeMap<SiteChunk, u32> = BTreeMap::new();
         for (&(site, chunk), versions) in &self.versions {
-            // Of two hubs that have a chunk one may be lost, and behind.
+            // Where two hubs have a chunk, one may be lost, and be behind.
             let place = if self.standbys.is_some() { 0 } else { site };
             let newest = all.entry((place, chunk)).or_default();
             *newest = present((&(site, chunk), versions)).max(*newest);
