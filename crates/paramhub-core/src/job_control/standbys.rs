@@ -150,14 +150,11 @@ impl JobControl {
     pub(super) fn check_lost_workers(&mut self, now: Duration) {
         let mut certain = Vec::new();
         for (&namespace, job) in &mut self.jobs {
-            let is_ending = job.is_ending();
-            let is_certain = |lost: &mut LostWorker| is_ending || now >= lost.since + LOSS_CERTAIN;
+            let is_certain = |lost: &mut LostWorker| now >= lost.since + LOSS_CERTAIN;
             certain.extend(job.lost_worker.take_if(is_certain).map(|lost| (namespace, lost)));
         }
         for (namespace, LostWorker { rank, cause, message, .. }) in certain {
-            if self.may_be_replaced(namespace) {
-                self.fail(namespace, cause, rank, message, now);
-            }
+            self.fail(namespace, cause, rank, message, now);
         }
     }
 
