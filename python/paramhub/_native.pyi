@@ -274,7 +274,9 @@ class MeshListener:
         *,
         timeout: float,
         dead_after: float,
-    ) -> Mesh: ...
+        check: Callable[[list[int]], None],
+    ) -> Mesh:
+        """``check(missing)`` is called with the ranks that are not connected yet. It may raise an error to end the wait."""
 
 @final
 class Mesh:

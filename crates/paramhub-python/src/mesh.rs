@@ -38,8 +38,9 @@ impl MeshListener {
         Ok(MeshListener { listener: Mutex::new(Some(listener)), address })
     }
 
-    /// Connects to every other rank; returns once all connections are established.
-    #[pyo3(signature = (name, rank, addresses, secret, *, timeout, dead_after))]
+    /// Connects to every other rank; returns once all connections are established. `check(missing)`, called about ten times a
+    /// second with the ranks that are not connected yet, may raise an error to end that.
+    #[pyo3(signature = (name, rank, addresses, secret, *, timeout, dead_after, check))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn join(
         &self,
@@ -50,6 +51,7 @@ impl MeshListener {
         secret: &str,
         timeout: f64,
         dead_after: f64,
+        check: Py<PyAny>,
     ) -> PyResult<Mesh> {
         refuse_in_child(py)?;
         let unreadable =
@@ -67,16 +69,17 @@ impl MeshListener {
         config.dead_after = seconds(py, Some(dead_after))?.unwrap_or(config.dead_after);
         let listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
         let listener = listener.ok_or_else(|| errors::misuse(py, "the mesh was joined already"))?;
-        let mut signal = None;
-        let mut goes_on = || match Python::attach(|py| py.check_signals()) {
-            Ok(()) => true,
-            Err(raised) => {
-                signal = Some(raised);
-                false
-            }
+        let mut raised = None;
+        let mut goes_on = |missing: &[u32]| {
+            let checked = Python::attach(|py| {
+                py.check_signals()?;
+                check.call1(py, (missing.to_vec(),))
+            });
+            raised = checked.err();
+            raised.is_none()
         };
         let joined = py.detach(|| listener.join_while(config, &mut goes_on));
-        match (signal, joined) {
+        match (raised, joined) {
             (Some(raised), _) => Err(raised),
             (None, Ok(mesh)) => Ok(Mesh::new(name, mesh)),
             (None, Err(error)) => Err(errors::mesh(py, &error)),

@@ -19,7 +19,7 @@ from paramhub.errors import JobFailedError, MisuseError
 from paramhub.torch._host_memory import overlap, staged, together
 from paramhub.torch._hub_sums import HubSums
 from paramhub.torch._log import log
-from paramhub.torch._rendezvous import allgather_json
+from paramhub.torch._rendezvous import LostRank, allgather_json
 from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE
 from paramhub.torch._spans import Spans
 from paramhub.torch._tensors import memory_range
@@ -89,15 +89,8 @@ class Group:
         listener = _native.MeshListener(self.world.own_address())
         # The salts keep the secrets of two groups of one name apart.
         own = {"address": listener.address, "salt": secrets.token_hex(16)}
-        peers = allgather_json(
-            store,
-            "mesh",
-            own,
-            self.rank,
-            self.size,
-            self.timeout,
-            lost=lambda: self.world.lost_among(self.members),
-        )
+        lost = LostRank(self.rank, self.size, lambda: self.world.lost_among(self.members))
+        peers = allgather_json(store, "mesh", own, self.rank, self.size, self.timeout, lost=lost)
         salts = "".join(each["salt"] for each in peers)
         return listener.join(
             self.name,
@@ -106,6 +99,7 @@ class Group:
             self.world.run_secret.derive(f"mesh {self.name} {salts}"),
             timeout=self.timeout,
             dead_after=self.world.options.dead_after,
+            check=lost.check,
         )
 
     # Reductions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +80,39 @@ def has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+class LostRank:
+    """A rank of ``size`` that may not come any more, and for how long this rank awaits it."""
+
+    def __init__(self, rank: int, size: int, lost: Callable[[], tuple[int, BaseException] | None]) -> None:
+        """``lost()`` returns such a rank and the failure that names it, or None."""
+        self._rank = rank
+        self._size = size
+        self._lost = lost
+        self._since: float | None = None
+
+    def is_overdue(self, is_missing: Callable[[int], bool]) -> bool:
+        """Returns whether a lost rank has been missing for `LOST_GRACE` seconds. It is asked again and again."""
+        named = self._lost()
+        if named is None or not is_missing(named[0]):
+            return False
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        return now >= self._since + LOST_GRACE
+
+    def check(self, missing: Collection[int]) -> None:
+        """Raises ConnectError if `is_overdue`."""
+        if self.is_overdue(missing.__contains__):
+            self.report(missing)
+
+    def report(self, missing: Collection[int]) -> None:
+        """Raises ConnectError if one of the ranks that are missing is lost."""
+        named = self._lost()
+        if named is not None and named[0] in missing:
+            raise ConnectError(
+                f"rank {self._rank}: rank {named[0]} of {self._size} does not arrive: {named[1]}"
+            ) from named[1]
+
+
 def allgather_json(
     store: dist.Store,
     label: str,
@@ -88,30 +121,20 @@ def allgather_json(
     size: int,
     timeout: float,
     advice: str = "do all ranks make the same groups?",
-    lost: Callable[[], tuple[int, BaseException] | None] = lambda: None,
+    lost: LostRank | None = None,
 ) -> list[Any]:
-    """Returns every rank's ``own``, by rank. Each rank calls it once with the same label. ``own`` must fit JSON. ``lost``
-    returns a rank that may not come any more and the failure that names it; it is awaited for `LOST_GRACE` seconds."""
+    """Returns every rank's ``own``, by rank. Each rank calls it once with the same label. ``own`` must fit JSON. ``lost`` is
+    not awaited for the whole ``timeout``."""
     store.set(f"{label}/{rank}", json.dumps(own))
     keys = [f"{label}/{each}" for each in range(size)]
-    lost_since: float | None = None
 
     def gives_up() -> bool:
-        nonlocal lost_since
-        named = lost()
-        if named is None or store.check([keys[named[0]]]):
-            return False
-        now = time.monotonic()
-        lost_since = now if lost_since is None else lost_since
-        return now >= lost_since + LOST_GRACE
+        return lost is not None and lost.is_overdue(lambda other: not store.check([keys[other]]))
 
     missing = [keys.index(key) for key in wait_for_keys(store, keys, timeout, gives_up=gives_up)]
     if missing:
-        named = lost()
-        if named is not None and named[0] in missing:
-            raise ConnectError(
-                f"rank {rank}: rank {named[0]} of {size} does not arrive: {named[1]}"
-            ) from named[1]
+        if lost is not None:
+            lost.report(missing)
         raise ConnectError(
             f"rank {rank}: {format_ranks(missing)} of {size} did not arrive within {timeout:g} s: did they start, and {advice}"
         )

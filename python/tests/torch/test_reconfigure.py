@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paramhub.torch
 from paramhub.errors import ConnectError, MisuseError
-from paramhub.torch import _watchdog
+from paramhub.torch import _collectives, _watchdog
+from paramhub.torch._rendezvous import allgather_json
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure") or not paramhub.torch.backend.HAS_BACKENDS,
@@ -273,19 +274,40 @@ def test_ranks_that_die_at_any_moment_are_replaced(team: Team) -> None:
         assert all(torch.equal(own, other) for own, other in zip(first, its, strict=True))
 
 
-def lose_one_before_the_next_group(rank: Rank) -> None:
+def lose_one_while_the_next_group_connects(rank: Rank, victim: int, has_said_where_it_listens: bool) -> None:
     begin(rank, 3)
     connect(rank, 10, [0, 1, 2])
-    if rank.rank == 2:
+    if rank.rank == victim:
+        if has_said_where_it_listens:
+            _collectives.allgather_json = meet_and_die
+            paramhub.torch.broadcast_object(1)
         os.kill(os.getpid(), signal.SIGKILL)
     # The connections that it makes are others than those of the process group.
-    with pytest.raises(paramhub.ConnectError, match=r"rank 2 of 3 does not arrive: .*rank 2 is lost"):
+    with pytest.raises(
+        paramhub.ConnectError, match=rf"rank {victim} of 3 does not arrive: .*rank {victim} is lost"
+    ):
         paramhub.torch.broadcast_object(1)
     dist.destroy_process_group()
 
 
-def test_a_rank_that_dies_is_not_awaited_for_the_whole_timeout_by_its_next_group(team: Team) -> None:
-    team(lose_one_before_the_next_group, ranks=3, dies=(2,))
+def meet_and_die(*arguments, **options) -> None:
+    allgather_json(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [2, 1])
+@pytest.mark.parametrize("has_said_where_it_listens", [False, True])
+def test_a_rank_that_dies_is_not_awaited_for_the_whole_timeout_by_its_next_group(
+    team: Team, victim: int, has_said_where_it_listens: bool
+) -> None:
+    team(
+        lose_one_while_the_next_group_connects,
+        victim,
+        has_said_where_it_listens,
+        ranks=3,
+        dies=(victim,),
+        timeout=45,
+    )
 
 
 def keep_ddp(rank: Rank) -> list[torch.Tensor]:

@@ -78,14 +78,14 @@ impl MeshListener {
     /// Connects to every other rank. Returns once all connections are established, or with an error that
     /// names the missing ranks.
     pub fn join(self, config: MeshConfig) -> Result<Mesh, MeshError> {
-        self.join_while(config, || true)
+        self.join_while(config, |_| true)
     }
 
-    /// [`join`](Self::join) that asks `goes_on` about ten times a second.
+    /// [`join`](Self::join) that asks `goes_on(missing)` about ten times a second, with the ranks that are not connected yet.
     pub fn join_while(
         self,
         config: MeshConfig,
-        mut goes_on: impl FnMut() -> bool,
+        mut goes_on: impl FnMut(&[u32]) -> bool,
     ) -> Result<Mesh, MeshError> {
         config.check()?;
         let deadline = Instant::now() + config.join_timeout;
@@ -184,7 +184,7 @@ impl MeshJoin {
     }
 
     /// Runs until every rank is connected, and returns the connections by rank.
-    fn run(&mut self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<Option<PeerSocket>>, MeshError> {
+    fn run(&mut self, goes_on: &mut dyn FnMut(&[u32]) -> bool) -> Result<Vec<Option<PeerSocket>>, MeshError> {
         let begun = Instant::now();
         let mut next_question = begun + ASK_EVERY;
         let mut events = Events::with_capacity(256);
@@ -197,7 +197,7 @@ impl MeshJoin {
                 return Err(self.too_late());
             }
             if now >= next_question {
-                if !goes_on() {
+                if !goes_on(&self.missing().collect::<Vec<_>>()) {
                     return Err(MeshError::Interrupted { this_rank: self.this_rank.clone() });
                 }
                 next_question = now + ASK_EVERY;

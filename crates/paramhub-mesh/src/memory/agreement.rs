@@ -39,7 +39,7 @@ pub(crate) type SharedMemoryAgreement = Result<SharedSegment, Arc<str>>;
 /// The time that joining may take, and a callback that may end it before.
 pub(crate) struct JoinDeadline<'a> {
     pub(crate) at: Instant,
-    pub(crate) goes_on: &'a mut dyn FnMut() -> bool,
+    pub(crate) goes_on: &'a mut dyn FnMut(&[u32]) -> bool,
 }
 
 /// Agrees with all other ranks. `sockets` are connections whose handshake is over, by rank.
@@ -157,7 +157,7 @@ impl SegmentServer {
                 return Ok(answers);
             }
             let timeout = wait_time(config, &deadline, &open)?;
-            if !(deadline.goes_on)() {
+            if !(deadline.goes_on)(&[]) {
                 return Err(AgreementError::Mesh(MeshError::Interrupted { this_rank: config.this_rank() }));
             }
             poller.wait(&mut events, Some(timeout))?;
@@ -277,7 +277,7 @@ fn receive_bytes(
     let mut filled = 0;
     while !socket.receive_few(bytes, &mut filled)? {
         let timeout = wait_time(config, deadline, &[0])?;
-        if !(deadline.goes_on)() {
+        if !(deadline.goes_on)(&[]) {
             return Err(AgreementError::Mesh(MeshError::Interrupted { this_rank: config.this_rank() }));
         }
         poller.wait(&mut events, Some(timeout))?;
@@ -338,7 +338,7 @@ mod tests {
             });
             let mut sockets: Vec<_> = std::iter::once(None).chain(sockets).collect();
             let deadline = Instant::now() + deadline;
-            agree(&config(0, size), &mut sockets, JoinDeadline { at: deadline, goes_on: &mut || true })
+            agree(&config(0, size), &mut sockets, JoinDeadline { at: deadline, goes_on: &mut |_| true })
         });
         for socket in &far {
             socket.set_read_timeout(Some(LONG)).unwrap();
@@ -424,7 +424,8 @@ mod tests {
         far.write_all(&[7; OFFER_BYTES]).unwrap();
         let deadline = Instant::now() + LONG;
         let mut sockets = [Some(PeerSocket::from(OwnedFd::from(near))), None];
-        let agreed = agree(&config(1, 2), &mut sockets, JoinDeadline { at: deadline, goes_on: &mut || true });
+        let agreed =
+            agree(&config(1, 2), &mut sockets, JoinDeadline { at: deadline, goes_on: &mut |_| true });
         assert!(matches!(agreed, Err(MeshError::Protocol { rank: 0, .. })));
     }
 }

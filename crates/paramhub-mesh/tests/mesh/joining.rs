@@ -232,7 +232,7 @@ fn a_refused_peer_that_goes_on_sending_is_cut_off() {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let done = &done;
-        let joining = scope.spawn(move || listener.join_while(config, || !done.load(Ordering::Acquire)));
+        let joining = scope.spawn(move || listener.join_while(config, |_| !done.load(Ordering::Acquire)));
         let mut stream = TcpStream::connect(addresses[0]).unwrap();
         let mut hello = [0_u8; 72];
         hello[..4].copy_from_slice(b"PHUM");
@@ -269,7 +269,7 @@ fn another_version_is_refused_with_the_reason() {
 fn joining_can_be_given_up() {
     let (mut listeners, addresses) = listeners(2);
     let mut questions = 0;
-    let outcome = listeners.remove(0).join_while(config(0, &addresses), || {
+    let outcome = listeners.remove(0).join_while(config(0, &addresses), |_| {
         questions += 1;
         questions < 3
     });
