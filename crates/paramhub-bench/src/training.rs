@@ -66,6 +66,7 @@ pub struct TrainSection {
     pub encrypt: bool,
     #[serde(with = "text")]
     pub on_interface_down: OnInterfaceDown,
+    pub replicas: u32,
     pub stragglers: Stragglers,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub progress_timeout_s: Option<f64>,
@@ -119,6 +120,7 @@ impl Default for TrainSection {
             on_interface_down: OnInterfaceDown::Fail,
             deployment: None,
             hubs: None,
+            replicas: 0,
             stragglers: Stragglers::Wait,
             progress_timeout_s: None,
             chaos_s: None,

@@ -148,6 +148,7 @@ pub(crate) struct RunSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) join: Option<String>,
     pub(crate) rewind_every: u32,
+    pub(crate) replicas: u32,
     pub(crate) linger_s: f64,
     /// `None`: 4 MiB if the ranks go back to earlier steps, else 0.
     pub(crate) program_state_bytes: Option<u32>,
@@ -275,6 +276,7 @@ impl Default for RunSection {
             on_worker_loss,
             min_workers,
             rewind_every,
+            replicas,
             linger_s,
             stragglers,
             ..
@@ -295,6 +297,7 @@ impl Default for RunSection {
             max_workers: None,
             join: None,
             rewind_every,
+            replicas,
             linger_s,
             program_state_bytes: None,
             max_restarts: 0,

@@ -7,7 +7,7 @@ use crate::config::distance;
 const PREFIX: &str = "PARAMHUB_";
 
 /// Variables that workers, the Python package or its bindings read and that no flag stands for.
-const OF_WORKERS: [&str; 16] = [
+const OF_WORKERS: [&str; 17] = [
     paramhub_kernels::ISA_VARIABLE,
     "PARAMHUB_JOB",
     "PARAMHUB_SECRET",
@@ -21,6 +21,7 @@ const OF_WORKERS: [&str; 16] = [
     "PARAMHUB_LINGER",
     "PARAMHUB_REWIND_EVERY",
     "PARAMHUB_MAX_WORKERS",
+    "PARAMHUB_REPLICAS",
     "PARAMHUB_RUN_ID",
     "PARAMHUB_CHECKPOINTS",
     "PARAMHUB_CHECKPOINT_EVERY",

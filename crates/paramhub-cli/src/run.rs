@@ -121,6 +121,10 @@ pub(super) struct RunFlags {
     /// without --hub, there is none, for workers that exchange among themselves [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
     hubs: Option<u32>,
+    /// The number of standbys of each chunk, 0 or 1: with 1 another hub has all that workers were answered, and takes over when
+    /// the hub is lost; it takes two hubs or more [default: 0]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1), env = "PARAMHUB_RUN_REPLICAS")]
+    replicas: Option<u32>,
     /// Where the hubs are: cc, one beside the workers of the first host; cs, one beside those of every host; ncc or ncs, one or
     /// several dedicated ones that have joined the connection manager at --hub [default: one here, or with --hub whichever have
     /// joined]
@@ -161,7 +165,7 @@ impl RunFlags {
         self.url.apply(config);
         overlay!(self => config.run;
             workers, cores, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, rewind_every,
-            max_restarts, stragglers, hosts, master_port;
+            replicas, max_restarts, stragglers, hosts, master_port;
             name, max_workers, join, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
@@ -246,6 +250,9 @@ fn commands(
         if section.encrypt {
             // For jobs that the ranks create, and for connections among them.
             command.env("PARAMHUB_ENCRYPT", "1");
+        }
+        if section.replicas > 0 {
+            command.env("PARAMHUB_REPLICAS", section.replicas.to_string());
         }
         if let Some(rack) = &environment.rack {
             command.env("PARAMHUB_RACK", rack);

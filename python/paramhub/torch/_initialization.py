@@ -43,6 +43,7 @@ def init(
     program_state_bytes: int | None = None,
     checkpoints: str | None = None,
     checkpoint_every: str | None = None,
+    replicas: int | None = None,
 ) -> None:
     """Joins the other ranks of this run. A second call does nothing.
 
@@ -92,6 +93,10 @@ def init(
     ``PARAMHUB_RUN_ID`` or its Slurm job. A run that finished begins anew. The hub at that URL is to have a folder for
     checkpoints; the one that torchrun's ranks leave has ``checkpoints``, and then writes one every 30 seconds if nothing else
     is said. The defaults are ``PARAMHUB_CHECKPOINT_EVERY`` and ``PARAMHUB_CHECKPOINTS``.
+
+    With ``replicas=1``, by default rank 0's ``PARAMHUB_REPLICAS``, the jobs of this run go on when a hub is lost: another hub
+    has all that ranks were answered, and takes over. Two hubs or more must have joined the connection manager at that URL.
+    docs/recovery.md says what such a job cannot have.
     """
     if _world is not None:
         return
@@ -121,6 +126,7 @@ def init(
         program_state_bytes,
         checkpoints,
         checkpoint_every,
+        replicas,
     )
     if store is None:
         store = rendezvous_store(assignment, timeout)

@@ -27,3 +27,4 @@ class Options:
     program_state_bytes: int | None = None
     checkpoints: str | None = None
     checkpoint_every: str | None = None
+    replicas: int | None = None

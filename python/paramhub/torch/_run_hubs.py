@@ -57,6 +57,8 @@ class HubAccess:
     """The largest program state of a rank, if not the default."""
     checkpoint_every: str | None = None
     """How often their hubs write checkpoints, if at all."""
+    replicas: int = 0
+    """The number of standbys of each chunk in the jobs of this run."""
 
     @property
     def outlives_ranks(self) -> bool:
@@ -70,7 +72,7 @@ class HubAccess:
 
 
 class _Lasting(NamedTuple):
-    """The last fields of `HubAccess`, of jobs that stay when ranks are lost."""
+    """The fields of `HubAccess` that concern jobs which stay when ranks are lost."""
 
     on_worker_loss: str
     linger: float | None
@@ -118,6 +120,12 @@ class RunHubs:
     def choose(self, url: str | None) -> HubAccess:
         """Returns access to the hub at ``url`` or ``PARAMHUB_URL``, or starts a hub if neither is given. Rank 0 calls it."""
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
+        copies = replicas(self._options.replicas)
+        if copies and not url:
+            raise MisuseError(
+                f"replicas is {copies}, but this run would start the only hub itself: start two hubs or more with one connection "
+                "manager, and name that by PARAMHUB_URL"
+            )
         # `paramhub run` has chosen what becomes of its job, and starts single workers again.
         policy = "fail" if "PARAMHUB_JOB" in os.environ else on_worker_loss(self._options.on_worker_loss)
         folder, every = checkpoints(self._options.checkpoints, self._options.checkpoint_every)
@@ -131,7 +139,7 @@ class RunHubs:
             if not url:
                 return self._start_run_hub()
             run = secrets.token_hex(8)
-            return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for())
+            return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), replicas=copies)
         run = self._record.name(self._assignment.launcher, policy)
         most = max_workers(self._options.max_workers)
         if most is not None and policy != "rewind":
@@ -153,7 +161,7 @@ class RunHubs:
                 f"the folder of checkpoints is {folder!r}, but the hub at {url} has its own: start that one with "
                 "`--checkpoints DIR`, and give only checkpoint_every here"
             )
-        return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), *lasting)
+        return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), *lasting, copies)
 
     def _start_run_hub(self) -> HubAccess:
         deployment, run = choose_deployment(self._options.deployment, self.hosts), secrets.token_hex(8)
@@ -223,11 +231,16 @@ class RunHubs:
             # Jobs wait until every host's hub has joined the manager.
             self.access = replace(self.access, hubs=self.hosts)
         wanted = is_peer or self._options.host_hub
+        if wanted and self.access.replicas:
+            raise MisuseError(
+                "host_hub and replicas are given, but the sums of hosts have no standby: leave one of them out"
+            )
         # Of several managers the first shows the way to all of them.
         manager = urlsplit(self.access.url.split(",")[0].strip())
         if wanted is None:
             # A hub of this host would end with its ranks.
-            wanted = not self.access.outlives_ranks and not is_own_address(manager.hostname or "localhost")
+            may_end = not self.access.outlives_ranks and not self.access.replicas
+            wanted = may_end and not is_own_address(manager.hostname or "localhost")
         self.sums_by_host = bool(wanted)
         if (
             not wanted
@@ -327,6 +340,11 @@ def max_workers(given: int | None) -> int | None:
     """The most ranks that a later start of the run may have, if their number may change: ``given``, else
     ``PARAMHUB_MAX_WORKERS``."""
     return _number(given, "PARAMHUB_MAX_WORKERS", "ranks")
+
+
+def replicas(given: int | None) -> int:
+    """The number of standbys of each chunk: ``given``, else ``PARAMHUB_REPLICAS``, else 0."""
+    return _number(given, "PARAMHUB_REPLICAS", "standbys of each chunk, 0 or 1") or 0
 
 
 def _number(given: int | None, variable: str, what: str) -> int | None:

@@ -96,7 +96,8 @@ class RunJobs:
         text = json.dumps({"reproducible": self.options.reproducible, **settings})
         # A ring gives each link one stream each way: docs/decisions/pytorch.md.
         by_hosts = "ring" if hub.deployment == "cs" else "auto"
-        reduction = by_hosts if self._may_sum_by_host(settings, text) else "flat"
+        is_flat = hub.replicas > 0 or not self._may_sum_by_host(settings, text)
+        reduction = "flat" if is_flat else by_hosts
         stays = outlives_ranks and hub.outlives_ranks
         opening = _Opening(
             *self._ticket(label, members, rank, inherits, stays, reduction),
@@ -240,6 +241,7 @@ class RunJobs:
                 patience=10.0,
                 reduction=reduction,
                 find=stays,
+                replicas=hub.replicas or None,
                 **lasting,
             )
         except Exception as error:

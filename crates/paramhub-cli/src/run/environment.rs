@@ -145,6 +145,7 @@ fn options(section: &RunSection) -> JobOptions {
         on_worker_loss: section.on_worker_loss,
         min_workers: section.min_workers,
         rewind_every: section.rewind_every,
+        replicas: section.replicas,
         linger_s: section.linger_s,
         program_state_bytes: section.program_state_bytes.unwrap_or(match section.on_worker_loss {
             OnWorkerLoss::Rewind => PROGRAM_STATE_BYTES,

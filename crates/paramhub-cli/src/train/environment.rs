@@ -155,6 +155,7 @@ pub(super) fn options(section: &TrainSection) -> JobOptions {
         reduction: section.reduction,
         encrypt: section.encrypt,
         on_interface_down: section.on_interface_down,
+        replicas: section.replicas,
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,
         on_worker_loss: match section.chaos_s {

@@ -97,6 +97,10 @@ pub(crate) struct TrainFlags {
     /// How many hubs must have joined the connection manager at --hub before training begins [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_HUBS")]
     hubs: Option<u32>,
+    /// The number of standbys of each chunk, 0 or 1: with 1 another hub has all that workers were answered, and takes over when
+    /// the hub is lost; it takes two hubs or more [default: 0]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1), env = "PARAMHUB_TRAIN_REPLICAS")]
+    replicas: Option<u32>,
     /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_STRAGGLERS")]
@@ -163,7 +167,7 @@ impl TrainFlags {
         section.chaos_s = self.chaos.or(section.chaos_s);
         overlay!(self => config.train;
             net, data, epochs, batch, momentum, optimizer, seed, exchange, compute_threads, check_collectives, transport, reproducible, consistency,
-            reduction, encrypt, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
+            reduction, encrypt, on_interface_down, replicas, stragglers, scheme, codec, chunk_bytes, cores;
             workers, lr, weight_decay, deployment, hubs, chaos_seed, test_every, trace, json, save, name, checkpoints, checkpoint_every, resume);
     }
 }
