@@ -72,6 +72,7 @@ def connect(
     peers: bool = False,
     hub_rank: int | None = None,
     workers: int | None = None,
+    manager_patience: float | None = None,
 ) -> Member: ...
 
 @final

@@ -85,10 +85,11 @@ impl JobControl {
         }
     }
 
-    /// Whether the hub is to plan a job that the manager wants allocated. A command can come twice, since the answer to
-    /// the first may have been lost, or the manager has restarted: then the job may have ended here meanwhile.
-    pub fn wants(&self, namespace: Namespace) -> bool {
-        self.is_serving() && !self.jobs.contains_key(&namespace) && !self.has_held(namespace)
+    /// Whether the hub is to plan a job that the manager wants allocated, which begins with this epoch. A command can come
+    /// twice, since the answer to the first may have been lost, or the manager has restarted: then the job may have ended here
+    /// meanwhile. A job that begins again does so with another epoch.
+    pub fn wants(&self, namespace: Namespace, epoch: u64) -> bool {
+        self.is_serving() && !self.jobs.contains_key(&namespace) && !self.has_held(namespace, epoch)
     }
 
     /// Notes since when the manager has been out of reach, if it is.
@@ -135,7 +136,7 @@ impl JobControl {
     fn handle_serving(&mut self, event: Event, now: Duration) {
         match event {
             Event::Planned(terms) => self.admit(*terms, now),
-            Event::AllocateAgain { namespace } => self.allocated_before(namespace),
+            Event::AllocateAgain { namespace, epoch } => self.allocated_before(namespace, epoch),
             Event::ReportJobs { question } => self.report_jobs(question),
             Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
             Event::Link { namespace } => self.link(namespace, now),

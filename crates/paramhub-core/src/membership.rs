@@ -149,6 +149,7 @@ impl Membership {
         let had_ended = record.status.state.has_ended();
         let (job, transition) = Job::restore(record, now);
         let (namespace, name, hubs) = (job.namespace, job.name.clone(), job.hubs().collect::<Vec<u32>>());
+        let former_hubs = job.former_hubs();
         let must_link = job.state() == JobState::Running && job.is_linked();
         self.next_order = job.order + 1;
         self.jobs.insert(namespace, job);
@@ -165,6 +166,9 @@ impl Membership {
                 // The earlier manager may not have sent it. A hub that has linked the job ignores it.
                 self.command(hub, HubCommand::Link { namespace });
             }
+        }
+        for hub in former_hubs.into_iter().filter(|&hub| !self.hubs.has(hub)) {
+            self.jobs.get_mut(&namespace).map(|job| job.former_part_over(hub));
         }
     }
 
@@ -396,6 +400,7 @@ impl Membership {
         self.go_on_probing(now);
         let living: Vec<Namespace> = self.living.values().copied().collect();
         for namespace in living {
+            self.check_hubs_to_go_back(namespace, now);
             if let Some(job) = self.jobs.get_mut(&namespace) {
                 let transition = job.check_time(now);
                 if transition != Transition::None {
@@ -482,6 +487,17 @@ impl Membership {
                 for hub in hubs.into_iter().filter(is_told) {
                     let command = command.clone();
                     self.outputs.push(Output::ChangeMembership { hub, namespace, command });
+                }
+            }
+            Transition::BeganAgain { hubs, change, epoch, reason, message, .. } => {
+                let event = LogEvent::RankChanged { job: name, namespace, epoch, message };
+                self.outputs.extend([Output::Log(event), Output::Save(namespace)]);
+                for hub in hubs.into_iter().filter(|&hub| self.hubs.has(hub)) {
+                    for command in
+                        [change.command(namespace), stop_command(namespace, reason.clone(), StopWhen::Now)]
+                    {
+                        self.outputs.push(Output::ChangeMembership { hub, namespace, command });
+                    }
                 }
             }
             Transition::AskHubs { hubs, reason, when } => {

@@ -81,7 +81,10 @@ impl AdmittedStreams for Directory {
 
 impl Directory {
     pub(crate) fn insert(&self, namespace: Namespace, entry: JobEntry) {
-        self.jobs().living.insert(namespace, entry);
+        let mut jobs = self.jobs();
+        // The job may have ended here before it began again.
+        jobs.ended.retain(|ended| ended.namespace != namespace);
+        jobs.living.insert(namespace, entry);
     }
 
     /// Refuses the streams of a rank's former process: the rank is lost since `epoch`.

@@ -112,9 +112,9 @@ impl JobController {
     fn command(&mut self, command: HubCommand) -> Option<Event> {
         Some(match command {
             HubCommand::Allocate(plan) => {
-                let namespace = plan.namespace;
-                if !self.control.wants(namespace) {
-                    return Some(Event::AllocateAgain { namespace });
+                let (namespace, epoch) = (plan.namespace, plan.epoch.number);
+                if !self.control.wants(namespace, epoch) {
+                    return Some(Event::AllocateAgain { namespace, epoch });
                 }
                 match self.plan(&plan) {
                     Ok((job, terms)) => {

@@ -117,7 +117,7 @@ impl Registry {
         let name = request.name.clone();
         let namespace = wanted.map_or_else(|| random().map(Namespace), Ok)?;
         let nonce = Nonce(random()?);
-        let epoch = Some(Epoch { number: 1, secret: EpochSecret(random()?) });
+        let epoch = Some(Epoch { number: Epoch::FIRST, secret: EpochSecret(random()?) });
         let reserved = self.with(|state| {
             if let Some(team) = &by.team {
                 // The team may have been removed since the token was checked.

@@ -12,7 +12,7 @@ use crate::factors::FactorLayers;
 use crate::fork::refuse_in_child;
 use crate::job::Job;
 use crate::join_options;
-use crate::waiting::interruptible;
+use crate::waiting::{interruptible, seconds};
 
 /// A worker whose job is complete but has no settings yet.
 #[pyclass(frozen, module = "paramhub._native")]
@@ -70,11 +70,12 @@ impl Connected {
 /// ConnectService: returns when every rank has called it. With `peers` this worker listens for the others,
 /// for layers that are exchanged by factors. `hub_rank` is the rank in whose process all hubs run, if they
 /// do. `workers` is the number of ranks that have been started together, if a later start may have another.
+/// `manager_patience` is how long a manager that is away is called, in seconds.
 #[pyfunction]
 #[pyo3(signature = (
     url, namespace, secret, rank, *, transport = None, interfaces = None, shared_parameters = "never", spin_us = 0,
     rendezvous_timeout = None, rack = None, host = None, peers = false, hub_rank = None,
-    workers = None
+    workers = None, manager_patience = None
 ))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn connect(
@@ -93,6 +94,7 @@ pub(crate) fn connect(
     peers: bool,
     hub_rank: Option<u32>,
     workers: Option<u32>,
+    manager_patience: Option<f64>,
 ) -> PyResult<Member> {
     refuse_in_child(py)?;
     let membership = join_options::membership(py, url, namespace, secret, rank)?;
@@ -108,6 +110,9 @@ pub(crate) fn connect(
     };
     options.hub_rank = hub_rank;
     options.started_workers = workers;
+    if let Some(patience) = seconds(py, manager_patience)? {
+        options.manager_retry_timeout = patience;
+    }
     options.spin = Duration::from_micros(spin_us);
     let peer_listener = peers.then(|| PeerListener::listen(&membership, PortRange::ANY)).transpose();
     let peer_listener = peer_listener.map_err(|error| errors::factors(py, &error))?;

@@ -174,14 +174,16 @@ impl Hub {
     /// Passes a command of the manager to the job control.
     fn command(&mut self, command: HubCommand, context: &mut Context<'_>) {
         let event = match command {
-            HubCommand::Allocate(ordered) if self.control.wants(ordered.namespace) => {
+            HubCommand::Allocate(ordered) if self.control.wants(ordered.namespace, ordered.epoch.number) => {
                 let (job, terms) = HubJob::plan(&self.plan, &ordered);
                 context.ledger.arranged(&job.composed.composition);
                 self.job = Some(job);
                 self.allocations += 1;
                 Event::Planned(Box::new(terms))
             }
-            HubCommand::Allocate(ordered) => Event::AllocateAgain { namespace: ordered.namespace },
+            HubCommand::Allocate(ordered) => {
+                Event::AllocateAgain { namespace: ordered.namespace, epoch: ordered.epoch.number }
+            }
             HubCommand::ReportJobs { question } => Event::ReportJobs { question },
             HubCommand::Link { namespace } => Event::Link { namespace },
             HubCommand::Tell { namespace, rank, message } => Event::Tell { namespace, rank, message },

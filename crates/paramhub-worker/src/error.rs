@@ -171,15 +171,15 @@ pub enum WorkerError {
         /// The hub's reason.
         message: Arc<str>,
     },
-    /// A worker of the job is lost, and all workers go back to an earlier step. This worker joins anew, as another process
-    /// in its place would, and gets the step at which all go on.
+    /// A worker of the job is lost, or a hub of a job that has checkpoints, and all workers go back to an earlier step. This
+    /// worker joins anew, as another process in its place would, and gets the step at which all go on.
     #[error("{who}: {message}")]
     Rewound {
         /// The worker that goes back.
         who: WorkerId,
-        /// The rank that is lost.
+        /// The rank that is lost, if one is.
         culprit: Option<u32>,
-        /// The hub's reason.
+        /// The hub's reason, or how the hub was lost.
         message: Arc<str>,
     },
     /// The connection to a hub is lost.
@@ -293,6 +293,24 @@ impl WorkerError {
             }
             _ => None,
         }
+    }
+
+    /// The error of a worker in a job whose ranks go back to a checkpoint when a hub is lost: one that has lost a hub joins
+    /// anew, and the manager then knows how the job goes on. A hub that has been started again does not know the job yet.
+    pub(crate) fn or_rewound(self) -> Self {
+        let (who, what) = match self {
+            WorkerError::Lost { who, hub, reason, .. } => (who, format!("lost the hub at {hub}: {reason}")),
+            WorkerError::Silent { who, hub, seconds, .. } => {
+                (who, format!("the hub at {hub} has been silent for {seconds:.0} s"))
+            }
+            WorkerError::Refused { who, hub, refusal: Refusal::WrongNonce, .. } => {
+                (who, format!("the hub at {hub} does not know the job any more"))
+            }
+            error => return error,
+        };
+        let message =
+            format!("{what}; all ranks go back to the newest checkpoint, if hubs come for the job").into();
+        WorkerError::Rewound { who, culprit: None, message }
     }
 
     /// Adds the rank in whose process the job's hubs run to an error about a lost hub.

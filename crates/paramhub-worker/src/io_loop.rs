@@ -51,6 +51,7 @@ pub(crate) struct IoLoop {
     /// The rank in whose process the hubs run, for errors.
     hub_rank: Option<u32>,
     loss_reporter: Option<LossReporter>,
+    begins_again: bool,
 }
 
 /// Timing of an [`IoLoop`], and whom it tells of a lost hub.
@@ -60,6 +61,8 @@ pub(crate) struct IoLoopConfig {
     pub(crate) hub_rank: Option<u32>,
     pub(crate) scratch_bytes: usize,
     pub(crate) loss_reporter: Option<LossReporter>,
+    /// Whether all ranks go back to a checkpoint when a hub is lost.
+    pub(crate) begins_again: bool,
     pub(crate) resuming: ResumeTerms,
 }
 
@@ -94,6 +97,7 @@ impl IoLoop {
             spin: config.spin,
             hub_rank: config.hub_rank,
             loss_reporter: config.loss_reporter,
+            begins_again: config.begins_again,
         })
     }
 
@@ -105,13 +109,15 @@ impl IoLoop {
             Err(WorkerError::Internal { who, message: panic_message(&*panic) })
         });
         let outcome = outcome.map_err(|error| error.with_hub_rank(self.hub_rank));
+        let loss = outcome.clone().err();
+        let outcome = outcome.map_err(|error| if self.begins_again { error.or_rewound() } else { error });
         let shared = Arc::clone(&self.in_flight.shared);
         let reason = outcome.clone().err().unwrap_or_else(|| WorkerError::Left { who: shared.who.clone() });
         let queued = shared.inbox.close(&reason);
         // Close the streams first, so that the hubs learn of the failure before any callback runs.
         self.lanes.clear();
         let reporter = self.loss_reporter.take();
-        let report = reporter.and_then(|reporter| reporter.begin(outcome.as_ref().err()?));
+        let report = reporter.and_then(|reporter| reporter.begin(loss.as_ref()?));
         self.in_flight.fail_all(&reason);
         for command in self.commands.drain(..).chain(queued) {
             let ticket = match command {

@@ -205,7 +205,16 @@ impl JobConfig {
         };
         let liveness_rules = LivenessRules::of_stream(heartbeat, dead_after);
         let (spin, scratch_bytes, hub_rank) = (options.spin, options.scratch_bytes, options.hub_rank);
-        let config = IoLoopConfig { liveness_rules, spin, scratch_bytes, hub_rank, loss_reporter, resuming };
+        let begins_again = self.job_options.begins_again();
+        let config = IoLoopConfig {
+            liveness_rules,
+            spin,
+            scratch_bytes,
+            hub_rank,
+            loss_reporter,
+            begins_again,
+            resuming,
+        };
         let failover = resuming.resumes().then(|| {
             let (events, received) = sync_channel(2 * lanes.len() + INTERFACE_EVENTS_MAX);
             let redialler = Redialler {

@@ -98,7 +98,7 @@ impl Member {
         let begun = Instant::now();
         let mut connected = loop {
             match manager.connect_service(namespace, &request, options.rendezvous_timeout) {
-                Err(error) if error.code() == Some(ErrorCode::Busy) && begun.elapsed() < TAKEN_TIMEOUT => {
+                Err(error) if begun.elapsed() < calls_for(&error, &options) => {
                     std::thread::sleep(TAKEN_PAUSE);
                 }
                 connected => break connected.map_err(refused)?,
@@ -258,6 +258,10 @@ impl Member {
                 Some(ErrorCode::Busy) if self.connected.options.rewinds() => {
                     WorkerError::Rewound { who, culprit: None, message: cause.to_string().into() }
                 }
+                // The manager shuts down, perhaps with a hub.
+                Some(ErrorCode::Internal) if self.connected.options.begins_again() => {
+                    WorkerError::Rewound { who, culprit: None, message: cause.to_string().into() }
+                }
                 _ => manager_error(who, "InitService", cause),
             })?;
         let job_config = JobConfig {
@@ -291,6 +295,16 @@ impl Drop for Member {
         let Some(GivesUp { reason, lost_hub }) = self.gives_up.take() else { return };
         // Best effort: without it the other ranks learn of the failure when the rendezvous times out.
         let _ = self.send(&LeaveService { lost_hub, ..self.leave_call(reason) });
+    }
+}
+
+/// How long a worker calls for its rank that is refused so.
+fn calls_for(refused: &ControlError, options: &Options) -> Duration {
+    match refused.code() {
+        Some(ErrorCode::Busy) => TAKEN_TIMEOUT,
+        // The manager shuts down, and is about to be away.
+        Some(ErrorCode::Internal) => options.manager_retry_timeout,
+        _ => Duration::ZERO,
     }
 }
 

@@ -21,6 +21,8 @@ from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE, FailureState, r
 
 PROGRAM_STATE_BYTES = 4 << 20
 """The most bytes of a rank's program state, if `init` names no other number."""
+LINGER_DEFAULT = 300.0
+"""Seconds for which a job waits for its ranks, if `init` names no other number."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,18 @@ class RunJobs:
         rank's new part in it."""
         opening = self._openings[job]
         self.close(job, abandon=True)
-        return self._join(opening)
+        return self._join(opening, patience=self._patience())
 
-    def _join(self, opening: _Opening, workers: int | None = None) -> _native.Job:
-        """Joins a job. ``workers`` is the number of ranks that have been started together, if this process begins with it."""
+    def _patience(self) -> float:
+        """How long a rank that goes back waits for a connection manager that has ended with its hub."""
+        linger = self._hubs.access.linger
+        return LINGER_DEFAULT if linger is None else linger
+
+    def _join(
+        self, opening: _Opening, workers: int | None = None, patience: float | None = None
+    ) -> _native.Job:
+        """Joins a job. ``workers`` is the number of ranks that have been started together, if this process begins with it.
+        ``patience`` is how long it calls a connection manager that is away, if not the default."""
         hub = self._hubs.access
         while True:
             try:
@@ -162,12 +172,13 @@ class RunJobs:
                     peers=opening.peers,
                     hub_rank=opening.hub_rank,
                     workers=workers,
+                    manager_patience=patience,
                 )
                 job = member.init(opening.settings)
             except Rewound:
                 # Another rank was lost while this one joined. The manager bounds how long the job waits for its ranks. If a
                 # launcher has started all again, their number counts, and not that of this start.
-                workers = None
+                workers, patience = None, self._patience()
                 continue
             self._openings[job] = opening
             return job

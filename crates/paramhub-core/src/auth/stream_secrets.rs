@@ -9,7 +9,7 @@ use super::{Incarnation, Namespace, Nonce, Proof, Purpose, prove};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Epoch {
-    /// The number of the epoch: 1.
+    /// The number of the epoch: 1, unless the job begins again.
     pub number: u64,
     /// The secret, which ranks do not know.
     pub secret: EpochSecret,
@@ -34,6 +34,20 @@ pub struct StreamSecret(pub [u8; 32]);
 pub struct ChannelBinding(pub [u8; 32]);
 
 impl Epoch {
+    /// The number of the epoch with which a job begins that has not begun before.
+    pub const FIRST: u64 = 1;
+
+    /// Whether the job has begun before, and begins again in this epoch.
+    pub fn begins_again(&self) -> bool {
+        self.number > Epoch::FIRST
+    }
+
+    /// The epoch of this number, in which the job begins again. It has other secrets.
+    pub fn begin_again(&self, number: u64) -> Epoch {
+        let secret = self.secret.derive(b"begin again", &[&number.to_le_bytes()]);
+        Epoch { number, secret: EpochSecret(secret.0) }
+    }
+
     /// The secret of the process that holds a rank since the epoch of this number.
     pub fn of_rank(&self, rank: u32, since: u64) -> StreamSecret {
         match since == self.number {

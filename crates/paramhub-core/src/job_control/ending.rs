@@ -200,7 +200,8 @@ impl JobControl {
         let counters = HubJobCounters { namespace, counters: job.counters, left_out: job.left_out };
         // A job that goes on at other hubs has not ended.
         if !job.is_retired {
-            self.report_end(EndReport { end, since, counters }, !job.terms.routes.is_empty());
+            let (held_chunks, epoch) = (!job.terms.routes.is_empty(), job.terms.epoch);
+            self.report_end(EndReport { end, since, counters }, held_chunks, epoch);
         }
         self.outputs.push(Output::Forget(namespace));
     }

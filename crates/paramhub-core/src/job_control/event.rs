@@ -30,6 +30,8 @@ pub enum Event {
     AllocateAgain {
         /// The job.
         namespace: Namespace,
+        /// The epoch with which it begins.
+        epoch: u64,
     },
     /// The manager has restarted and wants every job reported.
     ReportJobs {
@@ -86,8 +88,8 @@ pub enum Event {
     Rewind {
         /// The job.
         namespace: Namespace,
-        /// The rank that is lost.
-        rank: u32,
+        /// The rank that is lost; `None` if another hub is.
+        rank: Option<u32>,
         /// The epoch that begins with this.
         epoch: u64,
         /// What has happened to the rank, beginning with its name.

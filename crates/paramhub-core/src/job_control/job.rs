@@ -141,6 +141,11 @@ impl Job {
         self.phase.is_over()
     }
 
+    /// Whether the job begins again from a checkpoint if a hub is lost.
+    pub(super) fn begins_again(&self) -> bool {
+        self.terms.rewinds && self.writes_checkpoints && !self.is_finishing()
+    }
+
     /// Whether the neighbour of a port has left by it on every route.
     pub(super) fn has_left(&self, port: u32) -> bool {
         self.left.iter().filter(|&&(_, of)| of == port).count() == self.terms.routes.len()

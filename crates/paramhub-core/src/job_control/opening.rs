@@ -15,13 +15,14 @@ impl JobControl {
     /// Takes a job that the hub has planned, or refuses it.
     pub(super) fn admit(&mut self, terms: JobTerms, now: Duration) {
         let namespace = terms.namespace;
-        if !self.wants(namespace) {
+        if !self.wants(namespace, terms.epoch) {
             return;
         }
         if let Err(reason) = self.check_admission(&terms) {
             return self.refuse(namespace, reason);
         }
         self.info(admitted(&terms));
+        self.forget_end(namespace);
         let (none, resumes) = (terms.routes.is_empty(), terms.resumes);
         let mut job = Job::new(terms);
         if none {
@@ -39,7 +40,7 @@ impl JobControl {
 
     /// Refuses a job that the hub cannot serve.
     pub(super) fn refuse(&mut self, namespace: Namespace, reason: String) {
-        if !self.wants(namespace) {
+        if !self.is_serving() || self.jobs.contains_key(&namespace) {
             return;
         }
         self.warn(format!("a job was refused: {reason}"));

@@ -217,7 +217,7 @@ impl JobControl {
 
     /// The manager has decided that a rank is lost, and that all ranks go back to an earlier step: every rank is lost, since
     /// an epoch that begins with this.
-    pub(super) fn rewind(&mut self, namespace: Namespace, (lost, epoch): (u32, u64), reason: &str) {
+    pub(super) fn rewind(&mut self, namespace: Namespace, (lost, epoch): (Option<u32>, u64), reason: &str) {
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
         let begun = job.terms.epoch;
         let workers = job.terms.composed.composition.workers();
@@ -235,7 +235,7 @@ impl JobControl {
         let message = format!(
             "job `{name}` goes back to an earlier step: {reason}. It goes on when each of its ranks has a process again"
         );
-        let notice = Notice { rank: Some(lost), message: message.clone() };
+        let notice = Notice { rank: lost, message: message.clone() };
         let cores = job.terms.cores();
         self.warn(message);
         let command = |core| Output::Rewind { namespace, core, epoch, notice: notice.clone() };

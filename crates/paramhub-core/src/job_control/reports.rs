@@ -26,18 +26,26 @@ pub(super) struct KeptEnd {
     /// Whether the hub had chunks of the job. One that had none was done as soon as it was asked, and is asked again by
     /// a manager that restarts before the job runs.
     held_chunks: bool,
+    /// The epoch with which the job had begun.
+    epoch: u64,
 }
 
 impl JobControl {
-    /// Whether a job has ended here of which the hub had chunks.
-    pub(super) fn has_held(&self, namespace: Namespace) -> bool {
-        self.ends.iter().any(|end| end.held_chunks && end.report.end.namespace == namespace)
+    /// Whether a job has ended here of which the hub had chunks, and which had begun with this epoch or a later one.
+    pub(super) fn has_held(&self, namespace: Namespace, epoch: u64) -> bool {
+        let is_it = |end: &KeptEnd| end.report.end.namespace == namespace && end.epoch >= epoch;
+        self.ends.iter().any(|end| end.held_chunks && is_it(end))
+    }
+
+    /// Forgets how a job has ended that begins again.
+    pub(super) fn forget_end(&mut self, namespace: Namespace) {
+        self.ends.retain(|end| end.report.end.namespace != namespace);
     }
 
     /// The manager wants a job allocated that this hub has already: an earlier command has come twice, or the manager has
     /// restarted since. A job that still opens is reported when it is open.
-    pub(super) fn allocated_before(&mut self, namespace: Namespace) {
-        if self.jobs.get(&namespace).is_some_and(|job| job.has_opened) {
+    pub(super) fn allocated_before(&mut self, namespace: Namespace, epoch: u64) {
+        if self.jobs.get(&namespace).is_some_and(|job| job.has_opened && job.terms.epoch == epoch) {
             self.report_allocated(namespace);
         }
     }
@@ -52,11 +60,11 @@ impl JobControl {
     }
 
     /// Reports how a job has ended, and keeps that for a manager that restarts.
-    pub(super) fn report_end(&mut self, report: EndReport, held_chunks: bool) {
+    pub(super) fn report_end(&mut self, report: EndReport, held_chunks: bool, epoch: u64) {
         if self.ends.len() == ENDS_KEPT {
             self.ends.pop_front();
         }
-        self.ends.push_back(KeptEnd { report: report.clone(), held_chunks });
+        self.ends.push_back(KeptEnd { report: report.clone(), held_chunks, epoch });
         self.outputs.push(Output::ReportEnd(report));
     }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::{Event, JobControl, LastCheckpoint, Output};
 use crate::auth::Namespace;
+use crate::wire::Notice;
 
 /// How long the last checkpoint of a job may wait for its workers.
 pub const LAST_CHECKPOINT: Duration = Duration::from_secs(5);
@@ -96,12 +97,28 @@ impl JobControl {
         }
     }
 
+    /// Lets the ranks of a job hear that they go back, which begins again from its checkpoint once the hub has gone.
+    fn send_back(&mut self, namespace: Namespace) {
+        let Some(job) = self.jobs.get(&namespace).filter(|job| job.begins_again() && !job.is_ending()) else {
+            return;
+        };
+        let message = format!(
+            "job `{}` goes back to its newest checkpoint: the hub is shutting down. It goes on when hubs and all ranks are there",
+            job.terms.name
+        );
+        let (cores, epoch) = (job.terms.cores(), job.terms.epoch);
+        let notice = Notice { rank: None, message };
+        let command = |core| Output::Rewind { namespace, core, epoch, notice: notice.clone() };
+        self.outputs.extend(cores.into_iter().map(command));
+    }
+
     fn end_jobs(&mut self, now: Duration) {
         let living: Vec<Namespace> = self.jobs.keys().copied().collect();
         for namespace in living {
             if self.hand_over(namespace, now) {
                 continue;
             }
+            self.send_back(namespace);
             self.fail_as_known(namespace, "the hub is shutting down".to_string(), now);
         }
         self.shutdown = Shutdown::EndingJobs { until: now + SHUTDOWN };

@@ -54,7 +54,7 @@ impl Membership {
             // Another process has the rank now, and must not hear of it before a manager that restarts would know.
             self.outputs.push(Output::Save(namespace));
         }
-        let deadline = now.monotonic + Duration::from_secs_f64(job.options.rendezvous_timeout_s);
+        let deadline = now.monotonic + Duration::from_secs_f64(job.connect_timeout_s());
         let (rank, incarnation) = (call.rank, call.incarnation);
         let call = self.wait(namespace, JobCall::Connect { rank, incarnation, ticket });
         self.advance_job(namespace, now);

@@ -161,9 +161,14 @@ impl Membership {
             }
             HubEvent::AllReported { question } => return self.all_reported(hub, question, now),
             HubEvent::Ended(end) => {
+                let is_leaving = self.hubs.is_leaving(hub);
                 let Some(job) = self.jobs.get_mut(&end.namespace) else { return };
+                if job.former_part_over(hub) {
+                    return self.advance_job(end.namespace, now);
+                }
                 let transition = match (job.is_served_by(hub), self.hubs.shape(hub)) {
                     (false, Some(shape)) => job.former_hub_ended(shape, &end, now),
+                    _ if is_leaving => job.leaving_hub_ended(hub, &end, now),
                     _ => job.hub_ended(hub, &end, now),
                 };
                 (end.namespace, transition)
@@ -204,11 +209,24 @@ impl Membership {
                 self.follow(namespace, transition);
             }
         }
+        self.end_former_parts(now, |job| job.former_parts_reported(hub));
+    }
+
+    /// Lets jobs advance that `is_over` finds to have waited only for a hub's part from before they began again.
+    fn end_former_parts(&mut self, now: Now, mut is_over: impl FnMut(&mut Job) -> bool) {
+        let mut freed = Vec::new();
+        for (&namespace, job) in &mut self.jobs {
+            freed.extend(is_over(job).then_some(namespace));
+        }
+        freed.into_iter().for_each(|namespace| self.advance_job(namespace, now));
     }
 
     /// A hub serves a job that is not its own any more, because this manager has lost the hub or the job, or the job
     /// has ended: the hub must stop the job.
     fn disown(&mut self, hub: u32, namespace: Namespace) {
+        if let Some(job) = self.jobs.get_mut(&namespace) {
+            job.former_part_reported(hub);
+        }
         let ended =
             self.jobs.get(&namespace).filter(|job| job.state().has_ended() && !job.message().is_empty());
         let reason = ended.map(Job::message).map_or_else(
@@ -253,6 +271,7 @@ impl Membership {
         self.outputs.push(Output::HubForgotten { hub });
         self.probes.forget(hub);
         self.lose_parts(hub, cause, now);
+        self.end_former_parts(now, |job| job.former_part_over(hub));
     }
 
     /// Takes the parts that a hub had in jobs for lost.

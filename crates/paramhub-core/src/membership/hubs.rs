@@ -186,11 +186,6 @@ impl Hubs {
         self.hubs.get(&hub).is_some_and(|joined| joined.is_leaving)
     }
 
-    /// When a hub last called.
-    pub(crate) fn last_call(&self, hub: u32) -> Option<Now> {
-        self.hubs.get(&hub).map(|joined| joined.heard)
-    }
-
     /// The hubs that are not heard, those first that have been silent for longest, if no further hub can join.
     pub(crate) fn unheard_if_full(&self) -> Vec<u32> {
         if self.hubs.len() < HUBS_MAX {

@@ -4,6 +4,9 @@
 //! [`Transition`]. Calls that wait for the job are answered as its [`JobPhase`] advances.
 
 mod arrangement;
+mod begin_again;
+#[cfg(test)]
+mod begin_again_tests;
 mod calls;
 pub(crate) mod cause;
 mod ending;
@@ -45,6 +48,7 @@ use crate::service::{
 };
 use crate::settings::Settings;
 use crate::standbys::Share;
+use begin_again::FormerMembers;
 pub(crate) use calls::JobCall;
 use cause::Cause;
 use ending::{PendingConclusion, PendingFailure};
@@ -62,7 +66,7 @@ use standbys::SuspectedHub;
 /// The time that a rank whose InitService connection broke may take to call again before the job fails.
 pub(crate) const COME_BACK_S: f64 = 2.0;
 
-/// The phase of a job, for calls that wait. The phases are ordered: a job never goes back.
+/// The phase of a job, for calls that wait. The phases are ordered: a job never goes back, unless it begins again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum JobPhase {
     Connecting,
@@ -100,6 +104,21 @@ pub(crate) enum Transition {
         /// A hub that is told later: another has just reported its loss, and the manager is about to learn whether it is there.
         /// The end of a call that waits for commands says so best.
         told_later: Option<u32>,
+    },
+    /// A hub was lost, and the job begins again from its newest checkpoint. Its record has changed.
+    BeganAgain {
+        /// The hubs that still have it, which must hear the change and then end the job.
+        hubs: Vec<u32>,
+        /// The hub that is lost, if it has not been forgotten yet. It gets no jobs before it calls.
+        lost: Option<u32>,
+        /// What these hubs must hear first.
+        change: MembershipChange,
+        /// The epoch that begins with this.
+        epoch: u64,
+        /// Why they end it.
+        reason: String,
+        /// What has happened, for the log.
+        message: String,
     },
     /// These hubs must report how the job ends.
     AskHubs { hubs: Vec<u32>, reason: String, when: StopWhen },
@@ -140,6 +159,10 @@ pub struct Job {
     shares_reason: String,
     /// The hubs that their standbys have lost, until it is known whether they are still there.
     suspected_hubs: Vec<SuspectedHub>,
+    /// The hubs that may still have a part of the job from before it began again, and whether they have said so to this
+    /// manager.
+    former_hubs: BTreeMap<u32, bool>,
+    former_members: Option<FormerMembers>,
     /// The sites of these hubs; `None` while the job is connecting.
     composition: Option<Arc<Composition>>,
     /// The way in which the sites reduce and why, for people.
@@ -228,6 +251,7 @@ impl Job {
             assignments: RankAssignments::new(
                 request.workers,
                 request.options.first_workers(request.workers),
+                epoch.map_or(Epoch::FIRST, |epoch| epoch.number),
             ),
             current_workers: request.options.first_workers(request.workers),
             name: request.name,
@@ -244,6 +268,8 @@ impl Job {
             shares_number: 0,
             shares_reason: String::new(),
             suspected_hubs: Vec::new(),
+            former_hubs: BTreeMap::new(),
+            former_members: None,
             composition: None,
             reduction: String::new(),
             recorded_counters: JobCounters::default(),

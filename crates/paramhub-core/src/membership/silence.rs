@@ -37,15 +37,16 @@ impl Membership {
                     format!("was lost: it was shutting down, and has not been heard for {timeout_s} s");
                 self.lose_hub(hub, &what, now);
             } else if let Some(last_call) = self.hubs.fell_silent(hub) {
-                self.hub_fell_silent(hub, last_call, now);
+                let silence = format!("has not been heard for {timeout_s} s");
+                self.hub_fell_silent(hub, last_call, &silence, now);
             }
         }
         self.check_losses(now);
     }
 
-    fn hub_fell_silent(&mut self, hub: u32, last_call: Now, now: Now) {
+    fn hub_fell_silent(&mut self, hub: u32, last_call: Now, silence: &str, now: Now) {
         let Some(name) = self.hubs.shape(hub).map(|shape| describe_hub(hub, shape)) else { return };
-        let silence = format!("{name} has not been heard for {} s", self.limits.hub_timeout.as_secs_f64());
+        let silence = format!("{name} {silence}");
         let advice = "Look at its machine, its log and the network between; where such pauses are normal, start the \
                       connection manager with a longer --hub-dead-after";
         let served = self.served_by(hub);
@@ -98,15 +99,37 @@ impl Membership {
         for namespace in std::mem::take(&mut self.losses_to_check) {
             let Some(job) = self.jobs.get_mut(&namespace) else { continue };
             let replaced = job.check_suspected_hubs(|hub| self.hubs.last_contact(hub), now);
-            let failed = job.check_losses(|hub| self.hubs.last_call(hub), now);
+            let failed = job.check_losses(|hub| self.hubs.last_contact(hub), now);
             if job.has_losses_to_check() || job.has_suspected_hubs() {
                 self.losses_to_check.insert(namespace);
             }
             for transition in [replaced, failed] {
-                if transition != Transition::None {
-                    self.follow(namespace, transition);
-                }
+                self.follow_loss(namespace, transition, now);
             }
+        }
+    }
+
+    /// Has jobs begin again whose ranks go back to an earlier step, and of which a hub is gone.
+    pub(super) fn check_hubs_to_go_back(&mut self, namespace: Namespace, now: Now) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let transition = job.check_hubs_to_go_back(|hub| self.hubs.last_contact(hub), now);
+        self.follow_loss(namespace, transition, now);
+    }
+
+    /// Applies the consequences of the loss of a hub, which gets no jobs before it calls again.
+    fn follow_loss(&mut self, namespace: Namespace, transition: Transition, now: Now) {
+        if let Transition::BeganAgain { lost: Some(hub), .. } = transition
+            && let Some(last_call) = self.hubs.fell_silent(hub)
+        {
+            self.hub_fell_silent(
+                hub,
+                last_call,
+                "is gone: a job has lost it, and it has not called since",
+                now,
+            );
+        }
+        if transition != Transition::None {
+            self.follow(namespace, transition);
         }
     }
 

@@ -132,15 +132,16 @@ pub enum HubCommand {
         reason: String,
     },
     /// A rank is lost, and all ranks of the job go back to an earlier step: the hub closes all streams of the job. Each rank
-    /// is then taken by a process.
+    /// is then taken by a process. If another hub is lost, there is no rank, and the job ends at this hub by a further command.
     Rewind {
         /// The job.
         namespace: Namespace,
-        /// The rank that is lost.
-        rank: u32,
+        /// The rank that is lost, if one is.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        rank: Option<u32>,
         /// The epoch that begins with this.
         epoch: u64,
-        /// What has happened to the rank, beginning with its name.
+        /// What has happened to the rank or the hub, beginning with its name.
         reason: String,
     },
     /// Another process takes a lost rank: the hub answers with [`HubEvent::RankExpected`].

@@ -129,6 +129,11 @@ impl JobOptions {
         self.on_worker_loss == OnWorkerLoss::Rewind
     }
 
+    /// Returns whether all ranks go back to the newest checkpoint when a hub is lost.
+    pub fn begins_again(&self) -> bool {
+        self.rewinds() && self.checkpoint_every.is_some()
+    }
+
     /// The number of a job's ranks that are there when it begins.
     pub fn first_workers(&self, workers: u32) -> u32 {
         self.start_workers.map_or(workers, |first| first.min(workers))

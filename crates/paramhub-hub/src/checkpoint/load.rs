@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use paramhub_core::auth::Namespace;
 use paramhub_core::checkpoint::Resume;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::limits::STATE_UPDATES_MAX;
@@ -28,11 +29,45 @@ pub(crate) enum Loaded {
     Anew(String),
 }
 
+/// With which checkpoint a job begins.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Start {
+    /// One that was asked for.
+    From(Resume),
+    /// The newest that this run has written, since a hub was lost. Before the first it is the one that was asked for.
+    Again { run: Namespace, from: Option<Resume> },
+}
+
 /// Reads the requested checkpoint.
 ///
 /// # Errors
 /// Why it cannot be used, and which earlier one can.
-pub(crate) fn load(folder: &JobFolder, which: Resume, plans: &[ShardPlan]) -> Result<Loaded, String> {
+pub(crate) fn load(folder: &JobFolder, start: Start, plans: &[ShardPlan]) -> Result<Loaded, String> {
+    match start {
+        Start::From(which) => load_asked(folder, which, plans),
+        Start::Again { run, from } => {
+            let path = folder.path().display();
+            let own = folder.newest_of(run).map_err(|error| format!("{path} cannot be read: {error}"))?;
+            let loaded = match (own, from) {
+                (Some(found), _) => load_one(&found, plans).map_err(|why| {
+                    let (step, path) = (found.step, found.path.display());
+                    format!("its checkpoint of step {step} in {path} cannot be used: {why}")
+                })?,
+                (None, Some(which)) => load_asked(folder, which, plans)?,
+                (None, None) => Loaded::Anew(String::new()),
+            };
+            match loaded {
+                // The ranks have made steps already, and cannot begin anew.
+                Loaded::Anew(_) => {
+                    Err(format!("a hub was lost before its first checkpoint was whole in {path}"))
+                }
+                loaded => Ok(loaded),
+            }
+        }
+    }
+}
+
+fn load_asked(folder: &JobFolder, which: Resume, plans: &[ShardPlan]) -> Result<Loaded, String> {
     if which == Resume::Auto {
         return match folder.next_start()? {
             NextStart::Anew(why) => Ok(Loaded::Anew(why)),

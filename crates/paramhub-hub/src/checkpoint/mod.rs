@@ -23,7 +23,7 @@ pub use manifest::{FileEntry, Manifest, ProgramStateEntry, TensorContents, Tenso
 pub use run_record::NextStart;
 
 pub(crate) use folder::JobFolder;
-pub(crate) use load::{Loaded, load};
+pub(crate) use load::{Loaded, Start, load};
 pub(crate) use writer_thread::{
     CheckpointCommand, CheckpointStatuses, CheckpointTask, CheckpointWriter, NotifyOnDrop,
 };

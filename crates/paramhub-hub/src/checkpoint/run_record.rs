@@ -80,6 +80,14 @@ impl JobFolder {
         }
     }
 
+    /// Finds the newest complete checkpoint that this run has written.
+    pub(super) fn newest_of(&self, run: Namespace) -> io::Result<Option<FoundCheckpoint>> {
+        let run = name_of_run(run);
+        let is_it =
+            |found: &FoundCheckpoint| found.run() == run && found.flaw != Some(CheckpointFlaw::Incomplete);
+        Ok(self.list()?.into_iter().find(is_it))
+    }
+
     /// Records that a run begins, from this checkpoint if from any. `hub` is the number of the hub that writes it.
     pub(super) fn note_begin(&self, run: Namespace, from: Option<&str>, hub: u32) -> io::Result<()> {
         self.make(self.path())?;

@@ -35,6 +35,11 @@ impl FinalMessages {
         self.reasons.push_back((namespace, failure));
     }
 
+    /// Forgets why a job has ended that begins again.
+    pub(super) fn forget(&mut self, namespace: Namespace) {
+        self.reasons.retain(|(ended, _)| *ended != namespace);
+    }
+
     /// Sends a late stream the reason why its job is over.
     pub(super) fn send(&mut self, namespace: Namespace, accepted: AcceptedStream, now: Instant) {
         let Some((_, failure)) = self.reasons.iter().find(|(ended, _)| *ended == namespace) else { return };

@@ -28,6 +28,7 @@ impl Core {
     pub(super) fn open(&mut self, plan: ShardPlan, restored: Option<Restored>) {
         let (namespace, route, ports) = (plan.namespace, plan.route, plan.ports.len() as usize);
         let weight = plan.weight;
+        self.final_messages.forget(namespace);
         match Shard::reserve(plan, restored) {
             Ok(shard) => {
                 let serves = matches!(shard.plan().role, Role::Serves { .. });

@@ -4,7 +4,7 @@ use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::checkpoint::{Every, Resume};
+use paramhub_core::checkpoint::Every;
 use paramhub_core::combinations::{Feature, conflict_of};
 use paramhub_core::job_control::{Beginning, LastCheckpoint};
 use paramhub_core::service::JobPlan;
@@ -13,7 +13,7 @@ use tracing::warn;
 use super::{Event, JobController};
 use crate::checkpoint::{
     CheckpointCommand, CheckpointConfig, CheckpointTask, CheckpointWriter, JobFolder, Loaded, NotifyOnDrop,
-    load,
+    Start, load,
 };
 use crate::core::ShardPlan;
 use crate::events::ControllerEvent;
@@ -25,7 +25,7 @@ const WRITE: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub(super) struct CheckpointPlan {
     every: Option<Every>,
-    resume: Option<Resume>,
+    start: Option<Start>,
     folder: JobFolder,
     keep: usize,
     /// The hub's number among all hubs of the job.
@@ -39,7 +39,11 @@ impl CheckpointPlan {
         config: Option<&CheckpointConfig>,
     ) -> Result<Option<CheckpointPlan>, String> {
         let (every, resume) = (plan.options.checkpoint_every, plan.options.resume);
-        if every.is_none() && resume.is_none() {
+        let start = match plan.epoch.begins_again() {
+            true => Some(Start::Again { run: plan.namespace, from: resume }),
+            false => resume.map(Start::From),
+        };
+        if every.is_none() && start.is_none() {
             return Ok(None);
         }
         let name = &plan.name;
@@ -53,7 +57,7 @@ impl CheckpointPlan {
         let before: usize = sites[..usize::from(plan.site)].iter().map(|site| site.hubs.len()).sum();
         Ok(Some(CheckpointPlan {
             every,
-            resume,
+            start,
             folder: JobFolder::new(&config.folder, name),
             keep: config.keep,
             hub: before as u32 + plan.hub,
@@ -72,7 +76,7 @@ impl CheckpointPlan {
 
     /// Whether the job begins with one.
     pub(super) fn is_read(&self) -> bool {
-        self.resume.is_some()
+        self.start.is_some()
     }
 }
 
@@ -81,13 +85,13 @@ impl JobController {
     /// follows.
     pub(super) fn load(&mut self, namespace: Namespace) {
         let Some(job) = self.jobs.get(&namespace) else { return };
-        let Some(CheckpointPlan { resume: Some(which), folder, .. }) = job.checkpoints.clone() else {
+        let Some(CheckpointPlan { start: Some(start), folder, .. }) = job.checkpoints.clone() else {
             return;
         };
         let plans: Vec<ShardPlan> = job.shards.iter().map(|(_, plan)| plan.clone()).collect();
         let controller = self.own_sender.clone();
         let reads = move || {
-            let result = load(&folder, which, &plans);
+            let result = load(&folder, start, &plans);
             // If the job controller is gone, no jobs are left.
             let _ = controller.send(ControllerEvent::Loaded { namespace, result });
         };

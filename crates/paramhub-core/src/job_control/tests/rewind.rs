@@ -8,7 +8,7 @@ fn rewinding() -> Hub {
 }
 
 fn rewind(hub: &mut Hub, epoch: u64) -> Vec<Output> {
-    hub.handle(Event::Rewind { namespace: job(1), rank: 1, epoch, reason: "rank 1 was lost".into() })
+    hub.handle(Event::Rewind { namespace: job(1), rank: Some(1), epoch, reason: "rank 1 was lost".into() })
 }
 
 fn expect(hub: &mut Hub, (rank, epoch): (u32, u64)) -> Vec<Output> {

@@ -22,7 +22,7 @@ impl Job {
 
     /// Returns whether as many hubs have joined as the job waits for.
     pub(crate) fn suffice(&self, hubs: &[OfferedHub]) -> bool {
-        count(hubs) >= self.hubs_needed()
+        count(hubs) >= self.hubs_needed() && !self.awaits_former_part(hubs.iter().map(|(hub, _)| *hub))
     }
 
     /// Every rank is there and `hubs` have joined. If these are enough and serve all ranks, the job advances.
@@ -51,7 +51,7 @@ impl Job {
 
     /// The hubs that the job still waits for; `None` if those that have joined suffice.
     pub(super) fn hubs_missing(&self, hubs: &[OfferedHub]) -> Option<String> {
-        let (timeout_s, needed) = (self.options.rendezvous_timeout_s, self.hubs_needed());
+        let (timeout_s, needed) = (self.connect_timeout_s(), self.hubs_needed());
         let joined = count(hubs);
         if joined == 0 && needed == 1 {
             return Some(format!(

@@ -76,6 +76,8 @@ impl Job {
     pub(crate) fn take_answers(&mut self, now: Now) -> Vec<(CallId, Answer)> {
         let is_due = |call: &JobCall| match call {
             JobCall::Connect { .. } => self.phase > JobPhase::Connecting,
+            // The job has begun again.
+            JobCall::Init { .. } if self.phase == JobPhase::Connecting => true,
             JobCall::Init { rank, .. } => {
                 self.phase > JobPhase::Initialising && (self.state.has_ended() || !self.is_joining(*rank))
             }

@@ -151,6 +151,10 @@ impl Job {
         }
         self.state = JobState::Running;
         self.phase = JobPhase::Running;
+        if self.has_begun_again() {
+            self.message.clear();
+            self.loss_tally.note(false, now);
+        }
         Transition::Advanced
     }
 
@@ -163,7 +167,7 @@ impl Job {
         }
         self.job_hubs[index].ended = true;
         let message = format!("{} does not have the job any more", self.job_hubs[index].describe());
-        self.fail(ErrorCode::JobEnded, message, now)
+        self.begin_again_or_fail(Cause::known(message, now), now)
     }
 
     /// The step of the checkpoint with which the job began, if it did.
@@ -292,7 +296,7 @@ impl Job {
             return Transition::None;
         }
         let was_over = self.state.has_ended();
-        let transition = self.fail_because(ErrorCode::JobEnded, cause, now);
+        let transition = self.begin_again_or_fail(cause, now);
         match was_over.then(|| self.note_cleared()) {
             Some(cleared) if transition == Transition::None => cleared,
             _ => transition,
@@ -364,7 +368,7 @@ impl Job {
 }
 
 /// The cause that a hub reports, cut to the length that is kept.
-fn cause_of(end: &JobEnd, now: Now) -> Cause {
+pub(super) fn cause_of(end: &JobEnd, now: Now) -> Cause {
     let ago_s =
         if end.ago_s.is_finite() { end.ago_s.clamp(0.0, REPORTED_BACK_MAX.as_secs_f64()) } else { 0.0 };
     let message = end.reason[..end.reason.floor_char_boundary(MESSAGE_BYTES_MAX)].to_owned();

@@ -34,8 +34,8 @@ pub(super) struct PendingJoin {
 pub(crate) enum MembershipChange {
     /// A rank is lost.
     Lose { rank: u32, epoch: u64, reason: String },
-    /// A rank is lost, and all ranks go back to an earlier step.
-    Rewind { rank: u32, epoch: u64, reason: String },
+    /// A rank is lost, and all ranks go back to an earlier step. `None`: a hub is.
+    Rewind { rank: Option<u32>, epoch: u64, reason: String },
     /// Another process takes a lost rank.
     Expect { rank: u32, epoch: u64 },
     /// That process contributes from this step on; `None` if it begins like the first ones.

@@ -1,8 +1,10 @@
 //! This module records which process holds which rank of a job.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
-use crate::auth::{Incarnation, RankClaim};
+use crate::auth::{Epoch, Incarnation, RankClaim};
 use crate::service::ConnectService;
 
 use super::COME_BACK_S;
@@ -17,6 +19,8 @@ pub(super) struct RankAssignments {
     assigned: u32,
     submitted: u32,
     next_ticket: u64,
+    /// The epoch with which the job began, or began again.
+    first_epoch: u64,
     newest_epoch: u64,
 }
 
@@ -52,7 +56,7 @@ pub(super) struct RankRecord {
 }
 
 fn first_epoch() -> u64 {
-    1
+    Epoch::FIRST
 }
 
 fn is_first_epoch(epoch: &u64) -> bool {
@@ -105,13 +109,14 @@ pub(super) struct RankHolder {
 impl RankAssignments {
     /// The ranks of a job of this many workers that begins with the first of them. The others are lost until a process
     /// takes them.
-    pub(super) fn new(workers: u32, first_workers: u32) -> Self {
+    pub(super) fn new(workers: u32, first_workers: u32, first_epoch: u64) -> Self {
         let mut assignments = RankAssignments {
             assignments: (0..workers).map(|_| RankAssignment::Unassigned).collect(),
             assigned: 0,
             submitted: 0,
             next_ticket: 1,
-            newest_epoch: first_epoch(),
+            first_epoch,
+            newest_epoch: first_epoch,
         };
         assignments.begin_with(first_workers);
         assignments
@@ -126,6 +131,20 @@ impl RankAssignments {
             };
         }
         self.assigned = self.assignments.len() as u32 - first_workers;
+    }
+
+    /// Has a job wait for this many ranks anew, in an epoch that begins with this.
+    pub(super) fn begin_again(&mut self, first_workers: u32, epoch: u64) {
+        self.begin_with(first_workers);
+        self.submitted = 0;
+        (self.first_epoch, self.newest_epoch) = (epoch, epoch);
+    }
+
+    /// The epoch since which each rank has or had its process, of those that have had one.
+    pub(super) fn held_since(&self) -> BTreeMap<u32, u64> {
+        let held = |rank| self.holder(rank).filter(|holder| !holder.is_nobody());
+        let ranks = 0..self.assignments.len() as u32;
+        ranks.filter_map(|rank| held(rank).map(|holder| (rank, holder.held_since))).collect()
     }
 
     /// The processes that hold the ranks, by rank, for the store. The processes of a job that is over are not recorded.
@@ -199,7 +218,7 @@ impl RankAssignments {
             joining.into_iter().for_each(|holder| holder.lost_at = Some(now));
             return ticket;
         }
-        let holder = self.new_holder(call, first_epoch(), Standing::Member);
+        let holder = self.new_holder(call, self.first_epoch, Standing::Member);
         let ticket = holder.ticket;
         self.assignments[call.rank as usize] = RankAssignment::Assigned(holder);
         self.assigned += 1;

@@ -36,6 +36,9 @@ pub struct JobRecord {
     /// release has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub members: Option<Box<MembersRecord>>,
+    /// The hubs that may have a part of the job from before it began again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub former_hubs: Vec<u32>,
 }
 
 /// The ranks and hubs of a job whose ranks have all connected, and what they were told.
@@ -103,6 +106,7 @@ impl Job {
             options: self.options,
             status: self.status(now),
             members: has_members.then(|| Box::new(self.members_record(now))),
+            former_hubs: self.former_hubs(),
         }
     }
 
@@ -139,10 +143,11 @@ impl Job {
     /// calls broke with that manager and are repeated. One that was initialising waits for the settings of its ranks,
     /// and one that ran goes on, if the hubs report that they have it.
     pub(crate) fn restore(record: JobRecord, now: Now) -> (Self, Transition) {
-        let JobRecord { order, nonce, epoch, options, status, members } = record;
+        let JobRecord { order, nonce, epoch, options, status, members, former_hubs } = record;
         let request = CreateService { name: status.name, workers: status.workers, options };
         let mut job = Job::new(order, request, status.namespace, nonce, epoch, now);
         job.created_at = status.created_at;
+        job.former_hubs = former_hubs.into_iter().map(|hub| (hub, false)).collect();
         job.message = status.message;
         job.reduction = status.reduction;
         job.loss_tally = LossTally::restored(status.losses.unwrap_or_default());

@@ -69,7 +69,11 @@ impl Job {
             )),
             Some(holder) if !holder.has_called(call) => Err(refusal(
                 // Its process may have died, and no hub have noticed yet.
-                if self.may_lose_ranks() { ErrorCode::Busy } else { ErrorCode::RankTaken },
+                if self.may_lose_ranks() || self.has_begun_again() {
+                    ErrorCode::Busy
+                } else {
+                    ErrorCode::RankTaken
+                },
                 format!(
                     "rank {} of job `{}` belongs to {holder}, so {} cannot have it: start every rank once",
                     call.rank,
@@ -130,13 +134,16 @@ impl Job {
         let since = self.assignments.holder(rank).map(|holder| holder.since);
         let held_since = self.assignments.holder(rank).and_then(RankHolder::lost_what_it_held_since);
         let own = |epoch: Epoch| epoch.of_rank(rank, since.unwrap_or(epoch.number));
+        let of_former_member = || self.former_members.as_ref().and_then(|former| former.secret(rank));
         let (nonce, own) = (self.nonce.into(), self.epoch.map(own));
         match (purpose, self.assignments.holder(rank)) {
+            // A process that had the rank before the job began again is told so.
+            (Purpose::Init, None) if self.has_begun_again() => [of_former_member(), own],
             (Purpose::Connect, _) | (_, None) => [Some(nonce), own],
             // A process that is lost while it waits in InitService is told so when it repeats the call.
             (Purpose::Init, Some(holder)) if holder.has_claim() => {
-                let former = self.epoch.zip(held_since);
-                [own, former.map(|(epoch, since)| epoch.of_rank(rank, since))]
+                let former = self.epoch.zip(held_since).map(|(epoch, since)| epoch.of_rank(rank, since));
+                [own, former.or_else(of_former_member)]
             }
             (_, Some(holder)) if holder.has_claim() => [own, None],
             (_, Some(_)) => [Some(nonce), None],
@@ -153,7 +160,7 @@ impl Job {
     pub(crate) fn connect_timed_out(&mut self, rank: u32, ticket: u64, hubs: &[OfferedHub]) -> ServiceError {
         let absent = self.assignments.absent();
         let gave_up = self.assignments.gave_up();
-        let (name, timeout_s) = (&self.name, self.options.rendezvous_timeout_s);
+        let (name, timeout_s) = (&self.name, self.connect_timeout_s());
         let mut message = match (absent.is_empty(), gave_up.is_empty()) {
             (true, true) => {
                 let missing =
@@ -207,6 +214,9 @@ impl Job {
             return Err(self.failure_refusal());
         }
         self.check_rank(rank)?;
+        if self.state == JobState::Connecting && self.has_begun_again() {
+            return Err(self.refuse_lost(rank));
+        }
         if self.state == JobState::Connecting {
             let message = format!(
                 "job `{}` is not complete yet: rank {rank} must wait for ConnectService's answer before it calls \
@@ -311,7 +321,7 @@ impl Job {
         answers: &mut AnswersBySite<ServiceInitialised>,
     ) -> Result<Arc<ServiceInitialised>, ServiceError> {
         let is_lost = self.assignments.holder(rank).is_some_and(|holder| holder.standing == Standing::Lost);
-        if is_lost && !self.state.has_ended() {
+        if (is_lost || self.state == JobState::Connecting) && !self.state.has_ended() {
             return Err(self.refuse_lost(rank));
         }
         let site = self.composition.as_ref().and_then(|composition| composition.site_of(rank));

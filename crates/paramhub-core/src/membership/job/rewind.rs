@@ -38,7 +38,7 @@ fn is_false(value: &bool) -> bool {
 
 impl Rewind {
     fn change(&self) -> MembershipChange {
-        MembershipChange::Rewind { rank: self.rank, epoch: self.epoch, reason: self.reason.clone() }
+        MembershipChange::Rewind { rank: Some(self.rank), epoch: self.epoch, reason: self.reason.clone() }
     }
 }
 

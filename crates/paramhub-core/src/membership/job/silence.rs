@@ -2,7 +2,7 @@
 
 use super::cause::Cause;
 use super::job_hubs::JobHub;
-use super::{Job, Transition};
+use super::{Job, LastContact, Transition};
 use crate::membership::Now;
 use crate::service::{CauseKind, ErrorCode, JobState, ServiceError, refusal};
 
@@ -77,19 +77,24 @@ impl Job {
         self.job_hubs.iter().any(|job_hub| job_hub.lost_by.is_some())
     }
 
-    /// Fails the job if a rank has lost a hub that the manager does not hear either. A hub that has called since is there,
-    /// and reports itself how the job ends. `last_call` says when a hub has last called.
-    pub(crate) fn check_losses(&mut self, last_call: impl Fn(u32) -> Option<Now>, now: Now) -> Transition {
+    /// A rank may have lost a hub that the manager does not hear either: the job fails, or begins again. A hub that has called
+    /// since is there, and reports itself how the job ends. `last_contact` says what is known of a hub that is not forgotten.
+    pub(crate) fn check_losses(
+        &mut self,
+        last_contact: impl Fn(u32) -> Option<LastContact>,
+        now: Now,
+    ) -> Transition {
         let mut transition = Transition::None;
         for index in 0..self.job_hubs.len() {
             let job_hub = &mut self.job_hubs[index];
-            let (Some(loss), Some(began)) = (&job_hub.lost_by, last_call(job_hub.hub)) else {
+            let (Some(loss), Some(contact)) = (&job_hub.lost_by, last_contact(job_hub.hub)) else {
                 job_hub.lost_by = None;
                 continue;
             };
+            let began = contact.call;
             let is_there = began.monotonic > loss.at.monotonic || job_hub.ended;
-            if !is_there && job_hub.unheard.is_none() && now.seconds_since(loss.at) < LOST_HUB_CALLS_WITHIN_S
-            {
+            let is_gone = contact.has_hung_up || job_hub.unheard.is_some();
+            if !is_there && !is_gone && now.seconds_since(loss.at) < LOST_HUB_CALLS_WITHIN_S {
                 continue;
             }
             let Some(ReportedLoss { rank, reason, .. }) = job_hub.lost_by.take() else { continue };
@@ -98,9 +103,14 @@ impl Job {
                     "rank {rank} lost {}, which the connection manager does not hear either: {reason}",
                     job_hub.describe()
                 );
+                let gone = job_hub.hub;
                 let cause = Cause { kind: CauseKind::HubLost, rank: None, began, message };
-                let consequence = self.fail_because(ErrorCode::JobEnded, cause, now);
-                transition = if transition == Transition::None { consequence } else { transition };
+                match self.go_on_without_unheard(gone, cause, now) {
+                    // None of the hubs is the job's any more.
+                    began_again @ Transition::BeganAgain { .. } => return began_again,
+                    consequence if transition == Transition::None => transition = consequence,
+                    _ => {}
+                }
             }
         }
         transition

@@ -13,8 +13,9 @@ use crate::membership::Now;
 use crate::service::{CauseKind, ErrorCode, HubCommand, JobState};
 use crate::standbys::{HubLocation, Role, Share, first_shares, without_hub};
 
-/// The time since its last call after which a hub counts as gone that is lost to its standby. Hubs call every second.
-const CALLS_WITHIN_S: f64 = 1.5;
+/// The time since its last call after which a hub counts as gone that is lost to its standby, or has hung up while ranks go
+/// back. Hubs call every second.
+pub(super) const CALLS_WITHIN_S: f64 = 1.5;
 /// The time after such a report after which a hub that calls counts as there.
 const IS_THERE_AFTER_S: f64 = 2.0;
 

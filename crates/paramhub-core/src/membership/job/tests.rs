@@ -57,7 +57,7 @@ pub(super) fn leave(job: &mut Job, rank: u32, number: u8, reason: &str) -> Resul
     job.leave(&call, reason, now())
 }
 
-fn hubs(count: u32) -> Vec<OfferedHub> {
+pub(super) fn hubs(count: u32) -> Vec<OfferedHub> {
     let shape = |hub: u32| {
         let interface = InterfaceShape { address: format!("10.0.0.{hub}:7771"), cores: vec![0], weight: 1 };
         (hub, (HubShape { interfaces: vec![interface], local: None }, Place::default()))
@@ -69,13 +69,13 @@ pub(super) fn settings() -> Arc<Settings> {
     Arc::new(Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap()))
 }
 
-fn placed() -> SitePlacement {
+pub(super) fn placed() -> SitePlacement {
     let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
     SitePlacement { hash: "hash".into(), imbalance }
 }
 
 /// The information book that the manager makes for those settings, of a job whose hubs report no machine.
-fn information_book(job: &Job) -> Arc<InformationBook> {
+pub(super) fn information_book(job: &Job) -> Arc<InformationBook> {
     let roster = job.roster(job.hubs().map(|hub| (hub, "")));
     let plan = Plan::new(&settings(), &roster.cluster());
     Arc::new(InformationBook { job: job.name.clone(), roster, plan })

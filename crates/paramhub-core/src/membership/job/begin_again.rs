@@ -1,0 +1,170 @@
+//! Jobs that begin again from their newest checkpoint when a hub is lost.
+//!
+//! A job whose ranks go back to an earlier step needs its hubs for that. If one is lost, and they write checkpoints, all ranks
+//! connect anew, in an epoch that begins with this. The job is then arranged for the hubs that are there, as at the start, and
+//! they begin with the newest checkpoint that this job has written. Hubs that still have a part of it end that first.
+
+use std::collections::BTreeMap;
+
+use super::cause::Cause;
+use super::job_hubs::{JobHub, cause_of};
+use super::losses::MembershipChange;
+use super::standbys::CALLS_WITHIN_S;
+use super::{Job, JobPhase, LastContact, Transition};
+use crate::auth::{Epoch, StreamSecret};
+use crate::membership::Now;
+use crate::service::{CauseKind, ErrorCode, JobEnd, JobState};
+
+/// The processes that had the ranks before the job began again. Their calls are refused with the reason.
+#[derive(Debug)]
+pub(super) struct FormerMembers {
+    epoch: Epoch,
+    /// The epoch since which each rank had its process.
+    since: BTreeMap<u32, u64>,
+}
+
+impl FormerMembers {
+    /// The secret of the process that had a rank.
+    pub(super) fn secret(&self, rank: u32) -> Option<StreamSecret> {
+        self.since.get(&rank).map(|&since| self.epoch.of_rank(rank, since))
+    }
+}
+
+impl Job {
+    /// Whether the job has begun again since it was created.
+    pub(super) fn has_begun_again(&self) -> bool {
+        self.epoch.is_some_and(|epoch| epoch.begins_again())
+    }
+
+    /// A hub is lost, and its part of the job has ended: the job begins again from its newest checkpoint if it may, and
+    /// otherwise fails.
+    pub(super) fn begin_again_or_fail(&mut self, cause: Cause, now: Now) -> Transition {
+        match self.epoch.filter(|_| self.may_begin_again()) {
+            Some(former) => self.begin_again(former, &cause.message, now),
+            None => self.fail_because(ErrorCode::JobEnded, cause, now),
+        }
+    }
+
+    /// Whether ranks and hubs are still to come to a job that is about to end otherwise.
+    fn may_begin_again(&self) -> bool {
+        let is_ending = self.announced.is_some() || self.concluding.is_some() || self.is_failing();
+        self.options.begins_again()
+            && self.state == JobState::Running
+            && !self.has_finished_at_a_hub
+            && !is_ending
+    }
+
+    /// The job is over at a hub that shuts down, which has taken a last checkpoint if the ranks were at one step.
+    pub(crate) fn leaving_hub_ended(&mut self, hub: u32, end: &JobEnd, now: Now) -> Transition {
+        match self.job_hubs.iter_mut().find(|job_hub| job_hub.hub == hub && !job_hub.ended) {
+            Some(job_hub) if !end.finished => {
+                job_hub.ended = true;
+                self.begin_again_or_fail(cause_of(end, now), now)
+            }
+            _ => self.hub_ended(hub, end, now),
+        }
+    }
+
+    /// Ranks go back to an earlier step, for which every hub is needed, and one of them is gone: the job begins again without it.
+    /// `last_contact` says what is known of a hub that is not forgotten.
+    pub(crate) fn check_hubs_to_go_back(
+        &mut self,
+        last_contact: impl Fn(u32) -> Option<LastContact>,
+        now: Now,
+    ) -> Transition {
+        if self.rewind.is_none() || !self.may_begin_again() {
+            return Transition::None;
+        }
+        let has_hung_up = |hub| {
+            let contact = last_contact(hub);
+            contact.is_some_and(|it| it.has_hung_up && now.seconds_since(it.call) >= CALLS_WITHIN_S)
+        };
+        let is_gone = |it: &&JobHub| !it.ended && (it.unheard.is_some() || has_hung_up(it.hub));
+        let Some(job_hub) = self.job_hubs.iter().find(is_gone) else { return Transition::None };
+        let (gone, name) = (job_hub.hub, job_hub.describe());
+        let message =
+            format!("{name} was lost: the connection manager does not hear it, and the ranks go back");
+        let began = last_contact(gone).map_or(now, |contact| contact.call);
+        let cause = Cause { kind: CauseKind::HubLost, rank: None, began, message };
+        self.go_on_without_unheard(gone, cause, now)
+    }
+
+    /// Begins again, or fails, without a hub that has not been forgotten, and gets no jobs before it calls again.
+    pub(super) fn go_on_without_unheard(&mut self, gone: u32, cause: Cause, now: Now) -> Transition {
+        match self.begin_again_or_fail(cause, now) {
+            Transition::BeganAgain { mut hubs, change, epoch, reason, message, .. } => {
+                hubs.retain(|&hub| hub != gone);
+                let _ = self.former_part_over(gone);
+                Transition::BeganAgain { hubs, lost: Some(gone), change, epoch, reason, message }
+            }
+            failed => failed,
+        }
+    }
+
+    fn begin_again(&mut self, former: Epoch, reason: &str, now: Now) -> Transition {
+        let since = self.assignments.held_since();
+        self.former_members = Some(FormerMembers { epoch: former, since });
+        let epoch = self.assignments.begin_epoch();
+        self.epoch = Some(former.begin_again(epoch));
+        (self.recorded_counters, self.recorded_left_out) = (self.counters(), self.left_out());
+        self.recorded_checkpoints = self.checkpoints();
+        let still_there = |job_hub: &&JobHub| job_hub.asked && !job_hub.ended;
+        let hubs: Vec<u32> = self.job_hubs.iter().filter(still_there).map(|job_hub| job_hub.hub).collect();
+        self.former_hubs.extend(hubs.iter().map(|&hub| (hub, true)));
+        self.job_hubs.clear();
+        (self.composition, self.information_book, self.proposed) = (None, None, None);
+        self.placements.clear();
+        self.agreed = false;
+        self.joins.clear();
+        (self.rewind, self.waits_since) = (None, None);
+        if self.may_change_workers() {
+            self.options.start_workers = Some(self.current_workers);
+        }
+        self.assignments.begin_again(self.first_workers(), epoch);
+        (self.state, self.phase) = (JobState::Connecting, JobPhase::Connecting);
+        self.lease.renew(now.monotonic);
+        self.loss_tally.note(true, now);
+        self.message = format!(
+            "{reason}; all ranks go back to its newest checkpoint, and it waits {} s for them and for hubs",
+            self.options.linger_s
+        );
+        let change = MembershipChange::Rewind { rank: None, epoch, reason: reason.to_owned() };
+        let (reason, message) = (reason.to_owned(), self.message.clone());
+        Transition::BeganAgain { hubs, lost: None, change, epoch, reason, message }
+    }
+
+    /// How long a rank waits in ConnectService for the others and for hubs, in seconds.
+    pub(crate) fn connect_timeout_s(&self) -> f64 {
+        match self.has_begun_again() {
+            true => self.options.linger_s,
+            false => self.options.rendezvous_timeout_s,
+        }
+    }
+
+    /// Whether one of these hubs has a part of the job from before it began again.
+    pub(super) fn awaits_former_part(&self, mut hubs: impl Iterator<Item = u32>) -> bool {
+        hubs.any(|hub| self.former_hubs.contains_key(&hub))
+    }
+
+    /// A hub has reported a part that it has from before.
+    pub(crate) fn former_part_reported(&mut self, hub: u32) {
+        if !self.state.has_ended() {
+            self.former_hubs.insert(hub, true);
+        }
+    }
+
+    /// A hub has no part from before any more, or it is gone. Returns whether the job was still waiting for that.
+    pub(crate) fn former_part_over(&mut self, hub: u32) -> bool {
+        self.former_hubs.remove(&hub).is_some()
+    }
+
+    /// A hub has reported all jobs that it has. Returns whether it turns out to have no part from before.
+    pub(crate) fn former_parts_reported(&mut self, hub: u32) -> bool {
+        self.former_hubs.get(&hub) == Some(&false) && self.former_part_over(hub)
+    }
+
+    /// The hubs that may have a part from before the job began again.
+    pub(crate) fn former_hubs(&self) -> Vec<u32> {
+        self.former_hubs.keys().copied().collect()
+    }
+}

@@ -1,0 +1,192 @@
+//! Jobs that begin again from their newest checkpoint when a hub is lost.
+
+use super::losses::MembershipChange;
+use super::tests::{
+    call, hubs, information_book, init_answer, later, now, placed, process, running_with, settings,
+};
+use super::*;
+use crate::auth::{Purpose, StreamSecret};
+use crate::membership::probes::CoreBandwidth;
+use crate::service::{CauseKind, JobEnd, LeaveService, OnWorkerLoss};
+
+const WORKERS: u32 = 2;
+
+fn options() -> JobOptions {
+    JobOptions {
+        on_worker_loss: OnWorkerLoss::Rewind,
+        checkpoint_every: Some("20".parse().unwrap()),
+        linger_s: 200.0,
+        ..JobOptions::default()
+    }
+}
+
+fn running() -> Job {
+    running_with(WORKERS, 2, options())
+}
+
+fn cause(message: &str) -> Cause {
+    Cause { kind: CauseKind::HubLost, rank: None, began: now(), message: message.into() }
+}
+
+/// The hubs that are told that the job begins again.
+fn told(transition: Transition, expected_epoch: u64) -> Vec<u32> {
+    let Transition::BeganAgain { hubs, change, epoch, .. } = transition else {
+        panic!("{transition:?}");
+    };
+    assert_eq!(epoch, expected_epoch);
+    assert!(matches!(change, MembershipChange::Rewind { rank: None, epoch, .. } if epoch == expected_epoch));
+    hubs
+}
+
+/// Process 10 + r takes rank r.
+fn connect(job: &mut Job) {
+    for rank in 0..WORKERS {
+        job.connect(&call(rank, 10 + rank as u8), later(2.0)).unwrap();
+    }
+}
+
+fn begin(job: &mut Job, hub_count: u32) -> Transition {
+    job.begin_initialising(hubs(hub_count), &CoreBandwidth::Unneeded)
+}
+
+/// The ranks agree, and the only hub goes on from its checkpoint.
+fn initialise(job: &mut Job, step: u32) {
+    for rank in 0..WORKERS {
+        job.submit(rank, process(10 + rank as u8), &settings(), later(3.0)).unwrap();
+        assert_eq!(job.agree(rank).is_some(), rank + 1 == WORKERS);
+    }
+    let information_book = information_book(job);
+    assert!(job.place(SettingsSummary::default(), vec![placed()], information_book));
+    assert_eq!(job.hub_allocated(0, "hash", Some(step), later(4.0)), Transition::Advanced);
+}
+
+#[test]
+fn all_ranks_connect_anew_and_go_on_from_the_checkpoint_when_no_hub_has_the_job_any_more() {
+    let mut job = running();
+    assert_eq!(told(job.hub_lost(1, cause("hub 1 was lost"), later(1.0)), 2), [0]);
+    let status = job.status(later(1.0));
+    assert_eq!((status.state, status.epoch, status.connected), (JobState::Connecting, 2, vec![]));
+    assert!(status.message.contains("hub 1 was lost; all ranks go back to its newest checkpoint"));
+    connect(&mut job);
+    assert_eq!(job.connect_timeout_s(), 200.0);
+    assert_eq!(begin(&mut job, 1), Transition::None, "the hub has yet to end its part");
+    assert!(job.former_part_over(0) && !job.former_part_over(0));
+    assert_eq!(begin(&mut job, 1), Transition::Advanced);
+    initialise(&mut job, 40);
+    assert_eq!(job.state(), JobState::Running);
+    for rank in 0..WORKERS {
+        let answer = init_answer(&job, rank).unwrap();
+        assert_eq!((answer.resumed_step, answer.joined_running), (Some(40), false));
+    }
+    assert!(job.losses(later(9.0)).unwrap().incomplete_seconds < 5.0, "it was complete after 3 s");
+    assert!(told(job.hub_lost(0, cause("hub 0 was lost"), later(9.0)), 3).is_empty(), "there is no other");
+}
+
+#[test]
+fn former_processes_are_told_to_begin_anew() {
+    let mut job = running();
+    let secret_of = |job: &Job, since| job.epoch.map(|epoch| epoch.of_rank(1, since));
+    let former = secret_of(&job, 1);
+    drop(told(job.hub_lost(1, cause("hub 1 was lost"), later(1.0)), 2));
+    let knows =
+        |job: &Job, secret: Option<StreamSecret>| job.call_secrets(1, Purpose::Init).contains(&secret);
+    assert!(knows(&job, former));
+    connect(&mut job);
+    assert!(knows(&job, former) && knows(&job, secret_of(&job, 2)) && former != secret_of(&job, 2));
+    let refused = job.submit(1, process(1), &settings(), later(3.0)).err().unwrap();
+    assert_eq!(refused.code, ErrorCode::Busy);
+    assert!(refused.message.contains("begin again with ConnectService"), "{}", refused.message);
+    // Another process may call for a rank before the end of its own last call is noticed.
+    let refused = job.connect(&call(1, 9), later(3.0)).err().unwrap();
+    assert_eq!(refused.code, ErrorCode::Busy);
+}
+
+#[test]
+fn a_manager_that_restarts_waits_for_the_hubs_that_may_still_have_the_job() {
+    let mut job = running();
+    drop(told(job.hub_lost(1, cause("hub 1 was lost"), later(1.0)), 2));
+    let text = serde_json::to_string(&job.record(later(1.0))).unwrap();
+    let restored = || Job::restore(serde_json::from_str(&text).unwrap(), later(2.0)).0;
+    for reports_it in [true, false] {
+        let mut job = restored();
+        connect(&mut job);
+        assert_eq!(job.status(later(2.0)).epoch, 2);
+        assert_eq!(begin(&mut job, 1), Transition::None, "hub 0 has not said that it has nothing");
+        if reports_it {
+            job.former_part_reported(0);
+            assert!(!job.former_parts_reported(0));
+            assert_eq!(begin(&mut job, 1), Transition::None, "it is told to end that");
+            assert!(job.former_part_over(0));
+        } else {
+            assert!(job.former_parts_reported(0));
+        }
+        assert_eq!(begin(&mut job, 1), Transition::Advanced);
+    }
+}
+
+#[test]
+fn a_hub_that_a_rank_has_lost_is_gone_when_it_has_hung_up() {
+    for has_hung_up in [true, false] {
+        let mut job = running();
+        let lost_hub = Some("10.0.0.1:7771".to_owned());
+        let reason = "reset".to_owned();
+        let (incarnation, proof) = (process(0), crate::auth::Proof([0; 32]));
+        let report = LeaveService { rank: 0, incarnation, proof, reason, finished: false, lost_hub };
+        assert_eq!(job.leave(&report, "reset", later(1.0)), Ok(Transition::None));
+        let contact = |_| Some(LastContact { call: later(0.5), has_hung_up });
+        let then = job.check_losses(contact, later(1.1));
+        match has_hung_up {
+            true => assert_eq!(told(then, 2), [0]),
+            false => assert_eq!(then, Transition::None, "it may call yet"),
+        }
+    }
+}
+
+#[test]
+fn a_hub_that_is_gone_while_ranks_go_back_is_not_awaited() {
+    let gone =
+        |has_hung_up| move |hub| Some(LastContact { call: later(1.0), has_hung_up: has_hung_up && hub == 1 });
+    let mut job = running();
+    assert_eq!(job.check_hubs_to_go_back(gone(true), later(9.0)), Transition::None, "no rank is lost");
+    let lost = job.worker_lost((0, 1), "rank 0 lost the hub", later(1.0));
+    assert!(matches!(lost, Transition::MembershipChanged { epoch: 2, .. }));
+    assert_eq!(job.check_hubs_to_go_back(gone(false), later(9.0)), Transition::None, "it is there");
+    assert_eq!(job.check_hubs_to_go_back(gone(true), later(2.0)), Transition::None, "it may call again");
+    let mut unheard = Job::restore(job.record(later(2.0)), later(2.0)).0;
+    assert_eq!(told(job.check_hubs_to_go_back(gone(true), later(2.5)), 3), [0]);
+    let _ = unheard.hub_fell_silent(1, cause("hub 1 has not been heard"), String::new(), later(9.0));
+    assert_eq!(told(unheard.check_hubs_to_go_back(gone(false), later(9.0)), 3), [0]);
+}
+
+#[test]
+fn a_hub_that_shuts_down_has_the_job_begin_again_and_one_that_cannot_serve_it_ends_it() {
+    let end = |job: &Job| JobEnd::failed(job.namespace, "the hub is shutting down".into(), CauseKind::Known);
+    let mut job = running();
+    let end = end(&job);
+    assert_eq!(told(job.leaving_hub_ended(1, &end, later(1.0)), 2), [0]);
+    let mut job = running();
+    assert!(matches!(job.hub_ended(1, &end, later(1.0)), Transition::Ended { .. }), "it is not leaving");
+}
+
+#[test]
+fn a_job_without_checkpoints_or_about_to_end_fails_with_its_hub() {
+    let without = |change: fn(&mut JobOptions)| {
+        let mut options = options();
+        change(&mut options);
+        running_with(WORKERS, 2, options)
+    };
+    let (mut announced, mut concluding) = (running(), running());
+    let _ = announced.announce("interrupted".into(), later(0.5));
+    let _ = concluding.conclude("its workers have ended".into(), later(0.5));
+    let jobs = [
+        without(|options| options.checkpoint_every = None),
+        without(|options| options.on_worker_loss = OnWorkerLoss::Continue),
+        announced,
+        concluding,
+    ];
+    for mut job in jobs {
+        let lost = job.hub_lost(1, cause("hub 1 was lost"), later(1.0));
+        assert!(matches!(lost, Transition::Ended { .. }), "{lost:?}");
+        assert_eq!(job.state(), JobState::Failed);
+    }
+}

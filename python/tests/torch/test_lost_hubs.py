@@ -1,0 +1,178 @@
+"""A hub that is lost, of a run with checkpoints: ranks go back to the newest one by themselves, and end with the bits of an
+undisturbed run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from launching import PARAMHUB, PYTHON, TORCHRUN, Ended, Program
+
+PROGRAM = """
+import os, random, time, zlib
+import torch
+import paramhub
+import paramhub.torch
+
+def say(text):
+    os.write(1, f"{text}\\n".encode())
+
+END = 40
+paramhub.torch.init(
+    on_worker_loss="rewind", linger=90, reproducible=True, checkpoint_every="5", timeout=90, dead_after=10
+)
+rank = paramhub.torch.rank()
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 9000), torch.nn.BatchNorm1d(9000), torch.nn.Linear(9000, 4))
+optimizer = paramhub.torch.HubOptimizer(model, paramhub.AdamW(lr=0.01))
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, END)
+# The data comes from the generator whose state the program's state carries.
+torch.manual_seed(rank)
+state = paramhub.torch.State(optimizer, model=model, scheduler=scheduler, batch=0)
+
+@paramhub.torch.run(state)
+def train():
+    say(f"rank {rank} begins at {optimizer.resumed_step}")
+    while state.batch < END:
+        while state.batch == END - 1 and not os.path.exists("may-end"):
+            time.sleep(0.01)
+        inputs, targets = torch.randn(5, 8), torch.randint(0, 4, (5,))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        scheduler.step()
+        state.batch += 1
+        state.commit()
+        time.sleep(0.01)
+        say(f"rank {rank} has made {state.batch}")
+    optimizer.synchronize()
+
+train()
+values = b"".join(parameter.detach().numpy().tobytes() for parameter in [*model.parameters(), *model.buffers()])
+say(f"rank {rank} ends with {zlib.crc32(values):08x}")
+"""
+
+Start = Callable[..., Program]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Place(NamedTuple):
+    """A run with a folder of checkpoints."""
+
+    start: Start
+    folder: Path
+
+    def hub(self, *options: object) -> Program:
+        hub = self.start(*PARAMHUB, "hub", "--checkpoints", self.folder / "checkpoints", *options)
+        hub.await_output(r"hub ready|http://")
+        return hub
+
+    def ranks(self, url: str, run: str, hubs: int = 1) -> Program:
+        program = self.folder / "train.py"
+        program.write_text(PROGRAM)
+        environment = {"PARAMHUB_URL": url, "PARAMHUB_HUBS": str(hubs), "PARAMHUB_RUN_ID": run}
+        return self.start(*TORCHRUN, "--nproc-per-node=2", program, env=environment)
+
+    def undisturbed(self, url: str, hubs: int = 1) -> list[str]:
+        (self.folder / "may-end").touch()
+        code, output = self.ranks(url, "undisturbed", hubs).wait()
+        assert code == 0, output
+        (self.folder / "may-end").unlink()
+        return ends(output)
+
+    def end(self, ranks: Program) -> str:
+        (self.folder / "may-end").touch()
+        code, output = ranks.wait()
+        assert code == 0, output
+        return output
+
+
+@pytest.fixture
+def place(start: Start, tmp_path: Path) -> Place:
+    return Place(start, tmp_path)
+
+
+def ends(output: str) -> list[str]:
+    found = sorted(re.findall(r"rank \d ends with \w+", output))
+    assert len(found) == 2, output
+    return found
+
+
+def beginnings(output: str) -> list[str]:
+    return re.findall(r"rank 0 begins at (\w+)", output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_hub_with_its_manager_is_started_again_and_the_ranks_go_on(place: Place, number: int) -> None:
+    manager, data = free_port(), free_port()
+    options = (
+        "--listen",
+        f"127.0.0.1:{data}",
+        "--manager",
+        f"127.0.0.1:{manager}",
+        "--state",
+        place.folder / "state",
+    )
+    hub, url = place.hub(*options), f"http://127.0.0.1:{manager}"
+    undisturbed = place.undisturbed(url)
+    ranks = place.ranks(url, "disturbed")
+    for step in (12, 25):
+        ranks.await_output(rf"rank 0 has made {step}$")
+        hub.signal(number)
+        hub.wait()
+        hub = place.hub(*options)
+        ranks.await_output(rf"rank 0 has made {step + 6}$")
+    output = place.end(ranks)
+    assert ends(output) == undisturbed, output
+    began = beginnings(output)
+    assert began[0] == "None" and len(began) == 3, output
+    if number == signal.SIGTERM:
+        # It takes a last checkpoint when it shuts down, so that no step is made again.
+        repeated = len(re.findall(r"rank 0 has made \d+", output)) - 40
+        assert repeated <= 2, output
+    else:
+        assert int(began[1]) >= 5 and int(began[2]) >= 20, output
+
+
+def test_a_killed_hub_of_two_is_replaced_by_another(place: Place) -> None:
+    manager = place.start(*PARAMHUB, "manager", "--listen", "127.0.0.1:0")
+    url = manager.await_output(r"(http://\S+)")[1]
+    hubs = [place.hub("--listen", "127.0.0.1:0", "--join", url) for _ in range(2)]
+    undisturbed = place.undisturbed(url, hubs=2)
+    ranks = place.ranks(url, "disturbed", hubs=2)
+    ranks.await_output(r"rank 0 has made 12$")
+    hubs[0].signal(signal.SIGKILL)
+    hubs[0].wait()
+    place.hub("--listen", "127.0.0.1:0", "--join", url)
+    output = place.end(ranks)
+    assert ends(output) == undisturbed, output
+    began = beginnings(output)
+    assert began[0] == "None" and int(began[-1]) >= 5, output
+
+
+def test_a_hub_that_is_lost_before_its_first_checkpoint_ends_the_run(place: Place) -> None:
+    manager = place.start(*PARAMHUB, "manager", "--listen", "127.0.0.1:0")
+    url = manager.await_output(r"(http://\S+)")[1]
+    hub = place.hub("--listen", "127.0.0.1:0", "--join", url)
+    ranks = place.ranks(url, "early")
+    ranks.await_output(r"rank 0 has made 2$")
+    hub.signal(signal.SIGKILL)
+    hub.wait()
+    place.hub("--listen", "127.0.0.1:0", "--join", url)
+    code, output = ranks.wait()
+    if beginnings(output)[1:]:
+        # Three more steps were made before the kill, and the first checkpoint was whole.
+        place.end(ranks)
+        return
+    assert code != 0
+    assert "a hub was lost before its first checkpoint was whole" in output, output
