@@ -30,6 +30,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::auth::{Namespace, Nonce, Purpose, StreamSecret};
+use crate::checkpoint::Resume;
 use crate::combinations::{Feature, conflict_of};
 use crate::cost::Rate;
 use crate::limits::MESSAGE_BYTES_MAX;
@@ -189,6 +190,19 @@ impl Membership {
             let message = format!("job `{name}`: no hub that has joined keeps any checkpoints: {conflict}");
             Err(refusal(ErrorCode::BadRequest, message))
         })
+    }
+
+    /// Ends the job of this name if it has begun again and none of its ranks is there, and the new job is to go on from its
+    /// checkpoint: everything had ended at once, and is started again by the same command.
+    pub fn give_way_to(&mut self, request: &CreateService, now: Now) {
+        let goes_on = request.options.resume == Some(Resume::Auto);
+        let living = self.living.get(&request.name).copied().filter(|_| goes_on);
+        let job = living.and_then(|namespace| self.jobs.get_mut(&namespace));
+        let Some(job) = job.filter(|job| job.is_deserted()) else { return };
+        let (namespace, message) =
+            (job.namespace, "another start of the job goes on from its checkpoint".into());
+        let transition = job.fail(ErrorCode::JobEnded, message, now);
+        self.follow(namespace, transition);
     }
 
     /// Reserves a name, and a part of its team's quotas, for a job that is about to be written to the store.

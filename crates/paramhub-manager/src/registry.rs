@@ -127,6 +127,7 @@ impl Registry {
                 return Ok(Reserved::Before(created));
             }
             state.membership.check_checkpoints(&request)?;
+            state.membership.give_way_to(&request, now());
             let order = state.membership.reserve(&request.name, request.options.weight, namespace)?;
             Ok::<_, ServiceError>(Reserved::Now(order))
         })?;

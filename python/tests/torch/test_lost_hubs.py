@@ -3,15 +3,19 @@ undisturbed run."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launching import PARAMHUB, PYTHON, TORCHRUN, Ended, Program
+from launching import PARAMHUB, PYTHON, TORCHRUN, Program
 
 PROGRAM = """
 import os, random, time, zlib
@@ -37,7 +41,7 @@ state = paramhub.torch.State(optimizer, model=model, scheduler=scheduler, batch=
 
 @paramhub.torch.run(state)
 def train():
-    say(f"rank {rank} begins at {optimizer.resumed_step}")
+    say(f"rank {rank} begins at {optimizer.resumed_step} and is process {os.getpid()}")
     while state.batch < END:
         while state.batch == END - 1 and not os.path.exists("may-end"):
             time.sleep(0.01)
@@ -142,6 +146,52 @@ def test_a_hub_with_its_manager_is_started_again_and_the_ranks_go_on(place: Plac
         assert repeated <= 2, output
     else:
         assert int(began[1]) >= 5 and int(began[2]) >= 20, output
+
+
+def test_kills_of_ranks_and_their_hub_at_any_moment_change_no_bit(place: Place) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    manager, data = free_port(), free_port()
+    options = (
+        "--listen",
+        f"127.0.0.1:{data}",
+        "--manager",
+        f"127.0.0.1:{manager}",
+        "--state",
+        place.folder / "state",
+    )
+    hub, url = place.hub(*options), f"http://127.0.0.1:{manager}"
+    undisturbed = place.undisturbed(url)
+    command = (
+        "run",
+        "-n",
+        "2",
+        "--hub",
+        url,
+        "--on-worker-loss",
+        "rewind",
+        "--max-restarts",
+        "20",
+        "--checkpoint-every",
+        "3",
+    )
+    ranks = place.start(*PARAMHUB, *command, "--", PYTHON, place.folder / "train.py")
+    # Before the first checkpoint the loss of the hub ends the run.
+    ranks.await_output(r"rank 0 has made 5$")
+    for _ in range(6):
+        time.sleep(chance.uniform(0.0, 1.5))
+        if chance.random() < 0.6:
+            hub.signal(signal.SIGKILL)
+            hub.wait()
+            time.sleep(chance.choice([0.0, 0.0, 1.0]))
+            hub = place.hub(*options)
+        else:
+            process = chance.choice(re.findall(r"is process (\d+)", ranks.output())[-2:])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+    output = place.end(ranks)
+    assert ends(output) == undisturbed, output
 
 
 def test_a_killed_hub_of_two_is_replaced_by_another(place: Place) -> None:

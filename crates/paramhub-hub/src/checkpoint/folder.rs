@@ -2,7 +2,8 @@
 //!
 //! `DIR/JOB/step-STEP.RUN/hub-N.json` is the manifest of hub N's part. RUN are the first digits of the job's
 //! namespace: a job that resumes from an old checkpoint writes beside the checkpoints of the job before it,
-//! never over them.
+//! never over them. A job that begins again because it has lost a hub adds the epoch with which it does, as in `RUN-3`: parts
+//! from before must not become a whole with later ones.
 //!
 //! Which checkpoint is newer does not depend on the clock, which may be set back. Steps only grow within a
 //! run. A run takes a generation that is higher than those of all runs that it finds, and writes it into its
@@ -15,7 +16,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-use paramhub_core::auth::Namespace;
+use paramhub_core::auth::{Epoch, Namespace};
 use paramhub_core::key::Key;
 
 use super::manifest::Manifest;
@@ -27,6 +28,8 @@ const MANIFEST_BYTES_MAX: u64 = 1 << 30;
 #[derive(Clone, Debug)]
 pub(crate) struct JobFolder {
     path: PathBuf,
+    /// The epoch with which the job that writes here has begun.
+    epoch: u64,
 }
 
 /// The contents of the folder of one run's step.
@@ -75,7 +78,12 @@ impl FoundCheckpoint {
 
     /// The run that wrote it, from its folder's name.
     pub(super) fn run(&self) -> &str {
-        self.name().split_once('.').map_or("", |(_, run)| run)
+        self.start().split('-').next().unwrap_or_default()
+    }
+
+    /// The same with the epoch, if that run had begun again.
+    fn start(&self) -> &str {
+        self.name().split_once('.').map_or("", |(_, start)| start)
     }
 
     /// Bytes of all its parts.
@@ -160,11 +168,16 @@ impl JobFolder {
         if name.starts_with('.') {
             name.replace_range(..1, "%2E");
         }
-        JobFolder { path: folder.join(name) }
+        JobFolder::at(folder.join(name))
     }
 
     pub(crate) fn at(path: PathBuf) -> JobFolder {
-        JobFolder { path }
+        JobFolder { path, epoch: Epoch::FIRST }
+    }
+
+    /// The same folder for a job that begins with this epoch.
+    pub(crate) fn in_epoch(self, epoch: u64) -> JobFolder {
+        JobFolder { epoch, ..self }
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -173,13 +186,19 @@ impl JobFolder {
 
     /// The folder of a run's part of a step.
     pub(crate) fn of_step(&self, step: u32, run: Namespace) -> PathBuf {
-        self.path.join(format!("step-{step:010}.{}", name_of_run(run)))
+        self.path.join(format!("step-{step:010}.{}", self.start_of(run)))
     }
 
-    /// A generation for a run: its own if it has written here, otherwise one higher than those of all other
+    fn start_of(&self, run: Namespace) -> String {
+        let run = name_of_run(run);
+        if self.epoch > Epoch::FIRST { format!("{run}-{}", self.epoch) } else { run }
+    }
+
+    /// A generation for a run: its own if it has written here since it has begun, otherwise one higher than those of all other
     /// runs.
     pub(super) fn next_generation(&self, run: Namespace) -> io::Result<u64> {
-        let least = |found: FoundCheckpoint| match found.run() == name_of_run(run) {
+        let start = self.start_of(run);
+        let least = |found: FoundCheckpoint| match found.start() == start {
             true => found.generation(),
             false => found.generation().saturating_add(1),
         };
@@ -227,7 +246,7 @@ impl JobFolder {
     /// have written.
     pub(crate) fn prune(&self, keep: usize, run: Namespace, step: u32) -> io::Result<()> {
         let (mut complete, mut others) = (0, 0);
-        let mut failed = None;
+        let (mut failed, start) = (None, self.start_of(run));
         for found in self.list()? {
             let goes = match &found.flaw {
                 None => {
@@ -242,7 +261,7 @@ impl JobFolder {
                 }
                 Some(CheckpointFlaw::Damaged(_)) => complete >= keep,
             };
-            let is_new = found.run() == name_of_run(run) && found.step >= step;
+            let is_new = found.start() == start && found.step >= step;
             if goes && !is_new {
                 // A checkpoint that cannot be removed must not keep the others from it.
                 failed = failed.or(remove(&found.path).err());
@@ -261,11 +280,12 @@ pub(super) fn name_of_run(run: Namespace) -> String {
 fn newest_first(found: Vec<FoundCheckpoint>) -> Vec<FoundCheckpoint> {
     let mut runs: HashMap<&str, (u64, u64)> = HashMap::new();
     for one in &found {
-        let (generation, written_ms) = runs.entry(one.run()).or_default();
+        let (generation, written_ms) = runs.entry(one.start()).or_default();
         *generation = one.generation().max(*generation);
         *written_ms = one.written_ms().max(*written_ms);
     }
-    let order: Vec<_> = found.iter().map(|one| (runs[one.run()], one.run().to_owned(), one.step)).collect();
+    let order: Vec<_> =
+        found.iter().map(|one| (runs[one.start()], one.start().to_owned(), one.step)).collect();
     let mut found: Vec<_> = order.into_iter().zip(found).collect();
     found.sort_by(|(one, _), (other, _)| other.cmp(one));
     found.into_iter().map(|(_, found)| found).collect()
@@ -349,6 +369,28 @@ pub(super) mod tests {
         folder.make(&path).unwrap();
         write_whole(&path.join(format!("hub-{}.json", part.hub)), &part.encode()).unwrap();
         path
+    }
+
+    #[test]
+    fn a_run_that_begins_again_writes_beside_its_former_parts_and_is_newer() {
+        let scratch = tempfile::tempdir().unwrap();
+        let run = Namespace([1; 16]);
+        let first = JobFolder::new(scratch.path(), "job");
+        let generation = first.next_generation(run).unwrap();
+        put(&first, 20, 1, |part| part.generation = generation);
+        let again = first.clone().in_epoch(3);
+        assert_ne!(first.of_step(20, run), again.of_step(20, run));
+        let generation = again.next_generation(run).unwrap();
+        assert_eq!(generation, 2, "steps of before were made again");
+        put(&again, 10, 1, |part| part.generation = generation);
+        let found = again.list().unwrap();
+        assert_eq!(
+            found.iter().map(|one| (one.step, one.run())).collect::<Vec<_>>(),
+            [(10, name_of_run(run).as_str()), (20, name_of_run(run).as_str())]
+        );
+        assert_eq!(again.newest_of(run).unwrap().unwrap().step, 10);
+        again.prune(1, run, 10).unwrap();
+        assert_eq!(again.list().unwrap().len(), 1, "the one from before is older");
     }
 
     #[test]

@@ -58,7 +58,7 @@ impl CheckpointPlan {
         Ok(Some(CheckpointPlan {
             every,
             start,
-            folder: JobFolder::new(&config.folder, name),
+            folder: JobFolder::new(&config.folder, name).in_epoch(plan.epoch.number),
             keep: config.keep,
             hub: before as u32 + plan.hub,
         }))

@@ -47,11 +47,9 @@ impl Job {
 
     /// Whether ranks and hubs are still to come to a job that is about to end otherwise.
     fn may_begin_again(&self) -> bool {
+        let has_finished = self.has_finished_at_a_hub || self.assignments.have_all_finished();
         let is_ending = self.announced.is_some() || self.concluding.is_some() || self.is_failing();
-        self.options.begins_again()
-            && self.state == JobState::Running
-            && !self.has_finished_at_a_hub
-            && !is_ending
+        self.options.begins_again() && self.state == JobState::Running && !has_finished && !is_ending
     }
 
     /// The job is over at a hub that shuts down, which has taken a last checkpoint if the ranks were at one step.
@@ -131,6 +129,12 @@ impl Job {
         let change = MembershipChange::Rewind { rank: None, epoch, reason: reason.to_owned() };
         let (reason, message) = (reason.to_owned(), self.message.clone());
         Transition::BeganAgain { hubs, lost: None, change, epoch, reason, message }
+    }
+
+    /// Whether the job has begun again and none of its ranks has come.
+    pub(crate) fn is_deserted(&self) -> bool {
+        let is_alone = self.waiting() == 0 && self.assignments.connected().is_empty();
+        self.state == JobState::Connecting && self.has_begun_again() && is_alone
     }
 
     /// How long a rank waits in ConnectService for the others and for hubs, in seconds.

@@ -83,6 +83,16 @@ fn all_ranks_connect_anew_and_go_on_from_the_checkpoint_when_no_hub_has_the_job_
 }
 
 #[test]
+fn a_job_is_deserted_until_a_rank_comes() {
+    let mut job = running();
+    assert!(!job.is_deserted());
+    drop(told(job.hub_lost(1, cause("hub 1 was lost"), later(1.0)), 2));
+    assert!(job.is_deserted());
+    job.connect(&call(1, 11), later(2.0)).unwrap();
+    assert!(!job.is_deserted());
+}
+
+#[test]
 fn former_processes_are_told_to_begin_anew() {
     let mut job = running();
     let secret_of = |job: &Job, since| job.epoch.map(|epoch| epoch.of_rank(1, since));
@@ -175,7 +185,8 @@ fn a_job_without_checkpoints_or_about_to_end_fails_with_its_hub() {
         change(&mut options);
         running_with(WORKERS, 2, options)
     };
-    let (mut announced, mut concluding) = (running(), running());
+    let (mut announced, mut concluding, mut left) = (running(), running(), running());
+    (0..WORKERS).for_each(|rank| left.worker_left((rank, 1)));
     let _ = announced.announce("interrupted".into(), later(0.5));
     let _ = concluding.conclude("its workers have ended".into(), later(0.5));
     let jobs = [
@@ -183,6 +194,7 @@ fn a_job_without_checkpoints_or_about_to_end_fails_with_its_hub() {
         without(|options| options.on_worker_loss = OnWorkerLoss::Continue),
         announced,
         concluding,
+        left,
     ];
     for mut job in jobs {
         let lost = job.hub_lost(1, cause("hub 1 was lost"), later(1.0));
