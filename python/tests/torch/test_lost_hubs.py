@@ -173,6 +173,8 @@ def test_kills_of_ranks_and_their_hub_at_any_moment_change_no_bit(place: Place) 
         "rewind",
         "--max-restarts",
         "20",
+        "--name",
+        "disturbed",
         "--checkpoint-every",
         "3",
     )

@@ -42,7 +42,7 @@ pub struct Manifest {
     pub workers: u32,
     /// The optimizer's name.
     pub optimizer: String,
-    /// The hyperparameters of each group for the next step, for people to read.
+    /// The hyperparameters of each group for the next step, as far as this hub knew them, for people to read.
     pub hyperparameters: Vec<Hyperparameters>,
     /// The same hyperparameters in their wire form, in hexadecimal. These are read, since JSON may change the
     /// last bit of a number.
