@@ -192,7 +192,8 @@ pub struct ServiceInitialised {
     /// neither Initialise nor InitialiseState, and all ranks pull.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resumed_step: Option<u32>,
-    /// `true` if the job was running already, and the caller has taken a rank that was lost.
+    /// `true` if the job was running already, and the caller has taken a rank that was lost, or the job has begun again: other
+    /// ranks may have been there before.
     #[serde(default, skip_serializing_if = "is_default")]
     pub joined_running: bool,
 }

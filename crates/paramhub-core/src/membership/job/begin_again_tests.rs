@@ -76,7 +76,7 @@ fn all_ranks_connect_anew_and_go_on_from_the_checkpoint_when_no_hub_has_the_job_
     assert_eq!(job.state(), JobState::Running);
     for rank in 0..WORKERS {
         let answer = init_answer(&job, rank).unwrap();
-        assert_eq!((answer.resumed_step, answer.joined_running), (Some(40), false));
+        assert_eq!((answer.resumed_step, answer.joined_running), (Some(40), true));
     }
     assert!(job.losses(later(9.0)).unwrap().incomplete_seconds < 5.0, "it was complete after 3 s");
     assert!(told(job.hub_lost(0, cause("hub 0 was lost"), later(9.0)), 3).is_empty(), "there is no other");

@@ -337,7 +337,8 @@ impl Job {
                 };
                 Ok(match self.joined_at(rank) {
                     Some(step) => Arc::new(answer(Some(step), true)),
-                    None => answers.of(site, || answer(self.resumed_step(), false)),
+                    // Some ranks of a job that has begun again have stayed, and do nothing of what a program does at its start.
+                    None => answers.of(site, || answer(self.resumed_step(), self.has_begun_again())),
                 })
             }
             _ => Err(self.failure_refusal()),
