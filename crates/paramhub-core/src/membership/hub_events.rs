@@ -253,7 +253,7 @@ impl Membership {
         let waiting: Vec<Namespace> = self.jobs.values().filter(waiting).map(|job| job.namespace).collect();
         for namespace in waiting {
             if let Some(job) = self.jobs.get_mut(&namespace) {
-                let transition = job.fail(ErrorCode::JobEnded, format!("{name} is shutting down"), now);
+                let transition = job.fail_before_it_runs(format!("{name} is shutting down"), now);
                 self.follow(namespace, transition);
             }
         }

@@ -342,7 +342,7 @@ impl Job {
         }
         if let Some((rank, holder)) = self.assignments.come_back_expired(now) {
             let message = format!("rank {rank} ({holder}) was lost before the job ran");
-            return self.fail(ErrorCode::JobEnded, message, now);
+            return self.fail_before_it_runs(message, now);
         }
         if self.lease.has_expired(self.waiting(), now.monotonic) {
             let lease_s = self.options.lease_s;

@@ -45,17 +45,24 @@ impl Job {
         }
     }
 
-    /// Whether ranks and hubs are still to come to a job that is about to end otherwise.
+    /// Whether ranks and hubs are still to come to a job that is about to end otherwise. One that begins again may do so once
+    /// more before it runs.
     fn may_begin_again(&self) -> bool {
+        let has_begun = match self.state {
+            JobState::Running => true,
+            JobState::Initialising => self.has_begun_again(),
+            JobState::Connecting | JobState::Finished | JobState::Failed => false,
+        };
         let has_finished = self.has_finished_at_a_hub || self.assignments.have_all_finished();
         let is_ending = self.announced.is_some() || self.concluding.is_some() || self.is_failing();
-        self.options.begins_again() && self.state == JobState::Running && !has_finished && !is_ending
+        self.options.begins_again() && has_begun && !has_finished && !is_ending
     }
 
     /// The job is over at a hub that shuts down, which has taken a last checkpoint if the ranks were at one step.
     pub(crate) fn leaving_hub_ended(&mut self, hub: u32, end: &JobEnd, now: Now) -> Transition {
+        let may_begin_again = self.may_begin_again() && !end.finished;
         match self.job_hubs.iter_mut().find(|job_hub| job_hub.hub == hub && !job_hub.ended) {
-            Some(job_hub) if !end.finished => {
+            Some(job_hub) if may_begin_again => {
                 job_hub.ended = true;
                 self.begin_again_or_fail(cause_of(end, now), now)
             }
@@ -97,6 +104,11 @@ impl Job {
             }
             failed => failed,
         }
+    }
+
+    /// A rank or a hub has gone before the job ran: the job fails, or begins again once more.
+    pub(crate) fn fail_before_it_runs(&mut self, message: String, now: Now) -> Transition {
+        self.begin_again_or_fail(Cause::known(message, now), now)
     }
 
     fn begin_again(&mut self, former: Epoch, reason: &str, now: Now) -> Transition {

@@ -153,6 +153,35 @@ fn a_hub_that_a_rank_has_lost_is_gone_when_it_has_hung_up() {
 }
 
 #[test]
+fn a_job_that_loses_a_rank_or_a_hub_before_it_runs_again_begins_once_more() {
+    let initialising = || {
+        let mut job = running();
+        drop(told(job.hub_lost(1, cause("hub 1 was lost"), later(1.0)), 2));
+        let _ = job.former_part_over(0);
+        connect(&mut job);
+        assert_eq!(begin(&mut job, 2), Transition::Advanced);
+        job
+    };
+    let mut job = initialising();
+    let Ok(InitNext::Wait { ticket }) = job.submit(0, process(10), &settings(), later(3.0)) else {
+        panic!("it waits");
+    };
+    job.init_dropped(0, ticket, later(3.5));
+    assert_eq!(job.check_time(later(4.0)), Transition::None, "it may call again");
+    assert!(told(job.check_time(later(6.0)), 3).is_empty(), "no hub was asked");
+    let mut job = initialising();
+    assert!(told(job.hub_lost(1, cause("hub 1 was lost"), later(3.0)), 3).is_empty());
+    let mut job = initialising();
+    let silent = job.hub_fell_silent(1, cause("hub 1 has not been heard"), String::new(), later(3.0));
+    assert!(told(silent, 3).is_empty());
+    let mut job = initialising();
+    assert!(told(job.fail_before_it_runs("hub 1 is shutting down".into(), later(3.0)), 3).is_empty());
+    let mut first = super::tests::initialising_with(WORKERS, 2, options());
+    let failed = first.hub_lost(1, cause("hub 1 was lost"), later(3.0));
+    assert!(matches!(failed, Transition::Ended { .. }), "it has no checkpoint: {failed:?}");
+}
+
+#[test]
 fn a_hub_that_is_gone_while_ranks_go_back_is_not_awaited() {
     let gone =
         |has_hung_up| move |hub| Some(LastContact { call: later(1.0), has_hung_up: has_hung_up && hub == 1 });
@@ -176,6 +205,8 @@ fn a_hub_that_shuts_down_has_the_job_begin_again_and_one_that_cannot_serve_it_en
     assert_eq!(told(job.leaving_hub_ended(1, &end, later(1.0)), 2), [0]);
     let mut job = running();
     assert!(matches!(job.hub_ended(1, &end, later(1.0)), Transition::Ended { .. }), "it is not leaving");
+    assert_eq!(job.leaving_hub_ended(0, &end, later(1.1)), Transition::Advanced);
+    assert!(job.is_cleared(), "a hub that leaves has nothing of a job that is over");
 }
 
 #[test]

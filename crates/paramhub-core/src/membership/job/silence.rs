@@ -34,9 +34,7 @@ impl Job {
                 self.message = notice;
                 self.check_conclusion(now)
             }
-            JobState::Connecting | JobState::Initialising => {
-                self.fail_because(ErrorCode::JobEnded, cause, now)
-            }
+            JobState::Connecting | JobState::Initialising => self.begin_again_or_fail(cause, now),
         }
     }
 
