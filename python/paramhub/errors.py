@@ -26,9 +26,9 @@ class JobFailedError(ParamhubError):
 
 class Rewound(JobFailedError):
     """Another rank was lost, and all ranks go back to an earlier step (``on_worker_loss="rewind"``); or a hub was lost, and they
-    go back to the newest checkpoint. This rank joins anew: a
-    `HubOptimizer` by ``rejoin()``, for instance through `paramhub.torch.run`, and a program with jobs of its own by
-    `paramhub.connect`. A process that ends with this exception can be started again instead."""
+    go back to the newest checkpoint. This rank joins anew: a `HubOptimizer` by ``rejoin()``, for instance through
+    `paramhub.torch.run`, and a program with jobs of its own by `paramhub.connect`. A process that ends with this exception can
+    be started again instead."""
 
 
 class LateError(ParamhubError, TimeoutError):

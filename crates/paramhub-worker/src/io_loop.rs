@@ -51,7 +51,7 @@ pub(crate) struct IoLoop {
     /// The rank in whose process the hubs run, for errors.
     hub_rank: Option<u32>,
     loss_reporter: Option<LossReporter>,
-    begins_again: bool,
+    outlives_hubs: bool,
 }
 
 /// Timing of an [`IoLoop`], and whom it tells of a lost hub.
@@ -62,7 +62,7 @@ pub(crate) struct IoLoopConfig {
     pub(crate) scratch_bytes: usize,
     pub(crate) loss_reporter: Option<LossReporter>,
     /// Whether all ranks go back to a checkpoint when a hub is lost.
-    pub(crate) begins_again: bool,
+    pub(crate) outlives_hubs: bool,
     pub(crate) resuming: ResumeTerms,
 }
 
@@ -97,7 +97,7 @@ impl IoLoop {
             spin: config.spin,
             hub_rank: config.hub_rank,
             loss_reporter: config.loss_reporter,
-            begins_again: config.begins_again,
+            outlives_hubs: config.outlives_hubs,
         })
     }
 
@@ -110,7 +110,7 @@ impl IoLoop {
         });
         let outcome = outcome.map_err(|error| error.with_hub_rank(self.hub_rank));
         let loss = outcome.clone().err();
-        let outcome = outcome.map_err(|error| if self.begins_again { error.or_rewound() } else { error });
+        let outcome = outcome.map_err(|error| if self.outlives_hubs { error.or_rewound() } else { error });
         let shared = Arc::clone(&self.in_flight.shared);
         let reason = outcome.clone().err().unwrap_or_else(|| WorkerError::Left { who: shared.who.clone() });
         let queued = shared.inbox.close(&reason);

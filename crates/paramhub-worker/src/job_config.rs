@@ -205,14 +205,14 @@ impl JobConfig {
         };
         let liveness_rules = LivenessRules::of_stream(heartbeat, dead_after);
         let (spin, scratch_bytes, hub_rank) = (options.spin, options.scratch_bytes, options.hub_rank);
-        let begins_again = self.job_options.begins_again();
+        let outlives_hubs = self.job_options.outlives_hubs();
         let config = IoLoopConfig {
             liveness_rules,
             spin,
             scratch_bytes,
             hub_rank,
             loss_reporter,
-            begins_again,
+            outlives_hubs,
             resuming,
         };
         let failover = resuming.resumes().then(|| {

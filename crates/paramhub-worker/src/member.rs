@@ -259,7 +259,7 @@ impl Member {
                     WorkerError::Rewound { who, culprit: None, message: cause.to_string().into() }
                 }
                 // The manager shuts down, perhaps with a hub.
-                Some(ErrorCode::Internal) if self.connected.options.begins_again() => {
+                Some(ErrorCode::Internal) if self.connected.options.outlives_hubs() => {
                     WorkerError::Rewound { who, culprit: None, message: cause.to_string().into() }
                 }
                 _ => manager_error(who, "InitService", cause),

@@ -142,7 +142,7 @@ impl Job {
     }
 
     /// Whether the job begins again from a checkpoint if a hub is lost.
-    pub(super) fn begins_again(&self) -> bool {
+    pub(super) fn outlives_hubs(&self) -> bool {
         self.terms.rewinds && self.writes_checkpoints && !self.is_finishing()
     }
 

@@ -99,7 +99,8 @@ impl JobControl {
 
     /// Lets the ranks of a job hear that they go back, which begins again from its checkpoint once the hub has gone.
     fn send_back(&mut self, namespace: Namespace) {
-        let Some(job) = self.jobs.get(&namespace).filter(|job| job.begins_again() && !job.is_ending()) else {
+        let Some(job) = self.jobs.get(&namespace).filter(|job| job.outlives_hubs() && !job.is_ending())
+        else {
             return;
         };
         let message = format!(

@@ -129,8 +129,8 @@ impl JobOptions {
         self.on_worker_loss == OnWorkerLoss::Rewind
     }
 
-    /// Returns whether all ranks go back to the newest checkpoint when a hub is lost.
-    pub fn begins_again(&self) -> bool {
+    /// Returns whether the job begins again from its newest checkpoint when a hub is lost.
+    pub fn outlives_hubs(&self) -> bool {
         self.rewinds() && self.checkpoint_every.is_some()
     }
 

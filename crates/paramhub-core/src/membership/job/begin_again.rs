@@ -55,7 +55,7 @@ impl Job {
         };
         let has_finished = self.has_finished_at_a_hub || self.assignments.have_all_finished();
         let is_ending = self.announced.is_some() || self.concluding.is_some() || self.is_failing();
-        self.options.begins_again() && has_begun && !has_finished && !is_ending
+        self.options.outlives_hubs() && has_begun && !has_finished && !is_ending
     }
 
     /// The job is over at a hub that shuts down, which has taken a last checkpoint if the ranks were at one step.
