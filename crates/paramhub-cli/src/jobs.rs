@@ -7,7 +7,7 @@ use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
 use paramhub::Stragglers;
 use paramhub::service::{
     AwaitedRanks, CreateService, JobOptions, JobState, JobStatus, LossCounters, OnInterfaceDown,
-    OnWorkerLoss, ServiceCreated,
+    OnWorkerLoss, ServiceCreated, StandbyCounts,
 };
 use paramhub_core::checkpoint::{CheckpointStatus, Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
@@ -366,6 +366,21 @@ fn shortened(text: &str, chars: usize) -> String {
     }
 }
 
+/// Whether the job goes on when a hub is lost.
+fn standbys(counts: &StandbyCounts) -> String {
+    let StandbyCounts { shares, ready, copying } = *counts;
+    match shares - ready {
+        0 => "of all chunks: the job goes on when a hub is lost".into(),
+        missing if missing == copying => {
+            format!("of {ready} of {shares} shares of the chunks; the others are being copied to one")
+        }
+        _ => format!(
+            "of {ready} of {shares} shares of the chunks, and {copying} are being copied to one: start another hub, since the \
+             job ends with the hub of a share that has none"
+        ),
+    }
+}
+
 fn show(job: &JobStatus) -> String {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
@@ -407,6 +422,7 @@ fn show(job: &JobStatus) -> String {
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("streams moved", job.counters.streams_moved.to_string()),
         ("left out", or_dash(&left_out(job).join("\n"))),
+        ("standbys", job.standbys.as_ref().map_or(String::new(), standbys)),
         ("awaited", job.awaited.as_ref().map_or("-".to_owned(), awaited)),
         ("checkpoints", job.checkpoints.as_ref().map_or("-".to_owned(), checkpoints)),
         ("created", format!("{} ago", age(job.created_at))),

@@ -30,7 +30,7 @@ pub fn resume(exchange: &mut Exchange, ports: &Ports, port: u32, mut again: impl
     let mut newest = 0;
     for slot in (0..ports.slots()).filter(|&slot| ports.carries(port, side, slot)) {
         newest = newest.max(exchange.step(slot));
-        if exchange.is_at_start(slot) && side != Side::Serving {
+        if may_lack_start(exchange, side, slot) {
             again(Again::Start(slot));
         }
         match side {
@@ -40,6 +40,16 @@ pub fn resume(exchange: &mut Exchange, ports: &Ports, port: u32, mut again: impl
         }
     }
     newest
+}
+
+/// Whether the neighbour at a port with this role may lack the parameters that the chunk begins with there: it has not contributed
+/// to the chunk nor, if it is the standby, acknowledged them.
+pub fn may_lack_start(exchange: &Exchange, side: Side, slot: u32) -> bool {
+    match side {
+        Side::Standby => exchange.awaits_standby(slot),
+        Side::Serving => false,
+        Side::Worker(_) | Side::Below(_) | Side::Above => exchange.is_at_start(slot),
+    }
 }
 
 /// How long a hub waits for another stream in place of one that has ended like this at a port with this role; `None` if the

@@ -224,6 +224,11 @@ impl Composition {
         self.sites.len() == 1
     }
 
+    /// Number of hubs of the job.
+    pub fn hubs(&self) -> usize {
+        self.sites.iter().map(|site| site.hubs.len()).sum()
+    }
+
     /// Number of ranks of the job.
     pub fn workers(&self) -> u32 {
         self.sites.iter().map(|site| site.workers.len() as u32).sum()

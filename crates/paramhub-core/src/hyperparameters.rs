@@ -338,6 +338,12 @@ impl Schedule {
         self.changes[self.changes.partition_point(|&(first, _)| first < step)..].iter()
     }
 
+    /// The change that holds at `step`, and those for later steps. The first may be the initial numbers.
+    pub fn in_force_from(&self, step: u32) -> impl Iterator<Item = &(u32, Hyperparameters)> {
+        let next = self.changes.partition_point(|&(first, _)| first <= step);
+        self.changes[next.saturating_sub(1)..].iter()
+    }
+
     /// The numbers that hold at `step`.
     pub fn at(&self, step: u32) -> &Hyperparameters {
         let next = self.changes.partition_point(|&(first, _)| first <= step);
@@ -372,6 +378,11 @@ mod tests {
         assert_eq!(
             [0, 1, 10, 11, 21].map(from),
             [vec![0, 10, 20], vec![10, 20], vec![10, 20], vec![20], vec![]]
+        );
+        let in_force = |step| schedule.in_force_from(step).map(|&(first, _)| first).collect::<Vec<_>>();
+        assert_eq!(
+            [0, 9, 10, 19, 20].map(in_force),
+            [vec![0, 10, 20], vec![0, 10, 20], vec![10, 20], vec![10, 20], vec![20]]
         );
     }
 

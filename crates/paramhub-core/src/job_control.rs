@@ -22,6 +22,7 @@ mod awaited;
 mod ending;
 mod event;
 mod job;
+mod new_standbys;
 mod notices;
 mod opening;
 mod output;
@@ -88,8 +89,9 @@ impl JobControl {
     /// Whether the hub is to plan a job that the manager wants allocated, which begins with this epoch. A command can come
     /// twice, since the answer to the first may have been lost, or the manager has restarted: then the job may have ended here
     /// meanwhile. A job that begins again does so with another epoch.
-    pub fn wants(&self, namespace: Namespace, epoch: u64) -> bool {
-        self.is_serving() && !self.jobs.contains_key(&namespace) && !self.has_held(namespace, epoch)
+    /// A hub that becomes a standby more than once has another position in the job each time.
+    pub fn wants(&self, namespace: Namespace, epoch: u64, hub: u16) -> bool {
+        self.is_serving() && !self.jobs.contains_key(&namespace) && !self.has_held(namespace, (epoch, hub))
     }
 
     /// Notes since when the manager has been out of reach, if it is.
@@ -136,7 +138,7 @@ impl JobControl {
     fn handle_serving(&mut self, event: Event, now: Duration) {
         match event {
             Event::Planned(terms) => self.admit(*terms, now),
-            Event::AllocateAgain { namespace, epoch } => self.allocated_before(namespace, epoch),
+            Event::AllocateAgain { namespace, epoch, hub } => self.allocated_before(namespace, epoch, hub),
             Event::ReportJobs { question } => self.report_jobs(question),
             Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
             Event::Link { namespace } => self.link(namespace, now),
@@ -150,8 +152,11 @@ impl JobControl {
                 self.rewind(namespace, (rank, epoch), &reason);
             }
             Event::ExpectRank { namespace, rank, epoch } => self.expect_rank(namespace, (rank, epoch), now),
-            Event::ChangeShares { namespace, number, shares, reason } => {
-                self.change_shares(namespace, (number, shares), &reason, now);
+            Event::ChangeShares { namespace, number, shares, later_hubs, reason } => {
+                self.change_shares(namespace, (number, shares), later_hubs, &reason, now);
+            }
+            Event::StandbyUnreachable { namespace, route, reason } => {
+                self.counterpart_lost(namespace, route, reason, now);
             }
             Event::Finish { namespace } => self.finished_elsewhere(namespace, now),
             Event::JoinRank { namespace, rank, epoch, step } => {
@@ -186,6 +191,7 @@ impl JobControl {
             CoreEvent::CannotGoOn { reason } => self.fail_as_known(namespace, reason, now),
             CoreEvent::Left { route, port } => self.left(namespace, route, port, now),
             CoreEvent::Silence { neighbour, seconds } => self.silence(namespace, neighbour, seconds),
+            CoreEvent::Copied { route } => self.copied(namespace, route),
             CoreEvent::RankExpected { rank, epoch, step } => {
                 self.rank_expected(namespace, (rank, epoch), step);
             }

@@ -9,7 +9,7 @@
 //! A rank holds its number in a job through an incarnation and calls ConnectService, then InitService. Both
 //! calls wait for the other ranks ([`WaitingCall`]) and are answered together. What a single job does is in
 //! `job`; `callers` has the calls that wait, `hub_events` what hubs do, `silence` what their silence leads to, and
-//! `arrangement` how a job gets its hubs.
+//! `arrangement` how a job gets its hubs, and `new_standbys` how it gets further ones.
 
 mod arrangement;
 mod callers;
@@ -17,6 +17,7 @@ mod commands;
 mod hub_events;
 mod hubs;
 mod job;
+mod new_standbys;
 mod output;
 mod probes;
 mod silence;
@@ -415,6 +416,7 @@ impl Membership {
         let living: Vec<Namespace> = self.living.values().copied().collect();
         for namespace in living {
             self.check_hubs_to_go_back(namespace, now);
+            self.check_new_standbys(namespace, now);
             if let Some(job) = self.jobs.get_mut(&namespace) {
                 let transition = job.check_time(now);
                 if transition != Transition::None {
@@ -491,7 +493,7 @@ impl Membership {
                 }
             }
             Transition::SharesChanged { message, told_later } => {
-                let (hubs, command): (Vec<u32>, _) = (job.hubs().collect(), job.shares_command());
+                let (hubs, command) = (job.hubs_told_of_shares(), job.shares_command());
                 if let Some(message) = message {
                     let event = LogEvent::SharesChanged { job: name, namespace, message };
                     self.outputs.extend([Output::Log(event), Output::Save(namespace)]);
@@ -534,8 +536,13 @@ impl Membership {
                     _ => LogEvent::JobFinished { job: name.clone(), namespace },
                 };
                 self.outputs.push(Output::Log(event));
+                // If it has finished, the hub is one that was about to become a standby.
+                let reason = match message.is_empty() {
+                    true => "it has finished at its other hubs".to_owned(),
+                    false => message,
+                };
                 for hub in stop {
-                    self.command(hub, stop_command(namespace, message.clone(), StopWhen::Now));
+                    self.command(hub, stop_command(namespace, reason.clone(), StopWhen::Now));
                 }
                 if self.living.get(&name) == Some(&namespace) {
                     self.living.remove(&name);

@@ -163,6 +163,14 @@ impl Placement {
         &self.chunks_of[usize::from(route)]
     }
 
+    /// The hubs that have no chunks, by their positions.
+    pub fn empty_hubs(&self) -> Vec<u16> {
+        let carries = |(route, _): &(RouteId, &Route)| !self.chunks(*route).is_empty();
+        let with_chunks = || (0..).zip(&self.routes).filter(carries).map(|(_, route)| route.hub);
+        let hubs = self.routes.iter().map(|route| route.hub + 1).max().unwrap_or(0);
+        (0..hubs).filter(|&hub| !with_chunks().any(|other| other == hub)).collect()
+    }
+
     /// The route by whose streams ranks exchange their [program states](crate::program_states): the first that carries
     /// chunks. `None` if none does.
     pub fn program_state_route(&self) -> Option<RouteId> {

@@ -133,6 +133,17 @@ impl Ports {
         self
     }
 
+    /// The same ports, of which the one for the other hub of the route's share is that of a standby.
+    #[must_use]
+    pub fn with_standby(mut self) -> Ports {
+        if let Some(port) = self.counterpart() {
+            let index = port as usize - self.ranks.len();
+            self.sites[index].side = Side::Standby;
+            self.above.fill(port);
+        }
+        self
+    }
+
     /// The port for the other hub of the route's share, if it has one.
     pub fn counterpart(&self) -> Option<u32> {
         let is_counterpart = |side| matches!(side, Side::Standby | Side::Serving);

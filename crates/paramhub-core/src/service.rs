@@ -31,7 +31,9 @@ pub use hub::{NumberedCommand, PollCommands, Presence, RegisterHub};
 pub use hub_events::{CauseKind, HubEvent, JobEnd, StopWhen, add_by_rank};
 pub use options::{JobOptions, OnInterfaceDown, OnWorkerLoss};
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
-pub use status::{AwaitedRanks, CoreCounters, HubStatus, JobCounters, JobState, JobStatus, LossCounters};
+pub use status::{
+    AwaitedRanks, CoreCounters, HubStatus, JobCounters, JobState, JobStatus, LossCounters, StandbyCounts,
+};
 pub use teams::{Allowance, TeamAllowance, TeamQuotas, TeamStatus};
 pub use tokens::{CreateToken, TokenCreated, TokenRole, TokenStatus};
 
@@ -143,6 +145,9 @@ pub struct ServiceConnected {
     /// The hubs of each share of the chunks, by their positions in `hubs`, if they have [standbys](crate::standbys).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shares: Vec<Share>,
+    /// The hubs that a job with standbys has got since it began. Their positions follow those in `hubs`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub later_hubs: Vec<HubShape>,
     /// The secrets of the rank; `None` if the call has no claim.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secrets: Option<RankSecrets>,

@@ -5,6 +5,10 @@
 //! updates from the same sums. A sum is acknowledged by the standby before any worker gets an answer that is made of it.
 //! So the standby is never behind an answer, and can take over when the first hub is lost.
 //!
+//! A share that has lost one of its hubs gets another standby while the job runs, as soon as there is a hub that has no part in
+//! the job. The hub that serves the share sends it every chunk, with the optimizer's state, and from then on the sums of that
+//! chunk. Once the standby has all chunks it is one like any other; before that it cannot take over.
+//!
 //! The connection manager alone decides which hub serves a share. It saves that before hubs hear of it.
 
 use serde::{Deserialize, Serialize};
@@ -22,6 +26,9 @@ pub struct Share {
     /// The hub that follows it; absent once one of the two is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standby: Option<u16>,
+    /// Whether the standby still receives its copies of the chunks, so that it cannot take over yet.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub copying: bool,
 }
 
 /// What a hub is for a share.
@@ -39,10 +46,20 @@ pub enum Role {
 }
 
 impl Share {
+    /// A share whose standby, if there is one, has all chunks.
+    pub fn new(served_by: u16, standby: Option<u16>) -> Share {
+        Share { served_by, standby, copying: false }
+    }
+
+    /// The standby, if it has all chunks.
+    pub fn ready_standby(&self) -> Option<u16> {
+        self.standby.filter(|_| !self.copying)
+    }
+
     /// What the hub at this position is for the share.
     pub fn role(&self, hub: u16) -> Role {
         match *self {
-            Share { served_by, standby } if served_by == hub => {
+            Share { served_by, standby, .. } if served_by == hub => {
                 Role::Serves { has_standby: standby.is_some() }
             }
             Share { standby, .. } if standby == Some(hub) => Role::StandsBy,
@@ -83,10 +100,7 @@ pub fn first_shares(hubs: &[HubLocation]) -> Vec<Share> {
     };
     let distance = (1..count).min_by_key(lost_together);
     (0..count)
-        .map(|hub| Share {
-            served_by: hub as u16,
-            standby: distance.map(|distance| ((hub + distance) % count) as u16),
-        })
+        .map(|hub| Share::new(hub as u16, distance.map(|distance| ((hub + distance) % count) as u16)))
         .collect()
 }
 
@@ -96,20 +110,50 @@ pub fn first_shares(hubs: &[HubLocation]) -> Vec<Share> {
 pub struct ShareLost(pub u16);
 
 /// The shares once the hub at this position is lost: standbys take over what it has served, and what it has followed goes on
-/// without a standby. Returns the same shares if it had no part in any.
+/// without a standby. Returns the same shares if it had no part in any. `is_empty` says of a share that it has no chunks, so that
+/// nothing is lost with its hub.
 ///
 /// # Errors
-/// If it was the only hub of a share.
-pub fn without_hub(shares: &[Share], lost: u16) -> Result<Vec<Share>, ShareLost> {
-    let without = |(number, share): (u16, &Share)| match share.role(lost) {
-        Role::Serves { .. } => {
-            let served_by = share.standby.ok_or(ShareLost(number))?;
-            Ok(Share { served_by, standby: None })
-        }
-        Role::StandsBy => Ok(Share { standby: None, ..*share }),
-        Role::None => Ok(*share),
+/// If it was the only hub that had all chunks of a share.
+pub fn without_hub(
+    shares: &[Share],
+    lost: u16,
+    is_empty: impl Fn(u16) -> bool,
+) -> Result<Vec<Share>, ShareLost> {
+    let without = |(number, share): (u16, &Share)| match (share.role(lost), share.ready_standby()) {
+        (Role::Serves { .. }, Some(standby)) => Ok(Share::new(standby, None)),
+        (Role::Serves { .. }, None) if is_empty(number) => Ok(Share::new(share.served_by, None)),
+        (Role::Serves { .. }, None) => Err(ShareLost(number)),
+        (Role::StandsBy, _) => Ok(Share::new(share.served_by, None)),
+        (Role::None, _) => Ok(*share),
     };
     (0..).zip(shares).map(without).collect()
+}
+
+/// A hub that can become the standby of a share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// Where it is.
+    pub location: HubLocation,
+    /// How many parts it has: in the job's shares, and in other jobs.
+    pub parts: (usize, usize),
+}
+
+/// The best new standby for a share whose chunks are at this place: on another machine, in another rack, with the fewest shares of
+/// the job and then with the fewest other jobs, in this order. Returns its position among the candidates; `None` if there are
+/// none.
+pub fn best_candidate(serving: &HubLocation, candidates: &[Candidate]) -> Option<usize> {
+    let is_same = |one: &str, other: &str| !one.is_empty() && one == other;
+    let rank = |&position: &usize| {
+        let Candidate { location, parts } = &candidates[position];
+        (is_same(&location.machine, &serving.machine), is_same(&location.rack, &serving.rack), *parts)
+    };
+    (0..candidates.len()).min_by_key(rank)
+}
+
+/// Returns whether a field has its default, and is left out.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// The interface and the core at which a hub has a route of another hub's share. The route's own hub has the shape `from`, this
@@ -155,14 +199,45 @@ mod tests {
     #[test]
     fn a_lost_hub_is_replaced_by_its_standby_once() {
         let shares = first_shares(&at(&[("", ""), ("", ""), ("", "")]));
+        let without_hub = |shares: &[Share], lost| without_hub(shares, lost, |_| false);
         let left = without_hub(&shares, 1).unwrap();
-        let share = |served_by, standby| Share { served_by, standby };
+        let share = Share::new;
         assert_eq!(left, [share(0, None), share(2, None), share(2, Some(0))]);
         assert_eq!(without_hub(&left, 1), Ok(left.clone()), "it has no part any more");
         assert_eq!(without_hub(&left, 2), Err(ShareLost(1)));
         assert_eq!(without_hub(&left, 0), Err(ShareLost(0)));
         assert_eq!([0, 1, 2].map(|hub| left[2].counterpart(hub)), [Some(2), None, Some(0)]);
         assert_eq!(left[0].role(1), Role::None);
+    }
+
+    #[test]
+    fn a_standby_without_all_chunks_does_not_take_over() {
+        let copying = Share { copying: true, ..Share::new(0, Some(2)) };
+        assert_eq!(copying.role(0), Role::Serves { has_standby: true });
+        assert_eq!((copying.role(2), copying.ready_standby()), (Role::StandsBy, None));
+        assert_eq!(without_hub(&[copying], 0, |_| false), Err(ShareLost(0)));
+        assert_eq!(without_hub(&[copying], 2, |_| false), Ok(vec![Share::new(0, None)]));
+        assert_eq!(without_hub(&[copying], 0, |_| true), Ok(vec![Share::new(0, None)]), "it has no chunks");
+    }
+
+    #[test]
+    fn a_new_standby_is_elsewhere_and_has_little_to_do() {
+        let candidate = |machine: &str, rack: &str, parts| Candidate {
+            location: HubLocation { machine: machine.into(), rack: rack.into() },
+            parts,
+        };
+        let serving = HubLocation { machine: "a".into(), rack: "r".into() };
+        assert_eq!(best_candidate(&serving, &[]), None);
+        let same = candidate("a", "r", (0, 0));
+        assert_eq!(best_candidate(&serving, std::slice::from_ref(&same)), Some(0), "better than none");
+        let in_rack = candidate("b", "r", (0, 0));
+        let busy = candidate("c", "s", (1, 0));
+        let elsewhere = candidate("d", "s", (0, 5));
+        let all = [same, in_rack, busy, elsewhere];
+        assert_eq!(best_candidate(&serving, &all), Some(3));
+        assert_eq!(best_candidate(&serving, &all[..3]), Some(2));
+        assert_eq!(best_candidate(&serving, &all[..2]), Some(1));
+        assert_eq!(best_candidate(&HubLocation::default(), &all), Some(0), "nothing is known");
     }
 
     #[test]

@@ -207,6 +207,7 @@ impl Acceptor {
                         epoch,
                         attempt,
                         resumed_by,
+                        standby: None,
                     });
                 }
             }

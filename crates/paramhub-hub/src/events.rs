@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::placement::RouteId;
 use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobEnd, ProbeReport};
 
 use crate::checkpoint::Loaded;
@@ -18,6 +19,8 @@ pub(crate) enum ControllerEvent {
     Core(CoreEvent),
     /// The hubs of the sites above cannot be reached.
     SitesUnreachable { namespace: Namespace, reason: String },
+    /// The new standby of a route cannot be reached.
+    StandbyUnreachable { namespace: Namespace, route: RouteId, reason: String },
     /// Interfaces, numbered as in the hub's shape, have gone down for this reason, or are up again.
     Interfaces { numbers: Range<u16>, down: Option<String> },
     /// A probe has ended.

@@ -85,6 +85,9 @@ impl JobController {
             ControllerEvent::SitesUnreachable { namespace, reason } => {
                 Some(Event::SitesUnreachable { namespace, reason })
             }
+            ControllerEvent::StandbyUnreachable { namespace, route, reason } => {
+                Some(Event::StandbyUnreachable { namespace, route, reason })
+            }
             ControllerEvent::Interfaces { numbers, down } => Some(Event::Interfaces { numbers, down }),
             ControllerEvent::Probed(report) => Some(Event::Probed(report)),
             ControllerEvent::Loaded { namespace, result } => {
@@ -112,9 +115,9 @@ impl JobController {
     fn command(&mut self, command: HubCommand) -> Option<Event> {
         Some(match command {
             HubCommand::Allocate(plan) => {
-                let (namespace, epoch) = (plan.namespace, plan.epoch.number);
-                if !self.control.wants(namespace, epoch) {
-                    return Some(Event::AllocateAgain { namespace, epoch });
+                let (namespace, epoch, hub) = (plan.namespace, plan.epoch.number, plan.hub as u16);
+                if !self.control.wants(namespace, epoch, hub) {
+                    return Some(Event::AllocateAgain { namespace, epoch, hub });
                 }
                 match self.plan(&plan) {
                     Ok((job, terms)) => {
@@ -134,8 +137,8 @@ impl JobController {
                 Event::LoseRank { namespace, rank, epoch, reason }
             }
             HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
-            HubCommand::ChangeShares { namespace, number, shares, reason } => {
-                Event::ChangeShares { namespace, number, shares, reason }
+            HubCommand::ChangeShares { namespace, number, shares, later_hubs, reason } => {
+                Event::ChangeShares { namespace, number, shares, later_hubs, reason }
             }
             HubCommand::Finish { namespace } => Event::Finish { namespace },
             HubCommand::JoinRank { namespace, rank, epoch, step } => {
@@ -187,6 +190,7 @@ impl JobController {
                 self.dial_again(namespace, route, port, attempt, until);
                 return None;
             }
+            CoreEvent::Copied { namespace, route } => (namespace, Reported::Copied { route }),
             CoreEvent::Moved { namespace, neighbour, by } => (namespace, Reported::Moved { neighbour, by }),
             CoreEvent::RankExpected { namespace, rank, epoch, step } => {
                 (namespace, Reported::RankExpected { rank, epoch, step })

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::composition::{Composed, SiteId};
-use paramhub_core::placement::RouteId;
+use paramhub_core::placement::{HubShape, RouteId};
 use paramhub_core::ports::{Ports, Side};
 use paramhub_core::resuming::{AfterRound, Attempts, HANDSHAKE};
 use paramhub_core::standbys::{Share, route_at};
@@ -28,8 +28,8 @@ pub(crate) struct ParentStream {
     address: String,
     interface: u16,
     core: u16,
-    /// The route, if the hub there is its standby.
-    standby_route: Option<RouteId>,
+    /// The position of the hub there in the job, if it is the standby of the route.
+    standby: Option<u16>,
 }
 
 impl ParentStream {
@@ -37,7 +37,7 @@ impl ParentStream {
     pub(crate) fn of<'a>(
         routes: impl Iterator<Item = (RouteId, &'a Ports)>,
         composed: &Composed,
-        shares: &[Share],
+        (shares, later_hubs): (&[Share], &[HubShape]),
     ) -> Vec<ParentStream> {
         let mut above = Vec::new();
         for (route, ports) in routes {
@@ -45,21 +45,33 @@ impl ParentStream {
                 let at = composed.placements[usize::from(there.site)].routes()[usize::from(there.route)];
                 let hubs = &composed.composition.sites[usize::from(there.site)].hubs;
                 let own = &hubs[usize::from(at.hub)];
-                let (hub, (interface, core), standby_route) = match there.side {
-                    Side::Standby => {
-                        let standby =
-                            shares[usize::from(at.hub)].standby.expect("a port for a standby has one");
-                        let hub = &hubs[usize::from(standby)];
-                        (hub, route_at(&at, own, hub), Some(route))
+                let standby = shares.get(usize::from(at.hub)).and_then(|share| share.standby);
+                let (hub, (interface, core), standby) = match (there.side, standby) {
+                    (Side::Standby, Some(standby)) => {
+                        let hub = hubs.iter().chain(later_hubs).nth(usize::from(standby));
+                        let hub = hub.expect("a standby is one of the job's hubs");
+                        (hub, route_at(&at, own, hub), Some(standby))
                     }
+                    // It is lost.
+                    (Side::Standby, None) => continue,
                     _ => (own, (at.interface, at.core), None),
                 };
                 let address = hub.interfaces[usize::from(interface)].address.clone();
                 let site = there.site;
-                above.push(ParentStream { route, port, site, address, interface, core, standby_route });
+                above.push(ParentStream { route, port, site, address, interface, core, standby });
             }
         }
         above
+    }
+
+    /// The route.
+    pub(crate) fn route(&self) -> RouteId {
+        self.route
+    }
+
+    /// Returns whether it leads to a standby.
+    pub(crate) fn leads_to_standby(&self) -> bool {
+        self.standby.is_some()
     }
 
     /// Returns whether this is the stream of a port of a route.
@@ -84,15 +96,17 @@ pub(crate) struct ParentDialler {
 }
 
 impl ParentDialler {
-    /// Opens all streams, or returns which one cannot be opened.
-    pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), String> {
+    /// Opens all streams, or returns the route of one that cannot be opened, and why not.
+    pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), (RouteId, String)> {
         for above in above {
             let opened = self.open(above, 0, [self.deadline; 2]).map_err(|reason| {
-                let name = match above.standby_route {
+                let name = match above.standby {
                     Some(_) => "the standby of some chunks".to_owned(),
                     None => self.composed.composition.name(above.site),
                 };
-                format!("{name} cannot be reached at {} to bring sums there: {reason}", above.address)
+                let why =
+                    format!("{name} cannot be reached at {} to bring sums there: {reason}", above.address);
+                (above.route, why)
             });
             self.pass_on(above, opened?, 0);
         }
@@ -126,6 +140,7 @@ impl ParentDialler {
             epoch: self.secrets.epoch.number,
             attempt,
             resumed_by: (attempt > 0).then_some(above.interface),
+            standby: above.standby,
         });
     }
 
@@ -141,7 +156,7 @@ impl ParentDialler {
             caller: Caller::Hub { site: self.site, route: above.route },
             interface: above.interface,
             core: above.core,
-            standby_route: above.standby_route,
+            standby_route: above.standby.map(|_| above.route),
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: self.secrets.epoch.number, number: attempt },

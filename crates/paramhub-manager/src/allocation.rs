@@ -80,6 +80,7 @@ fn plan_of(
             site: 0,
             hub: 0,
             shares,
+            later_hubs: Vec::new(),
             cluster,
             settings,
             team,
@@ -107,11 +108,7 @@ fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceErr
     let spreads = schemes.spreads(settings.keys.len());
     let composed = Composed::planned(&settings.keys, &map, plan.composition.clone(), &spreads)
         .map_err(|wrong| does_not_fit(wrong.to_string()))?;
-    let placements = composed.placements.iter().map(|placement| SitePlacement {
-        hash: placement.hash().to_hex().to_string(),
-        imbalance: placement.imbalance(),
-    });
-    let placements = placements.collect();
+    let placements = composed.placements.iter().map(SitePlacement::of).collect();
     drop((composed, map, spreads));
     let information_book = Arc::new(InformationBook { job: plan.name.clone(), roster, plan: schemes });
     let summary = SettingsSummary {

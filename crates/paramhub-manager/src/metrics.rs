@@ -223,6 +223,7 @@ fn collect_jobs(state: &Membership, metrics: &mut prometheus_client::registry::R
         "How long ranks have waited for one that is late beyond what recent steps explain, and at which key";
     metrics.register("job_awaited_seconds", help, awaited);
     collect_losses(state, metrics);
+    collect_standbys(state, metrics);
     collect_checkpoints(state, metrics);
     metrics.register("job_core_seconds", "Time that hub cores spent on a living job", busy);
     metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);
@@ -242,6 +243,18 @@ fn collect_losses(state: &Membership, metrics: &mut prometheus_client::registry:
     metrics.register("job_workers_lost", "Workers that a living job has lost and gone on without", lost);
     metrics.register("job_workers_joined", "Processes that have taken a lost rank of a living job", joined);
     metrics.register("job_incomplete_seconds", "Time during which a living job had lost a rank", incomplete);
+}
+
+/// The shares of living jobs whose hub cannot be replaced, if the job is to have standbys.
+fn collect_standbys(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
+    let missing = Family::<JobLabels, Gauge>::default();
+    for job in state.jobs() {
+        let Some(standbys) = job.standby_counts() else { continue };
+        let labels = JobLabels { job: job.name.clone(), namespace: job.namespace.to_string() };
+        missing.get_or_create(&labels).set(i64::from(standbys.shares - standbys.ready));
+    }
+    let help = "Shares of a living job whose standby is missing or has not all chunks yet: the job ends with their hubs";
+    metrics.register("job_standbys_missing", help, missing);
 }
 
 /// The checkpoints of living jobs that take any.

@@ -174,16 +174,20 @@ impl Hub {
     /// Passes a command of the manager to the job control.
     fn command(&mut self, command: HubCommand, context: &mut Context<'_>) {
         let event = match command {
-            HubCommand::Allocate(ordered) if self.control.wants(ordered.namespace, ordered.epoch.number) => {
+            HubCommand::Allocate(ordered)
+                if self.control.wants(ordered.namespace, ordered.epoch.number, ordered.hub as u16) =>
+            {
                 let (job, terms) = HubJob::plan(&self.plan, &ordered);
                 context.ledger.arranged(&job.composed.composition);
                 self.job = Some(job);
                 self.allocations += 1;
                 Event::Planned(Box::new(terms))
             }
-            HubCommand::Allocate(ordered) => {
-                Event::AllocateAgain { namespace: ordered.namespace, epoch: ordered.epoch.number }
-            }
+            HubCommand::Allocate(ordered) => Event::AllocateAgain {
+                namespace: ordered.namespace,
+                epoch: ordered.epoch.number,
+                hub: ordered.hub as u16,
+            },
             HubCommand::ReportJobs { question } => Event::ReportJobs { question },
             HubCommand::Link { namespace } => Event::Link { namespace },
             HubCommand::Tell { namespace, rank, message } => Event::Tell { namespace, rank, message },
@@ -196,8 +200,8 @@ impl Hub {
             }
             HubCommand::ExpectRank { namespace, rank, epoch } => Event::ExpectRank { namespace, rank, epoch },
             HubCommand::Finish { namespace } => Event::Finish { namespace },
-            HubCommand::ChangeShares { namespace, number, shares, reason } => {
-                Event::ChangeShares { namespace, number, shares, reason }
+            HubCommand::ChangeShares { namespace, number, shares, later_hubs, reason } => {
+                Event::ChangeShares { namespace, number, shares, later_hubs, reason }
             }
             HubCommand::JoinRank { namespace, rank, epoch, step } => {
                 Event::JoinRank { namespace, rank, epoch, step }

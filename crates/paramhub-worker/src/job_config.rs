@@ -23,7 +23,7 @@ use paramhub_core::resuming::{ResumeNotices, ResumeTerms, Retunes};
 use paramhub_core::scheme::{InformationBook, Plan, Roster};
 use paramhub_core::service::{JobOptions, OnWorkerLoss};
 use paramhub_core::settings::Settings;
-use paramhub_core::standbys::{Share, route_at};
+use paramhub_core::standbys::Share;
 use paramhub_core::wire::{
     Attempt, Caller, Capabilities, Direction, FACTORS_HEAD_BYTES, Hello, Refusal, State,
 };
@@ -45,6 +45,7 @@ use crate::options::{Options, ParameterSharing, Transport, deadline};
 use crate::program_state::ProgramStateClaims;
 use crate::requests_in_flight::RequestsInFlight;
 use crate::resume::{Redialler, RoutePlace, StreamEndpoint, StreamEventSender};
+use crate::share_hubs::{ShareAsker, ShareHubs};
 use crate::staging::Staging;
 use crate::statistics::Counters;
 use crate::steps::KeySteps;
@@ -116,14 +117,15 @@ impl JobConfig {
     /// If the settings are contradictory, the hubs computed another placement, or a stream cannot be opened
     /// in time.
     pub fn open(self, options: Options) -> Result<Job, WorkerError> {
-        self.open_reporting(options, None)
+        self.open_reporting(options, None, None)
     }
 
-    /// [`open`](Self::open) of a rank that tells its manager when it loses a hub.
+    /// [`open`](Self::open) of a rank that tells its manager when it loses a hub, and asks it which others the job has.
     pub(crate) fn open_reporting(
         self,
         options: Options,
         loss_reporter: Option<LossReporter>,
+        share_asker: Option<ShareAsker>,
     ) -> Result<Job, WorkerError> {
         let who = WorkerId { job: self.name.as_str().into(), rank: self.rank };
         self.settings
@@ -223,7 +225,9 @@ impl JobConfig {
                 epoch: self.epoch,
                 encrypts: self.job_options.encrypt,
                 moves: resuming.moves,
-                has_standbys: resuming.has_standbys,
+                share_hubs: resuming
+                    .has_standbys
+                    .then(|| ShareHubs::new(self.hubs.clone(), self.shares.clone(), share_asker)),
                 selector: options.interfaces.clone(),
                 shared: Arc::downgrade(&shared),
                 chunk_bytes,
@@ -390,7 +394,8 @@ impl JobConfig {
             opened.state_slots = state_slots;
             let endpoint = StreamEndpoint {
                 hello,
-                places: self.places(id as RouteId, route),
+                route: (id as RouteId, *route),
+                places: self.places(route),
                 attempts: AtomicU32::new(0),
             };
             let route = id as RouteId;
@@ -403,27 +408,14 @@ impl JobConfig {
         Ok(opened)
     }
 
-    /// Where a stream of a route that was cut may be opened again: at all addresses of its hub or, if that has a standby, at the
-    /// address of the route at each of the two.
-    fn places(&self, id: RouteId, route: &Route) -> Vec<RoutePlace> {
+    /// Where a stream of a route that was cut may be opened again in a job without standbys: at all addresses of its hub.
+    fn places(&self, route: &Route) -> Vec<RoutePlace> {
         let own = &self.hubs[usize::from(route.hub)];
-        let place = |shape: &HubShape, interface: u16, core: u16, standby_route| RoutePlace {
-            address: shape.interfaces[usize::from(interface)].address.as_str().into(),
-            interface,
-            core,
-            standby_route,
-        };
-        let standby = self.shares.get(usize::from(route.hub)).and_then(|share| share.standby);
-        if let Some(shape) = standby.and_then(|standby| self.hubs.get(usize::from(standby))) {
-            let (interface, core) = route_at(route, own, shape);
-            return vec![
-                place(own, route.interface, route.core, None),
-                place(shape, interface, core, Some(id)),
-            ];
-        }
         let of_interface = |interface: u16| RoutePlace {
+            address: own.interfaces[usize::from(interface)].address.as_str().into(),
             interface: route.interface,
-            ..place(own, interface, route.core, None)
+            core: route.core,
+            standby_route: None,
         };
         let mut places: Vec<RoutePlace> = (0..own.interfaces.len() as u16).map(of_interface).collect();
         places.rotate_left(usize::from(route.interface));

@@ -57,6 +57,7 @@ mod region_request;
 mod requests_in_flight;
 mod resume;
 mod scope;
+mod share_hubs;
 mod staging;
 mod statistics;
 mod steps;

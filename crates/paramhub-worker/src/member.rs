@@ -21,6 +21,7 @@ use crate::lease::JobLease;
 use crate::loss_report::LossReporter;
 use crate::membership::Membership;
 use crate::options::Options;
+use crate::share_hubs::ShareAsker;
 
 /// How long a repeated ConnectService may take: the manager answers it at once.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(10);
@@ -286,7 +287,12 @@ impl Member {
             namespace,
             call: self.leave_call(String::new()),
         };
-        job_config.open_reporting(self.options.clone(), Some(loss_reporter))
+        let share_asker = ShareAsker {
+            manager: self.manager.clone().with_retry_timeout(Duration::ZERO),
+            namespace,
+            call: self.call.clone(),
+        };
+        job_config.open_reporting(self.options.clone(), Some(loss_reporter), Some(share_asker))
     }
 }
 

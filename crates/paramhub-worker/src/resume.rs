@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::StreamSecret;
-use paramhub_core::placement::RouteId;
+use paramhub_core::placement::{Route, RouteId};
 use paramhub_core::resuming::{AfterRound, Attempts, BrokenPath, HANDSHAKE, HANDSHAKE_OF_TWO, path_order};
 use paramhub_core::wire::{Attempt, Direction, Hello, Refusal};
 use paramhub_transport::dialling::dial_from;
@@ -21,9 +21,13 @@ use crate::dial::Dialler;
 use crate::error::{WorkerError, WorkerId};
 use crate::interfaces::Interfaces;
 use crate::job::Shared;
+use crate::share_hubs::{Asked, ShareHubs};
 
 /// How long a hub may say that a job has ended before a worker believes it whose job may go on at another hub.
 const ENDED_AFTER: Duration = Duration::from_secs(3);
+
+/// How long a worker looks for the other hub that it knows before it asks the manager which others there are.
+const ASKS_AFTER: Duration = Duration::from_millis(500);
 
 /// An event that concerns the streams, for the I/O thread of a job whose streams are opened again.
 pub(crate) enum StreamEvent {
@@ -73,8 +77,8 @@ pub(crate) struct Redialler {
     pub(crate) encrypts: bool,
     /// Whether streams may go by other paths than before.
     pub(crate) moves: bool,
-    /// Whether the endpoints are those of two hubs, of which one may have taken over from the other.
-    pub(crate) has_standbys: bool,
+    /// The hubs of each share, in a job with standbys: another may have taken over from the one that is lost.
+    pub(crate) share_hubs: Option<ShareHubs>,
     pub(crate) selector: Selector,
     pub(crate) shared: Weak<Shared>,
     pub(crate) chunk_bytes: usize,
@@ -88,7 +92,9 @@ pub(crate) struct Redialler {
 pub(crate) struct StreamEndpoint {
     /// The hello that was sent, but for the challenge.
     pub(crate) hello: Hello,
-    /// Where the chunks of the route are: at the addresses of the hub, that of the route first, or at those of two hubs.
+    /// The route, by its number and as the placement has it.
+    pub(crate) route: (RouteId, Route),
+    /// The addresses of its hub in the placement, that of the route first.
     pub(crate) places: Vec<RoutePlace>,
     /// The number of the newest stream: 0 for the first. A stream whose handshake has failed here may have
     /// opened at the hub, so each one that is begun has a number of its own.
@@ -150,7 +156,8 @@ impl Redialler {
         lane: usize,
         failure: &StreamFailure,
     ) -> Result<Box<ResumedStream>, WorkerError> {
-        let tries = Attempts::new(Instant::now(), failure.patience);
+        let begun = Instant::now();
+        let tries = Attempts::new(begun, failure.patience);
         let (mut last_error, mut unheard) =
             ("no interface of this worker leads there".to_owned(), Vec::new());
         let mut ended: Option<(Instant, WorkerError)> = None;
@@ -158,9 +165,14 @@ impl Redialler {
             let mut is_hub_gone = false;
             let (mut gone, mut tried) = (0, 0);
             let interfaces = Interfaces::learn_running(&self.selector);
+            let endpoint = &self.endpoints[lane];
+            let known = self.share_hubs.as_ref();
+            let known = known.map(|hubs| hubs.places(endpoint.route.0, &endpoint.route.1));
+            let (places, seen) =
+                known.as_ref().map_or((&endpoint.places, 0), |(places, seen)| (places, *seen));
             let attempts = match self.moves {
-                true => self.attempts(&self.endpoints[lane], failure, &interfaces),
-                false => self.attempts_as_before(&self.endpoints[lane], failure),
+                true => self.attempts(places, failure, &interfaces),
+                false => self.attempts_as_before(endpoint, places, failure),
             };
             if attempts.is_empty() && failure.broken == BrokenPath::OwnInterface {
                 return Err(self.lost_error(failure, "no other that leads to a hub is left"));
@@ -177,7 +189,7 @@ impl Redialler {
                     }
                     // One of the two hubs may have lost sight of the job, which goes on at the other.
                     Err(NotOpened::Failed(error @ WorkerError::Refused { refusal, .. }))
-                        if self.has_standbys && refusal != Refusal::Busy =>
+                        if self.share_hubs.is_some() && refusal != Refusal::Busy =>
                     {
                         let (since, _) = ended.get_or_insert((Instant::now(), error.clone()));
                         if since.elapsed() >= ENDED_AFTER {
@@ -185,7 +197,7 @@ impl Redialler {
                         }
                         last_error = error.to_string();
                     }
-                    Err(NotOpened::HubGone(error)) if self.has_standbys => {
+                    Err(NotOpened::HubGone(error)) if self.share_hubs.is_some() => {
                         (gone, last_error) = (gone + 1, error.to_string());
                     }
                     // The loss of the stream is what ends the job, not that this hub resumes none.
@@ -208,11 +220,20 @@ impl Redialler {
                     Err(NotOpened::Failed(error)) => last_error = error.to_string(),
                 }
             }
+            let are_gone = tried > 0 && gone == tried;
+            // The other hub mostly takes over within this time.
+            let asks = are_gone || begun.elapsed() >= ASKS_AFTER;
+            let asked = self.share_hubs.as_ref().filter(|_| asks).map(|hubs| hubs.ask(seen));
+            if asked == Some(Asked::Elsewhere) {
+                continue;
+            }
             // Whatever the hubs that are there have said is said by all of them.
             if let Some((_, error)) = ended.take_if(|_| gone + 1 >= tried) {
                 return Err(error);
             }
-            is_hub_gone |= self.has_standbys && tried > 0 && gone == tried;
+            // If the manager is away, another hub may have become the standby, and take over when it is back.
+            let are_known = matches!(asked, Some(Asked::Unchanged | Asked::Over));
+            is_hub_gone |= are_known && are_gone;
             let is_over = self.shared.upgrade().is_none_or(|shared| shared.inbox.closed().is_some());
             match tries.after_round(Instant::now(), is_over, is_hub_gone) {
                 AfterRound::Again(pause) => std::thread::sleep(pause),
@@ -234,12 +255,12 @@ impl Redialler {
     /// Every path to the hub, sorted so that those with least in common with the broken one come first.
     fn attempts<'a>(
         &self,
-        endpoint: &'a StreamEndpoint,
+        places: &'a [RoutePlace],
         failure: &StreamFailure,
         interfaces: &Interfaces,
     ) -> Vec<DialAttempt<'a>> {
         let mut attempts = Vec::new();
-        for place in &endpoint.places {
+        for place in places {
             // A name that cannot be resolved now is looked up again in the next round.
             for address in place.address.to_socket_addrs().into_iter().flatten() {
                 let sources = interfaces.sources(address);
@@ -257,13 +278,14 @@ impl Redialler {
     /// for a moment counts, so that its streams do not move.
     fn attempts_as_before<'a>(
         &self,
-        endpoint: &'a StreamEndpoint,
+        endpoint: &StreamEndpoint,
+        places: &'a [RoutePlace],
         failure: &StreamFailure,
     ) -> Vec<DialAttempt<'a>> {
         let Ok(interfaces) = Interfaces::learn(&self.selector) else { return Vec::new() };
         let mut attempts = Vec::new();
-        let leads_there = |place: &&RoutePlace| self.has_standbys || place.address == failure.hub;
-        for place in endpoint.places.iter().filter(leads_there) {
+        let leads_there = |place: &&RoutePlace| self.share_hubs.is_some() || place.address == failure.hub;
+        for place in places.iter().filter(leads_there) {
             for address in place.address.to_socket_addrs().into_iter().flatten() {
                 if let Ok(source) = interfaces.source(address, usize::from(endpoint.hello.interface)) {
                     attempts.push(DialAttempt { place, address, source });
@@ -284,7 +306,7 @@ impl Redialler {
         unheard: &mut Vec<std::net::TcpStream>,
     ) -> Result<(Connection, Option<IpAddr>), NotOpened> {
         let (hub, place) = (&attempt.place.address, attempt.place);
-        let handshake = if self.has_standbys { HANDSHAKE_OF_TWO } else { HANDSHAKE };
+        let handshake = if self.share_hubs.is_some() { HANDSHAKE_OF_TWO } else { HANDSHAKE };
         let by = |patience| tries.by(Instant::now(), patience);
         let dialler = Dialler {
             who: &self.who,

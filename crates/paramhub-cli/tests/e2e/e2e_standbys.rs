@@ -32,24 +32,30 @@ fn manager(address: &str, state: &tempfile::TempDir) -> Process {
     manager
 }
 
+/// A hub with an address of its own, or one to come back at.
+fn hub(url: &str, address: &str) -> Process {
+    let hub = paramhub(["hub", "--listen", address, "--manager", url, "--cores", "2"]).start();
+    hub.wait_for("hub ready: ");
+    hub
+}
+
 impl Job {
     fn start(hubs: usize, options: JobOptions) -> Job {
+        Job::start_with(hubs, options, FRACTIONS)
+    }
+
+    fn start_with(hubs: usize, options: JobOptions, flags: &[&str]) -> Job {
         let (address, state) = (free_address(), tempfile::tempdir().unwrap());
         let manager = manager(&address, &state);
         let url = format!("http://{address}");
-        let hub = |_| {
-            let hub = paramhub(["hub", "--listen", "127.0.0.1:0", "--manager", &url, "--cores", "2"]).start();
-            hub.wait_for("hub ready: ");
-            Some(hub)
-        };
         // They join one after the other, so that their numbers are their positions.
-        let hubs: Vec<Option<Process>> = (0..hubs).map(hub).collect();
+        let hubs: Vec<Option<Process>> = (0..hubs).map(|_| Some(hub(&url, "127.0.0.1:0"))).collect();
         let client = ManagerClient::new(&url, None).unwrap();
         let options = JobOptions { hubs: Some(hubs.len() as u32), replicas: 1, ..options };
         let created =
             client.create_service(&CreateService { name: "kept".into(), workers: WORKERS, options }).unwrap();
         let start = |rank: u32| {
-            example("exchange", FRACTIONS.iter().copied())
+            example("exchange", flags.iter().copied())
                 .env("PARAMHUB_URL", &url)
                 .env("PARAMHUB_JOB", &created.namespace.to_string())
                 .env("PARAMHUB_SECRET", &String::from(created.secret()))
@@ -73,7 +79,8 @@ impl Job {
         let before = self.last_updates;
         wait_until("the job goes on", || {
             let status = self.status();
-            assert_ne!(status.state, JobState::Failed, "{}", status.message);
+            let said = || self.workers.iter().map(Process::stderr).collect::<Vec<_>>().join("\n");
+            assert_ne!(status.state, JobState::Failed, "{}\n{}", status.message, said());
             updates = status.counters.updates;
             updates > before + 20
         });
@@ -82,6 +89,24 @@ impl Job {
 
     fn hub(&self, number: usize) -> &Process {
         self.hubs[number].as_ref().expect("it is not killed")
+    }
+
+    /// Lets another hub join, and waits until every share has a standby.
+    fn add_hub(&mut self, address: &str) {
+        let url = format!("http://{}", self.address);
+        self.hubs.push(Some(hub(&url, address)));
+        self.await_standbys();
+    }
+
+    fn await_standbys(&self) {
+        let begun = Instant::now();
+        wait_until("every share has a standby", || {
+            let status = self.status();
+            assert_ne!(status.state, JobState::Failed, "{}", status.message);
+            let standbys = status.standbys.expect("it is to have standbys");
+            standbys.ready == standbys.shares
+        });
+        eprintln!("all standbys after {:.2} s", begun.elapsed().as_secs_f64());
     }
 
     /// Kills a hub, and waits until its standby has taken over.
@@ -146,6 +171,20 @@ fn a_hub_that_shuts_down_hands_its_part_over() {
     job.hubs[1].take().expect("it was not killed").finish().expect_code(0);
     wait_until("the other hub takes over", || job.status().message.contains("takes over"));
     job.await_steps();
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
+fn hubs_that_join_become_standbys_while_the_job_runs() {
+    let long =
+        || -> Vec<&str> { FRACTIONS.iter().map(|&flag| if flag == "300" { "900" } else { flag }).collect() };
+    let expected = Job::start_with(2, JobOptions::default(), &long()).parameters();
+    let mut job = Job::start_with(2, JobOptions::default(), &long());
+    for lost in 0..4 {
+        job.kill(lost);
+        job.add_hub("127.0.0.1:0");
+        job.await_steps();
+    }
     assert!(job.parameters() == expected, "other bits than undisturbed");
 }
 

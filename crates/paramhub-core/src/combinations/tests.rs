@@ -141,6 +141,7 @@ fn job(settings: Settings, options: JobOptions, composition: Composition) -> Job
         site: 0,
         hub: 0,
         shares: Vec::new(),
+        later_hubs: Vec::new(),
         cluster: Cluster::beside_workers(2),
         settings,
         team: Default::default(),

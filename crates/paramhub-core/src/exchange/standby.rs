@@ -81,6 +81,31 @@ impl Exchange {
         (chunk.stage == StepStage::SentUp).then(|| self.complete(slot, step, self.contributors()))
     }
 
+    /// Has chunks that this hub serves alone get a standby. Those that have not begun yet have it from now on; the others are to be
+    /// [copied](Self::begin_copy).
+    pub fn take_standby(&mut self) {
+        self.role = Role::Serves { has_standby: true };
+        for chunk in &mut self.chunks {
+            chunk.reach.has_above = !chunk.initialised;
+        }
+    }
+
+    /// Begins to copy a chunk to the new standby, whose acknowledgement it awaits from now on. Returns whether the caller must send
+    /// parameters and state: `false` if the chunk has that standby already.
+    pub fn begin_copy(&mut self, slot: u32) -> bool {
+        let chunk = &mut self.chunks[slot as usize];
+        let is_due = !chunk.reach.has_above;
+        if is_due {
+            (chunk.reach.has_above, chunk.awaits_standby) = (true, true);
+        }
+        is_due
+    }
+
+    /// Returns whether the standby has not acknowledged yet the parameters that it begins with.
+    pub fn awaits_standby(&self, slot: u32) -> bool {
+        self.chunks[slot as usize].awaits_standby
+    }
+
     /// Has the standby serve the chunks from now on. Members repeat every request that was not answered.
     pub fn take_over(&mut self) {
         self.role = Role::Serves { has_standby: false };
@@ -217,10 +242,59 @@ mod tests {
     }
 
     #[test]
-    fn optimizer_state_to_start_from_is_refused_while_there_is_a_standby() {
-        let mut serving = exchange(Role::Serves { has_standby: true });
-        assert_eq!(serving.initialise_state(0, Some(0), 3), Err(ProtocolViolation::StateWithStandby));
+    fn a_chunk_is_copied_in_the_middle_of_a_step_and_cannot_move_on_before() {
+        let (mut serving, _) = pair();
         serving.go_on_alone();
+        for step in 0..2 {
+            push(&mut serving, 0, step);
+            assert!(matches!(push(&mut serving, 1, step), SumAction::Update(_)));
+            assert_eq!(due(&mut serving), [0, 1]);
+        }
+        push(&mut serving, 0, 2);
+        serving.take_standby();
+        assert!(serving.has_standby() && serving.begin_copy(0) && serving.awaits_standby(0));
+        assert!(!serving.begin_copy(0), "once");
+        assert_eq!(push(&mut serving, 1, 2), SumAction::Raise);
+        assert!(due(&mut serving).is_empty());
+        let mut standby = exchange(Role::StandsBy);
+        assert_eq!(standby.initialise_state(0, None, serving.updates(0)), Ok(true));
+        assert_eq!(standby.initialise(0, None, serving.step(0)), Ok(true));
+        assert_eq!(serving.acknowledged(0, 2), Ok(None));
+        assert!(!serving.awaits_standby(0) && due(&mut serving).is_empty());
+        let followed = standby.follow(0, 2);
+        assert!(matches!(followed, Ok(SumAction::Update(update)) if update.number == 3));
+        assert!(matches!(serving.acknowledged(0, 3), Ok(Some(SumAction::Update(_)))));
+        assert_eq!(due(&mut serving), [0, 1]);
+        standby.take_over();
+        assert_eq!([push(&mut standby, 0, 2), push(&mut standby, 1, 2)], [SumAction::Repeated; 2]);
+        assert_eq!(due(&mut standby), [0, 1]);
+    }
+
+    #[test]
+    fn a_chunk_that_has_not_begun_gets_its_standby_with_its_parameters() {
+        let mut serving = exchange(Role::Serves { has_standby: true });
+        serving.go_on_alone();
+        serving.take_standby();
+        assert!(!serving.begin_copy(0));
         assert_eq!(serving.initialise_state(0, Some(0), 3), Ok(true));
+        assert_eq!(serving.initialise(0, Some(0), 7), Ok(true));
+        assert!(serving.awaits_standby(0));
+        assert_eq!(serving.acknowledged(0, 7), Ok(None));
+        assert!(!serving.awaits_standby(0));
+    }
+
+    #[test]
+    fn a_standby_that_is_lost_before_it_has_its_copy_holds_nobody_up() {
+        let (mut serving, _) = pair();
+        serving.go_on_alone();
+        serving.take_standby();
+        serving.begin_copy(0);
+        push(&mut serving, 0, 0);
+        assert_eq!(push(&mut serving, 1, 0), SumAction::Raise);
+        serving.go_on_alone();
+        assert!(matches!(serving.complete_alone(0), Some(SumAction::Update(_))));
+        assert_eq!(due(&mut serving), [0, 1]);
+        serving.take_standby();
+        assert!(serving.begin_copy(0), "the next standby gets the chunk, too");
     }
 }

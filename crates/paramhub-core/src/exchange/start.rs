@@ -84,9 +84,6 @@ impl Exchange {
         if member.is_some_and(|member| self.is_unanswered(slot, member)) {
             return Err(ProtocolViolation::Unanswered);
         }
-        if self.has_standby() {
-            return Err(ProtocolViolation::StateWithStandby);
-        }
         if updates > STATE_UPDATES_MAX {
             return Err(ProtocolViolation::StateUpdates(updates));
         }

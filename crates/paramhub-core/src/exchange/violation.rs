@@ -53,11 +53,6 @@ pub enum ProtocolViolation {
     /// Optimizer state from another rank than 0, or when members may already have contributed.
     #[error("optimizer state to start from comes from rank 0, before its parameters to start from")]
     StateInitialised,
-    /// Optimizer state in a job whose chunks have standbys.
-    #[error(
-        "optimizer state to start from came, which a job with standbys does not take yet: leave `replicas` out"
-    )]
-    StateWithStandby,
     /// An answer of the site above to a sum that it was not sent.
     #[error("the sum of step {0} came from above, but it is not awaited")]
     NotAwaited(u32),

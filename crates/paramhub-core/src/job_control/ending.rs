@@ -200,8 +200,8 @@ impl JobControl {
         let counters = HubJobCounters { namespace, counters: job.counters, left_out: job.left_out };
         // A job that goes on at other hubs has not ended.
         if !job.is_retired {
-            let (held_chunks, epoch) = (!job.terms.routes.is_empty(), job.terms.epoch);
-            self.report_end(EndReport { end, since, counters }, held_chunks, epoch);
+            let (held_chunks, held_as) = (!job.terms.routes.is_empty(), (job.terms.epoch, job.terms.hub));
+            self.report_end(EndReport { end, since, counters }, held_chunks, held_as);
         }
         self.outputs.push(Output::Forget(namespace));
     }

@@ -7,7 +7,7 @@ use super::JobTerms;
 use crate::auth::Namespace;
 use crate::composition::Neighbour;
 use crate::exchange::Awaited;
-use crate::placement::RouteId;
+use crate::placement::{HubShape, RouteId};
 use crate::service::{CauseKind, JobCounters, ProbeOrder, ProbeReport, StopWhen};
 use crate::standbys::Share;
 
@@ -32,6 +32,8 @@ pub enum Event {
         namespace: Namespace,
         /// The epoch with which it begins.
         epoch: u64,
+        /// The position that this hub is to have in it.
+        hub: u16,
     },
     /// The manager has restarted and wants every job reported.
     ReportJobs {
@@ -112,7 +114,18 @@ pub enum Event {
         number: u32,
         /// The shares from now on.
         shares: Vec<Share>,
+        /// The hubs that the job has got since it began.
+        later_hubs: Vec<HubShape>,
         /// What has happened, for people.
+        reason: String,
+    },
+    /// The new standby of a route cannot be reached.
+    StandbyUnreachable {
+        /// The job.
+        namespace: Namespace,
+        /// The route.
+        route: RouteId,
+        /// Which hub, and why not.
         reason: String,
     },
     /// All workers of a job have left another of its hubs.
@@ -218,6 +231,11 @@ pub enum CoreEvent {
         neighbour: Neighbour,
         /// How long it has been silent; `None` if it is heard again.
         seconds: Option<f64>,
+    },
+    /// The new standby of a route has all chunks.
+    Copied {
+        /// The route.
+        route: RouteId,
     },
     /// The chunks of a core expect the process that takes a rank.
     RankExpected {

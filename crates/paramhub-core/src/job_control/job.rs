@@ -28,6 +28,8 @@ pub(super) struct Job {
     pub(super) shares_number: u32,
     /// The shares whose other hub is lost to this one.
     pub(super) lost_counterparts: BTreeMap<u16, LostCounterpart>,
+    /// The routes whose new standby has all chunks.
+    pub(super) copied: BTreeSet<RouteId>,
     /// The first worker that is lost to this hub, while it is not certain that the job goes on here.
     pub(super) lost_worker: Option<LostWorker>,
     /// When the job fails unless all workers have come to the routes that this hub serves instead of another.
@@ -106,6 +108,7 @@ impl Job {
             shares: terms.shares.clone(),
             shares_number: 0,
             lost_counterparts: BTreeMap::new(),
+            copied: BTreeSet::new(),
             lost_worker: None,
             awaits_workers_until: None,
             is_retired: false,

@@ -15,7 +15,7 @@ impl JobControl {
     /// Takes a job that the hub has planned, or refuses it.
     pub(super) fn admit(&mut self, terms: JobTerms, now: Duration) {
         let namespace = terms.namespace;
-        if !self.wants(namespace, terms.epoch) {
+        if !self.wants(namespace, terms.epoch, terms.hub) {
             return;
         }
         if let Err(reason) = self.check_admission(&terms) {

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use super::{EndReport, RoleChange};
 use crate::auth::Namespace;
-use crate::placement::RouteId;
+use crate::placement::{HubShape, RouteId};
 use crate::service::{HubEvent, ProbeOrder};
+use crate::standbys::Share;
 use crate::wire::{Failure, Notice};
 
 /// What a job's last checkpoint is the last one before.
@@ -120,6 +121,25 @@ pub enum Output {
         route: RouteId,
         /// The change.
         role: RoleChange,
+    },
+    /// Note which hubs have the shares of the job: changes of roles follow.
+    NoteShares {
+        /// The job.
+        namespace: Namespace,
+        /// The shares.
+        shares: Vec<Share>,
+        /// The hubs that the job has got since it began.
+        later_hubs: Vec<HubShape>,
+    },
+    /// Open the streams of these routes to their new standbys, on a thread of its own. If that fails,
+    /// [`Event::StandbyUnreachable`](super::Event::StandbyUnreachable) follows.
+    LinkStandbys {
+        /// The job.
+        namespace: Namespace,
+        /// The routes.
+        routes: Vec<RouteId>,
+        /// The deadline for all of them together.
+        until: Duration,
     },
     /// Refuse further streams of the job, which goes on at other hubs, so that their callers try these.
     SendElsewhere {

@@ -26,14 +26,15 @@ pub(super) struct KeptEnd {
     /// Whether the hub had chunks of the job. One that had none was done as soon as it was asked, and is asked again by
     /// a manager that restarts before the job runs.
     held_chunks: bool,
-    /// The epoch with which the job had begun.
-    epoch: u64,
+    /// The epoch with which the job had begun, and the position of the hub in it.
+    held_as: (u64, u16),
 }
 
 impl JobControl {
-    /// Whether a job has ended here of which the hub had chunks, and which had begun with this epoch or a later one.
-    pub(super) fn has_held(&self, namespace: Namespace, epoch: u64) -> bool {
-        let is_it = |end: &KeptEnd| end.report.end.namespace == namespace && end.epoch >= epoch;
+    /// Whether a job has ended here of which the hub had chunks, and which had begun with this epoch or a later one, and in which
+    /// the hub had this position or a later one.
+    pub(super) fn has_held(&self, namespace: Namespace, held_as: (u64, u16)) -> bool {
+        let is_it = |end: &KeptEnd| end.report.end.namespace == namespace && end.held_as >= held_as;
         self.ends.iter().any(|end| end.held_chunks && is_it(end))
     }
 
@@ -43,9 +44,14 @@ impl JobControl {
     }
 
     /// The manager wants a job allocated that this hub has already: an earlier command has come twice, or the manager has
-    /// restarted since. A job that still opens is reported when it is open.
-    pub(super) fn allocated_before(&mut self, namespace: Namespace, epoch: u64) {
-        if self.jobs.get(&namespace).is_some_and(|job| job.has_opened && job.terms.epoch == epoch) {
+    /// restarted since. A job that still opens is reported when it is open. A former part of the job, with another position,
+    /// may still be ending.
+    pub(super) fn allocated_before(&mut self, namespace: Namespace, epoch: u64, hub: u16) {
+        let Some(job) = self.jobs.get(&namespace).filter(|job| job.terms.epoch == epoch) else { return };
+        if job.terms.hub != hub {
+            let reason = "its former part of the job has not ended yet".to_owned();
+            self.report(HubEvent::Refused { namespace, reason });
+        } else if job.has_opened {
             self.report_allocated(namespace);
         }
     }
@@ -60,11 +66,11 @@ impl JobControl {
     }
 
     /// Reports how a job has ended, and keeps that for a manager that restarts.
-    pub(super) fn report_end(&mut self, report: EndReport, held_chunks: bool, epoch: u64) {
+    pub(super) fn report_end(&mut self, report: EndReport, held_chunks: bool, held_as: (u64, u16)) {
         if self.ends.len() == ENDS_KEPT {
             self.ends.pop_front();
         }
-        self.ends.push_back(KeptEnd { report: report.clone(), held_chunks, epoch });
+        self.ends.push_back(KeptEnd { report: report.clone(), held_chunks, held_as });
         self.outputs.push(Output::ReportEnd(report));
     }
 
@@ -76,6 +82,7 @@ impl JobControl {
             self.report_allocated(namespace);
             self.report_lost_workers_again(namespace);
             self.report_lost_counterparts_again(namespace);
+            self.report_copied_again(namespace);
         }
         self.outputs.extend(self.ends.iter().map(|end| Output::ReportEnd(end.report.clone())));
         self.report(HubEvent::AllReported { question });

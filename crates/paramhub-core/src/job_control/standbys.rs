@@ -15,7 +15,7 @@ use super::job::{Job, Phase};
 use super::{AdmittedStreams, JobControl, Output, RouteTerms};
 use crate::auth::Namespace;
 use crate::composition::Neighbour;
-use crate::placement::RouteId;
+use crate::placement::{HubShape, RouteId};
 use crate::service::{CauseKind, HubEvent, JobEnd};
 use crate::standbys::{Role, Share};
 
@@ -75,11 +75,11 @@ impl Job {
 
     /// Whether another hub can take over all that this one serves.
     fn can_be_replaced(&self) -> bool {
-        let alone = |share: &Share| share.role(self.terms.hub) == Role::Serves { has_standby: false };
+        let alone = |share: &Share| share.served_by == self.terms.hub && share.ready_standby().is_none();
         !self.shares.is_empty() && !self.shares.iter().any(alone)
     }
 
-    fn routes_of(&self, share: u16) -> impl Iterator<Item = &RouteTerms> {
+    pub(super) fn routes_of(&self, share: u16) -> impl Iterator<Item = &RouteTerms> {
         self.terms.routes.iter().filter(move |route| route.share == share)
     }
 }
@@ -185,11 +185,13 @@ impl JobControl {
         }
     }
 
-    /// The manager has changed the shares of a job, for this reason: this is the change with this number.
+    /// The manager has changed the shares of a job, for this reason: this is the change with this number. `later_hubs` are those
+    /// that the job has got since it began.
     pub(super) fn change_shares(
         &mut self,
         namespace: Namespace,
         (number, shares): (u32, Vec<Share>),
+        later_hubs: Vec<HubShape>,
         reason: &str,
         now: Duration,
     ) {
@@ -203,26 +205,34 @@ impl JobControl {
         if !job.shares.iter().any(|share| share.role(hub) != Role::None) {
             return self.retire(namespace, reason, now);
         }
-        let mut changes = Vec::new();
+        let (mut changes, mut to_link) = (Vec::new(), Vec::new());
         for (share, (was, is)) in (0..).zip(before.iter().zip(&job.shares)) {
-            let change = match (was.role(hub), is.role(hub)) {
-                (was, is) if was == is => continue,
-                (Role::StandsBy, Role::Serves { .. }) => RoleChange::TakeOver,
-                (Role::Serves { .. }, Role::Serves { .. }) => RoleChange::GoOnAlone,
-                (_, Role::None) => RoleChange::Stop,
-                (_, Role::StandsBy) | (Role::None, _) => continue,
-            };
+            let roles = role_changes(was, is, hub);
+            if roles.is_empty() {
+                continue;
+            }
             let lost = job.lost_counterparts.remove(&share);
-            let come_again = lost.is_some_and(|lost| lost.is_doubted) || change == RoleChange::TakeOver;
-            if come_again && change != RoleChange::Stop {
+            let come_again = lost.is_some_and(|lost| lost.is_doubted) || roles[0] == RoleChange::TakeOver;
+            if come_again && roles[0] != RoleChange::Stop {
                 let until = now.saturating_add(job.terms.dead_after).saturating_add(COME_OVER);
                 job.awaits_workers_until = job.awaits_workers_until.max(Some(until));
             }
-            changes.extend(job.routes_of(share).map(|route| (route.id, route.core, change)));
+            for route in job.terms.routes.iter().filter(|route| route.share == share) {
+                job.copied.remove(&route.id);
+                changes.extend(roles.iter().map(|&role| (route.id, route.core, role)));
+                let takes_standby = |role: &RoleChange| matches!(role, RoleChange::TakeStandby { .. });
+                to_link.extend(roles.iter().any(takes_standby).then_some(route.id));
+            }
         }
         let message = format!("job `{}` goes on: {reason}", job.terms.name);
+        let until = now.saturating_add(job.terms.opening());
+        let shares = job.shares.clone();
+        self.outputs.push(Output::NoteShares { namespace, shares, later_hubs });
         for (route, core, role) in changes {
             self.outputs.push(Output::ChangeRole { namespace, core, route, role });
+        }
+        if !to_link.is_empty() {
+            self.outputs.push(Output::LinkStandbys { namespace, routes: to_link, until });
         }
         self.notify_all(namespace, None, &message);
         self.finish_if_all_left(namespace, now);
@@ -283,6 +293,21 @@ impl JobControl {
     }
 }
 
+/// What becomes of the routes of a share at the hub at this position, in this order: the hub may have missed a change.
+fn role_changes(was: &Share, is: &Share, hub: u16) -> Vec<RoleChange> {
+    let loses = match (was.role(hub), is.role(hub)) {
+        (Role::StandsBy, Role::Serves { .. }) => Some(RoleChange::TakeOver),
+        (Role::Serves { .. }, Role::Serves { .. }) if was.standby == is.standby => return Vec::new(),
+        (Role::Serves { has_standby: true }, Role::Serves { .. }) => Some(RoleChange::GoOnAlone),
+        (Role::Serves { has_standby: false }, Role::Serves { .. }) => None,
+        (Role::Serves { .. } | Role::StandsBy, Role::None) => Some(RoleChange::Stop),
+        (Role::None, _) | (_, Role::StandsBy) => None,
+    };
+    let serves = matches!(is.role(hub), Role::Serves { .. }) && was.role(hub) != Role::None;
+    let takes = is.standby.filter(|_| serves).map(|standby| RoleChange::TakeStandby { standby });
+    loses.into_iter().chain(takes).collect()
+}
+
 /// What becomes of a route of a share whose hubs have changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoleChange {
@@ -290,6 +315,11 @@ pub enum RoleChange {
     TakeOver,
     /// This hub goes on without the standby.
     GoOnAlone,
+    /// This hub, which serves the route alone, gets the hub at this position as a standby, and copies the chunks to it.
+    TakeStandby {
+        /// The position of the standby in the job.
+        standby: u16,
+    },
     /// The standby is lost, and it is not known yet which of the two hubs serves the route: the streams of workers are closed
     /// and others refused.
     Doubt,

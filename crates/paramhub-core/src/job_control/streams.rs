@@ -79,7 +79,7 @@ impl JobControl {
     ) {
         let is_loss = matches!(cause, FaultCause::Silence | FaultCause::Kind(CauseKind::PeerLost));
         if let Neighbour::Counterpart(route) = culprit
-            && is_loss
+            && (is_loss || self.is_copying(namespace, route))
         {
             return self.counterpart_lost(namespace, route, message, now);
         }

@@ -146,6 +146,10 @@ impl Membership {
                 self.follow(namespace, transition);
                 return self.check_losses(now);
             }
+            HubEvent::StandbyReady { namespace, share, standby } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                (namespace, job.standby_ready(hub, share, standby))
+            }
             HubEvent::RankExpected { namespace, rank, epoch, step } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 (namespace, job.process_expected(hub, (rank, epoch), step, now))

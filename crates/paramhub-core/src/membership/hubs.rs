@@ -248,6 +248,11 @@ impl Hubs {
         self.hubs.get(&hub).map_or("", |hub| &hub.offer.machine)
     }
 
+    /// The workers that a hub serves.
+    pub(crate) fn place(&self, hub: u32) -> Option<&Place> {
+        self.hubs.get(&hub).map(|joined| &joined.offer.place)
+    }
+
     /// Where a hub is.
     pub(crate) fn location(&self, hub: u32) -> HubLocation {
         let offer = |joined: &Hub| HubLocation {

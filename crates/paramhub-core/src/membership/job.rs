@@ -16,6 +16,9 @@ mod loss_tally;
 #[cfg(test)]
 mod loss_tests;
 mod losses;
+mod new_standbys;
+#[cfg(test)]
+mod new_standbys_tests;
 mod rank_assignments;
 mod record;
 mod rendezvous;
@@ -41,7 +44,7 @@ use crate::checkpoint::CheckpointStatus;
 use crate::composition::{Composition, Place};
 use crate::lease::Lease;
 use crate::membership::{CallId, Now};
-use crate::placement::Imbalance;
+use crate::placement::{Imbalance, Placement};
 use crate::scheme::InformationBook;
 use crate::service::{
     CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceError, StopWhen, refusal,
@@ -172,6 +175,8 @@ pub struct Job {
     recorded_left_out: Vec<u64>,
     /// The checkpoints of a job that ended under an earlier manager.
     recorded_checkpoints: Option<CheckpointStatus>,
+    /// The settings on which all ranks have agreed, in a job with standbys: a hub that becomes one later needs them.
+    settings: Option<Arc<Settings>>,
     /// The first rank's settings, until every rank has agreed.
     proposed: Option<(u32, Arc<Settings>)>,
     /// `true` if every rank has agreed. The placement is then made or being made.
@@ -215,6 +220,20 @@ pub struct SitePlacement {
     pub hash: String,
     /// Its imbalance.
     pub imbalance: Imbalance,
+    /// The hubs that have no chunks, by their positions; those of several sites are not listed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub empty_hubs: Vec<u16>,
+}
+
+impl SitePlacement {
+    /// What is kept of a placement.
+    pub fn of(placement: &Placement) -> SitePlacement {
+        SitePlacement {
+            hash: placement.hash().to_hex().to_string(),
+            imbalance: placement.imbalance(),
+            empty_hubs: placement.empty_hubs(),
+        }
+    }
 }
 
 /// The part of a job's settings that listings show.
@@ -275,6 +294,7 @@ impl Job {
             recorded_counters: JobCounters::default(),
             recorded_left_out: Vec::new(),
             recorded_checkpoints: None,
+            settings: None,
             proposed: None,
             agreed: false,
             summary: SettingsSummary::default(),
@@ -393,6 +413,7 @@ impl Job {
             counters: self.counters(),
             left_out: self.left_out(),
             losses: self.losses(now),
+            standbys: self.standby_counts(),
             awaited: self.awaited(now),
             checkpoints: self.checkpoints(),
             created_at: self.created_at,

@@ -155,7 +155,7 @@ fn running(state: &mut Membership, hub: u32, now: Now) -> Namespace {
     let plan = Plan::new(&settings, &roster.cluster());
     let book = InformationBook { job: "runs".into(), roster, plan };
     let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
-    let placed = SitePlacement { hash: "hash".into(), imbalance };
+    let placed = SitePlacement { hash: "hash".into(), imbalance, empty_hubs: Vec::new() };
     state.place(namespace, SettingsSummary::default(), vec![placed], Arc::new(book));
     reports(state, hub, vec![allocated(namespace)], now);
     assert_eq!(state.job(namespace).unwrap().state(), JobState::Running);

@@ -166,8 +166,8 @@ pub enum HubCommand {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         step: Option<u32>,
     },
-    /// The hubs of a job's shares have changed: a hub is lost, or two of them do not reach each other. A hub that knows the
-    /// change ignores it.
+    /// The hubs of a job's shares have changed: a hub is lost, two of them do not reach each other, or another hub becomes a
+    /// standby. A hub that knows the change ignores it.
     ChangeShares {
         /// The job.
         namespace: Namespace,
@@ -175,6 +175,9 @@ pub enum HubCommand {
         number: u32,
         /// The shares from now on.
         shares: Vec<Share>,
+        /// The hubs that the job has got since it began. Their positions follow those of the composition's hubs.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        later_hubs: Vec<HubShape>,
         /// What has happened, for people.
         reason: String,
     },
@@ -216,11 +219,14 @@ pub struct JobPlan {
     pub composition: Composition,
     /// The receiver's site.
     pub site: SiteId,
-    /// The receiver's position among the hubs of its site.
+    /// The receiver's position among the hubs of its site, of which the later ones follow the first.
     pub hub: u32,
     /// The hubs of each share of the chunks, if they have [standbys](crate::standbys).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shares: Vec<Share>,
+    /// The hubs that a job with standbys has got since it began.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub later_hubs: Vec<HubShape>,
     /// The cluster for which the [plan](crate::scheme::Plan) of schemes is made.
     pub cluster: Cluster,
     /// The settings on which the ranks agreed.
@@ -228,6 +234,14 @@ pub struct JobPlan {
     /// What the job's team may still have; nothing is set if the job is of no team.
     #[serde(default, skip_serializing_if = "is_default")]
     pub team: TeamAllowance,
+}
+
+impl JobPlan {
+    /// The hub at this position of the receiver's site.
+    pub fn hub_at(&self, position: usize) -> Option<&HubShape> {
+        let first = &self.composition.sites.get(usize::from(self.site))?.hubs;
+        first.get(position).or_else(|| self.later_hubs.get(position.checked_sub(first.len())?))
+    }
 }
 
 /// `POST /v1/hubs/{hub}/events`: what a hub reports to its manager. The manager takes the counters before the

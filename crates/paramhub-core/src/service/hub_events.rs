@@ -89,6 +89,16 @@ pub enum HubEvent {
         /// What has happened.
         reason: String,
     },
+    /// The new standby of a share has all chunks, as the hub reports that serves the share. From now on the hub waits for what the
+    /// manager decides if it loses the standby.
+    StandbyReady {
+        /// The job.
+        namespace: Namespace,
+        /// The share, by its number.
+        share: u16,
+        /// The standby, by its position in the job.
+        standby: u16,
+    },
     /// The first step to which the process that takes a rank may contribute at this hub. No chunk of this hub goes
     /// beyond that step until the process joins. In a job that goes back, the newest step to which its chunks can.
     RankExpected {

@@ -84,6 +84,9 @@ pub struct JobStatus {
     /// What the job has lost, if it goes on when a worker is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub losses: Option<LossCounters>,
+    /// How many of its shares have a standby, if the job is to have standbys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub standbys: Option<StandbyCounts>,
     /// The ranks that keep the others waiting for longer than the job's recent steps explain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub awaited: Option<AwaitedRanks>,
@@ -94,6 +97,18 @@ pub struct JobStatus {
     pub created_at: u64,
     /// The time at which the job ended, in seconds since the Unix epoch; `None` while it lives.
     pub ended_at: Option<u64>,
+}
+
+/// How many shares of a job with [standbys](crate::standbys) have one: if a hub is lost, the job goes on if all do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct StandbyCounts {
+    /// The shares that have chunks.
+    pub shares: u32,
+    /// Those whose standby can take over.
+    pub ready: u32,
+    /// Those whose standby still receives the chunks.
+    pub copying: u32,
 }
 
 /// What a job has lost that goes on when a worker is lost.

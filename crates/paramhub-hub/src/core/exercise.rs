@@ -250,7 +250,7 @@ impl FuzzJob {
             namespace: self.plan.namespace,
             route: admitted.place.route,
             port: admitted.place.port,
-            stream: AcceptedStream { socket, carrier: Carrier::Tcp(keys.clone()) },
+            stream: AcceptedStream { socket, carrier: Carrier::Tcp(keys.clone()), standby: None },
             epoch: admitted.place.epoch,
             attempt: admitted.place.attempt,
             resumed_by: admitted.place.resumed_by,
@@ -279,6 +279,7 @@ impl FuzzJob {
             stream: AcceptedStream {
                 socket: socket.into(),
                 carrier: admitted.memory.map_or(Carrier::Tcp(None), Carrier::Memory),
+                standby: None,
             },
             epoch: admitted.place.epoch,
             attempt: admitted.place.attempt,

@@ -31,7 +31,7 @@ pub(crate) enum CoreCommand {
     Open { plan: Box<ShardPlan>, restored: Option<Box<Restored>> },
     /// Serve a stream whose handshake is done. A stream that was `resumed_by` an interface replaces the
     /// port's stream. If the port has had a stream of a later epoch, or of the same epoch with a higher
-    /// `attempt`, this one is closed.
+    /// `attempt`, this one is closed, and so is a stream to a `standby`, by its position in the job, that is not the route's.
     Adopt {
         namespace: Namespace,
         route: RouteId,
@@ -40,6 +40,7 @@ pub(crate) enum CoreCommand {
         epoch: u64,
         attempt: u32,
         resumed_by: Option<u16>,
+        standby: Option<u16>,
     },
     /// Send a notice to a rank.
     Notify { namespace: Namespace, rank: u32, notice: Notice },
@@ -56,8 +57,8 @@ pub(crate) enum CoreCommand {
     /// Close all streams of a job, whose workers go back to an earlier step: the notice tells why. The streams of earlier
     /// epochs are refused.
     Rewind { namespace: Namespace, epoch: u64, notice: Notice },
-    /// Change what this hub is for a route.
-    ChangeRole { namespace: Namespace, route: RouteId, change: RoleChange },
+    /// Change what this hub is for a route. `counterpart` names its new standby for people, if it gets one.
+    ChangeRole { namespace: Namespace, route: RouteId, change: RoleChange, counterpart: String },
     /// Free all memory of a job and close its streams, with the reason if it failed. The core answers with
     /// [`CoreEvent::Closed`] for each route.
     End { namespace: Namespace, failure: Option<Failure> },
@@ -81,6 +82,8 @@ pub(crate) enum CoreEvent {
     Left { namespace: Namespace, route: RouteId, port: u32 },
     /// A neighbour has been silent for a while on some stream, or is heard again.
     Silence { namespace: Namespace, neighbour: Neighbour, seconds: Option<f64> },
+    /// The new standby of a route has all chunks.
+    Copied { namespace: Namespace, route: RouteId },
     /// A neighbour's stream continues over this interface.
     Moved { namespace: Namespace, neighbour: Neighbour, by: u16 },
     /// The stream to a site above was cut. Another one, with this number, may replace it until the time given.

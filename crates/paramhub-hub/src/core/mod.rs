@@ -337,7 +337,20 @@ impl Core {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open { plan, restored } => self.open(*plan, restored.map(|restored| *restored)),
-                CoreCommand::Adopt { namespace, route, port, stream, epoch, attempt, resumed_by } => {
+                CoreCommand::Adopt {
+                    namespace,
+                    route,
+                    port,
+                    stream,
+                    epoch,
+                    attempt,
+                    resumed_by,
+                    standby,
+                } => {
+                    if standby.is_some() && standby != self.standby_of(namespace, route) {
+                        // It was dialled before another hub became the standby.
+                        continue;
+                    }
                     if self.is_stale(namespace, route, port, (epoch, attempt)) {
                         self.refuse_stale(namespace, route, stream, now);
                         continue;
@@ -357,8 +370,8 @@ impl Core {
                 CoreCommand::Rewind { namespace, epoch, notice } => {
                     self.rewind(namespace, epoch, &notice, now);
                 }
-                CoreCommand::ChangeRole { namespace, route, change } => {
-                    self.change_role(namespace, route, change, now);
+                CoreCommand::ChangeRole { namespace, route, change, counterpart } => {
+                    self.change_role(namespace, route, change, counterpart, now);
                 }
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
                 CoreCommand::Stop => return true,

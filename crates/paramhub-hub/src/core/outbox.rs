@@ -126,6 +126,28 @@ impl Outbox {
         has_room
     }
 
+    /// Does the same, unless the same message waits already, and however many there are.
+    pub(crate) fn message_once(&mut self, header: Header, payload: Vec<u8>) {
+        let message = (header, payload);
+        if !self.messages.contains(&message) {
+            self.messages.push_back(message);
+        }
+    }
+
+    /// Forgets everything, and has room for what a standby hears of each worker that leaves: the stream to it is still to
+    /// come.
+    pub(crate) fn begin_stream_to_standby(&mut self, workers: u32) {
+        self.begun = None;
+        self.forget();
+        self.sent_leave = false;
+        self.messages_max = self.messages_max.max(MESSAGES_MAX + 2 * workers as usize);
+    }
+
+    /// Whether the frames with which a chunk begins have not all begun to leave.
+    pub(crate) fn starts(&self, slot: u32) -> bool {
+        self.start.contains(slot) || self.start_at.is_some_and(|(at, _)| at == slot)
+    }
+
     /// Adds the norm of a held step's chunks on this route.
     pub(crate) fn send_norm(&mut self, step: u32, norm: Norm) {
         let header = Header { step, length: Norm::BYTES as u32, ..Header::bare(Operation::Norm) };

@@ -51,6 +51,8 @@ pub(crate) struct ShardPlan {
     pub(crate) ports: Arc<Ports>,
     /// What this hub is for the route, in a job with standbys.
     pub(crate) role: Role,
+    /// The position of the route's standby in the job, if this hub serves the route and has one.
+    pub(crate) standby: Option<u16>,
     /// The name of the other hub of the route's share for people; empty if there is none.
     pub(crate) counterpart: String,
     pub(crate) aggregator: Arc<dyn Aggregator>,

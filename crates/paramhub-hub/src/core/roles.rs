@@ -1,4 +1,5 @@
-//! Routes of which this hub becomes the only one, or with which it has nothing more to do, since another hub is lost.
+//! Routes of which this hub becomes the only one, or with which it has nothing more to do, since another hub is lost; and routes
+//! that get another standby.
 
 use std::time::Instant;
 
@@ -17,6 +18,7 @@ impl Core {
         namespace: Namespace,
         route: RouteId,
         change: RoleChange,
+        counterpart: String,
         now: Instant,
     ) {
         let Some(&index) = self.shard_of.get(&(namespace, route)) else { return };
@@ -33,11 +35,38 @@ impl Core {
                 self.shards.index_mut(index).shard.go_on_alone();
                 self.schedule_sums(index);
             }
+            RoleChange::TakeStandby { standby } => {
+                let hosted = self.shards.index_mut(index);
+                hosted.shard.take_standby(standby, counterpart);
+                if let Some(port) = hosted.shard.plan().ports.counterpart() {
+                    // The streams to an earlier standby had numbers of their own.
+                    hosted.newest_streams[port as usize] = None;
+                }
+            }
             RoleChange::Doubt => self.close_streams(index, |side| matches!(side, Side::Worker(_))),
             RoleChange::Stop => self.close_streams(index, |_| true),
         }
-        self.shards.index_mut(index).serves = matches!(change, RoleChange::TakeOver | RoleChange::GoOnAlone);
+        self.shards.index_mut(index).serves = match change {
+            RoleChange::TakeOver | RoleChange::GoOnAlone | RoleChange::TakeStandby { .. } => true,
+            RoleChange::Doubt | RoleChange::Stop => false,
+        };
         self.answer(index, now);
+        self.report_standby_ready(index);
+    }
+
+    /// The position of a route's standby in the job, if this hub serves the route and has one.
+    pub(super) fn standby_of(&self, namespace: Namespace, route: RouteId) -> Option<u16> {
+        let index = self.shard_of.get(&(namespace, route))?;
+        self.shards.index(*index).shard.plan().standby
+    }
+
+    /// Reports that the new standby of a route has all chunks, once it has.
+    pub(super) fn report_standby_ready(&mut self, index: usize) {
+        let hosted = self.shards.index_mut(index);
+        if hosted.shard.take_standby_ready() {
+            let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
+            self.mailbox.send_event(CoreEvent::Copied { namespace, route });
+        }
     }
 
     /// Closes the streams of a route's ports with these roles, without a word.
@@ -77,6 +106,7 @@ impl Core {
         }
         self.schedule_sums(index);
         self.answer(index, now);
+        self.report_standby_ready(index);
         self.end_snapshot(index);
     }
 }

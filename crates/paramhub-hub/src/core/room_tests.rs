@@ -25,6 +25,7 @@ fn connect(hub: &mut SteppedHub, namespace: Namespace) -> TcpStream {
         epoch: 1,
         attempt,
         resumed_by,
+        standby: None,
     });
     hub.turn();
     worker.set_nonblocking(true).unwrap();

@@ -9,6 +9,7 @@ mod late;
 mod losses;
 mod memory;
 mod model;
+mod new_standby;
 mod outgoing;
 mod payload;
 mod program_states;
@@ -48,6 +49,7 @@ use super::restored::{RestoreProgress, Restored};
 use super::snapshot::{ArmedSnapshot, Snapshot};
 use crate::local::RankArenas;
 use model::Model;
+use new_standby::Copying;
 use rewind::{Copies, Rewind};
 use sums::{Contribution, Sums};
 use timing::UpdateTiming;
@@ -83,6 +85,8 @@ pub(crate) struct Shard {
     steps_to_end: Option<u32>,
     /// The next slot whose sum may wait to be ended because its standby is lost, if any may.
     sums_to_end: Option<u32>,
+    /// The chunks that a new standby has still to get.
+    copying: Option<Copying>,
     /// At a standby: the workers that have left the hub which it follows, for the core to report.
     leaves_to_report: Vec<u32>,
     /// The time that members have waited for others.
@@ -151,6 +155,7 @@ impl Shard {
             now,
             steps_to_end: None,
             sums_to_end: None,
+            copying: None,
             leaves_to_report: Vec::new(),
             watch: LatenessMonitor::new(layout.slots.len(), plan.progress_timeout),
             armed: None,

@@ -82,6 +82,7 @@ pub(crate) fn plan_at(
         route: 0,
         ports: Arc::new(ports),
         role: Role::Serves { has_standby: false },
+        standby: None,
         counterpart: String::new(),
         optimizer,
         groups,

@@ -109,6 +109,7 @@ impl Core {
             self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
         }
         self.answer(shard, now);
+        self.report_standby_ready(shard);
         self.end_snapshot(shard);
         match taken {
             Ok(ReceiveOutcome::Closed) => {

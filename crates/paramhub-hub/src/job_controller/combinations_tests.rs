@@ -42,6 +42,7 @@ fn job(consistency: Consistency, options: JobOptions) -> JobPlan {
         site: 0,
         hub: 0,
         shares: Vec::new(),
+        later_hubs: Vec::new(),
         cluster: Cluster::beside_workers(2),
         settings: Settings { consistency, optimizer: OptimizerChoice::named("sgd"), ..Settings::new(keys) },
         team: Default::default(),

@@ -35,8 +35,10 @@ pub(crate) struct HubJob {
     pub(super) first_workers: u32,
     /// The hub's site in the composition.
     pub(super) site: SiteId,
-    /// The hubs of each share at the beginning, if the chunks have standbys, and what this hub is for each route then.
+    /// The hubs of each share, if the chunks have standbys, and the hubs that the job has got since it began.
     pub(super) shares: Vec<Share>,
+    pub(super) later_hubs: Vec<HubShape>,
+    /// What this hub is for each route when it opens the job.
     pub(super) roles: HashMap<RouteId, Role>,
     /// The ports of this hub's routes.
     pub(super) ports: HashMap<RouteId, Arc<Ports>>,
@@ -96,6 +98,7 @@ impl HubJob {
             first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
             site: job_plan.site,
             shares: job_plan.shares.clone(),
+            later_hubs: job_plan.later_hubs.clone(),
             roles: if job_plan.shares.is_empty() { HashMap::new() } else { placed.roles },
             ports: placed.ports,
             resuming,
@@ -118,6 +121,13 @@ impl HubJob {
 }
 
 impl HubJob {
+    /// The name, for people, of the hub at this position in the job.
+    pub(super) fn name_of_hub(&self, position: u16) -> String {
+        let first = &self.composed.composition.sites[usize::from(self.site)].hubs;
+        let shape = first.iter().chain(&self.later_hubs).nth(usize::from(position));
+        shape.map_or(String::new(), hub_name)
+    }
+
     /// The routes that this hub serves.
     pub(super) fn own_routes(&self) -> impl Iterator<Item = (RouteId, Route)> + '_ {
         self.routes.iter().copied().filter(|(id, _)| self.roles.get(id) != Some(&Role::StandsBy))
@@ -141,12 +151,12 @@ fn checked_schemes(job_plan: &JobPlan, shape: &HubShape) -> Result<Plan, String>
         .check(job_plan.composition.workers())
         .map_err(|why| refused(format!("stragglers = {stragglers}: {why}")))?;
     let site = job_plan.composition.sites.get(usize::from(job_plan.site));
-    let here = site.and_then(|site| site.hubs.get(job_plan.hub as usize));
+    let here = job_plan.hub_at(job_plan.hub as usize);
     if here != Some(shape) {
         return Err(format!("job `{}` was planned for other interfaces than this hub has", job_plan.name));
     }
     let hubs = site.map_or(0, |site| site.hubs.len());
-    let is_hub = |position: u16| usize::from(position) < hubs;
+    let is_hub = |position: u16| usize::from(position) < hubs + job_plan.later_hubs.len();
     let fits = |share: &Share| is_hub(share.served_by) && share.standby.is_none_or(is_hub);
     if !job_plan.shares.is_empty() && (job_plan.shares.len() != hubs || !job_plan.shares.iter().all(fits)) {
         return Err(format!("job `{}` was planned with standbys that are none of its hubs", job_plan.name));
@@ -248,7 +258,10 @@ impl PlacedChunks {
             };
             let (interface, core) = match route.hub == hub {
                 true => (route.interface, route.core),
-                false => route_at(&route, &hubs[usize::from(route.hub)], &hubs[usize::from(hub)]),
+                false => {
+                    let here = job_plan.hub_at(usize::from(hub)).expect("it was compared with this hub");
+                    route_at(&route, &hubs[usize::from(route.hub)], here)
+                }
             };
             routes.push((id, Route { interface, core, ..route }));
             roles.insert(id, role);
@@ -290,6 +303,7 @@ impl PlacedChunks {
                 route: id,
                 ports: self.ports[&id].clone(),
                 role: self.roles[&id],
+                standby: standby_served(job_plan, route.hub),
                 counterpart: counterpart_name(job_plan, route.hub),
                 aggregator: update_method.aggregator.clone(),
                 optimizer: update_method.optimizer.clone(),
@@ -343,14 +357,22 @@ impl PlacedChunks {
     }
 }
 
+/// The position of a share's standby, if this hub serves the share.
+fn standby_served(job_plan: &JobPlan, share: u16) -> Option<u16> {
+    let share = job_plan.shares.get(usize::from(share))?;
+    share.standby.filter(|_| u32::from(share.served_by) == job_plan.hub)
+}
+
 /// The name, for people, of the other hub of a share of which this hub is one; empty if there is none.
 fn counterpart_name(job_plan: &JobPlan, share: u16) -> String {
-    let other =
-        job_plan.shares.get(usize::from(share)).and_then(|share| share.counterpart(job_plan.hub as u16));
-    let hubs = &job_plan.composition.sites[usize::from(job_plan.site)].hubs;
-    other.map_or(String::new(), |other| {
-        format!("the hub at {}", hubs[usize::from(other)].interfaces[0].address)
-    })
+    let share = job_plan.shares.get(usize::from(share));
+    let other = share.and_then(|share| share.counterpart(job_plan.hub as u16));
+    other.and_then(|other| job_plan.hub_at(usize::from(other))).map_or(String::new(), hub_name)
+}
+
+/// The name of another hub of the job for people.
+fn hub_name(shape: &HubShape) -> String {
+    format!("the hub at {}", shape.interfaces[0].address)
 }
 
 /// The features of the job as a whole.

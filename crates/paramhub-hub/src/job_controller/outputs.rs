@@ -1,5 +1,6 @@
 //! What the job controller does when the rules want something.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
@@ -63,6 +64,14 @@ impl JobController {
             Output::ChangeRole { namespace, core, route, role } => {
                 self.change_role(namespace, core, route, role);
             }
+            Output::NoteShares { namespace, shares, later_hubs } => {
+                if let Some(job) = self.jobs.get_mut(&namespace) {
+                    (job.shares, job.later_hubs) = (shares, later_hubs);
+                }
+            }
+            Output::LinkStandbys { namespace, routes, until } => {
+                self.link_standbys(namespace, &routes, until);
+            }
             Output::SendElsewhere { namespace, message } => self.directory.send_elsewhere(namespace, message),
             Output::End { namespace, core, failure } => {
                 self.send_to_core(core, CoreCommand::End { namespace, failure });
@@ -118,11 +127,18 @@ impl JobController {
     /// Has a core change what this hub is for a route, and admits the streams of the route accordingly. A core serves a route
     /// before streams of workers come to it, and refuses those that have been admitted before it ceased to.
     fn change_role(&mut self, namespace: Namespace, core: u16, route: RouteId, change: RoleChange) {
-        let role = match change {
-            RoleChange::TakeOver | RoleChange::GoOnAlone => Role::Serves { has_standby: false },
-            RoleChange::Doubt | RoleChange::Stop => Role::None,
+        let (role, standby) = match change {
+            RoleChange::TakeOver | RoleChange::GoOnAlone => (Role::Serves { has_standby: false }, None),
+            RoleChange::TakeStandby { standby } => (Role::Serves { has_standby: true }, Some(standby)),
+            RoleChange::Doubt | RoleChange::Stop => (Role::None, None),
         };
-        self.send_to_core(core, CoreCommand::ChangeRole { namespace, route, change });
+        let mut counterpart = String::new();
+        if let (Some(job), Some(standby)) = (self.jobs.get_mut(&namespace), standby) {
+            counterpart = job.name_of_hub(standby);
+            let ports = job.ports.get_mut(&route);
+            ports.into_iter().for_each(|ports| *ports = Arc::new(ports.as_ref().clone().with_standby()));
+        }
+        self.send_to_core(core, CoreCommand::ChangeRole { namespace, route, change, counterpart });
         self.directory.change_role(namespace, route, role);
     }
 
@@ -136,7 +152,7 @@ impl JobController {
         let dialler = self.parent_dialler(namespace, job, self.instant(until));
         let controller = self.own_sender.clone();
         let dials = move || {
-            if let Err(reason) = dialler.dial_all(&above) {
+            if let Err((_, reason)) = dialler.dial_all(&above) {
                 // If the job controller is gone, no jobs are left.
                 let _ = controller.send(ControllerEvent::SitesUnreachable { namespace, reason });
             }
@@ -144,6 +160,28 @@ impl JobController {
         if let Err(error) = std::thread::Builder::new().name("hub-dialler".into()).spawn(dials) {
             let reason = format!("the hub cannot start a thread: {error}");
             self.handle(Event::CannotLink { namespace, reason });
+        }
+    }
+
+    /// Opens the streams of routes to their new standbys, on a thread of its own.
+    fn link_standbys(&mut self, namespace: Namespace, routes: &[RouteId], until: Duration) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        let mut streams = streams_above(job);
+        streams.retain(|stream| stream.leads_to_standby() && routes.contains(&stream.route()));
+        let Some(first) = streams.first().map(ParentStream::route) else { return };
+        let dialler = self.parent_dialler(namespace, job, self.instant(until));
+        let controller = self.own_sender.clone();
+        let dials = move || {
+            for stream in streams {
+                if let Err((route, reason)) = dialler.dial_all(std::slice::from_ref(&stream)) {
+                    // If the job controller is gone, no jobs are left.
+                    let _ = controller.send(ControllerEvent::StandbyUnreachable { namespace, route, reason });
+                }
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("hub-dialler".into()).spawn(dials) {
+            let reason = format!("the hub cannot start a thread: {error}");
+            self.handle(Event::StandbyUnreachable { namespace, route: first, reason });
         }
     }
 
@@ -207,5 +245,5 @@ impl JobController {
 /// The streams of a job's routes here to sites above and to standbys.
 fn streams_above(job: &HubJob) -> Vec<ParentStream> {
     let ports = job.ports.iter().map(|(&route, ports)| (route, &**ports));
-    ParentStream::of(ports, &job.composed, &job.shares)
+    ParentStream::of(ports, &job.composed, (&job.shares, &job.later_hubs))
 }

@@ -38,15 +38,13 @@ pub(super) fn place(
         site: 0,
         hub: 0,
         shares: job.shares().to_vec(),
+        later_hubs: Vec::new(),
         cluster: roster.cluster(),
         settings: (**settings).clone(),
         team: membership.allowance(namespace),
     };
     let composed = plan.compose(ordered.composition.clone());
-    let placements = composed.placements.iter().map(|placement| SitePlacement {
-        hash: placement.hash().to_hex().to_string(),
-        imbalance: placement.imbalance(),
-    });
+    let placements = composed.placements.iter().map(SitePlacement::of);
     let summary = SettingsSummary {
         keys: settings.keys.len() as u64,
         bytes: settings.keys.bytes(),

@@ -33,7 +33,7 @@ fn a_job_admits_streams_once_every_core_has_allocated() {
 #[test]
 fn a_job_that_is_here_is_not_planned_again() {
     let mut hub = Hub::running(|_| {});
-    assert!(!hub.control.wants(job(1), 1) && hub.control.wants(job(2), 1));
+    assert!(!hub.control.wants(job(1), 1, 0) && hub.control.wants(job(2), 1, 0));
     assert!(plan(&mut hub, |_| {}).is_empty());
     let cannot_plan = Event::CannotPlan { namespace: job(1), reason: "no such optimizer".into() };
     assert!(hub.handle(cannot_plan).is_empty(), "the job that runs is not forgotten");
@@ -154,7 +154,7 @@ fn a_job_whose_checkpoint_is_not_read_in_time_is_refused_with_the_folder_and_the
         assert!(reason.contains("in /data/job-1 was not read within 27 s"), "{reason}");
         assert!(hub.check().is_empty(), "it is refused once");
         // What was decided stays, and the thread that reads still holds the memory.
-        assert!(hub.stop(StopWhen::Now).is_empty() && !hub.control.wants(job(1), 1));
+        assert!(hub.stop(StopWhen::Now).is_empty() && !hub.control.wants(job(1), 1, 0));
         let mut other = terms(2);
         other.memory_bytes = 60 << 20;
         let outputs = hub.handle(Event::Planned(Box::new(other.clone())));

@@ -98,7 +98,7 @@ fn a_job_that_has_left_its_last_checkpoint_is_not_asked_for_another() {
 fn a_hub_that_stops_takes_no_job_and_no_command() {
     let mut hub = Hub::running(|terms| terms.writes_checkpoints = true);
     hub.handle(Event::ShutDown);
-    assert!(!hub.control.wants(job(2), 1));
+    assert!(!hub.control.wants(job(2), 1, 0));
     assert!(hub.handle(Event::Planned(Box::new(terms(2)))).is_empty() && !hub.is_here(2));
     assert!(hub.stop(StopWhen::Now).is_empty() && hub.handle(Event::Link { namespace: job(1) }).is_empty());
 }

@@ -6,7 +6,7 @@ use crate::service::HubEvent;
 use crate::standbys::Share;
 
 fn shares(of: [(u16, Option<u16>); 2]) -> Vec<Share> {
-    of.map(|(served_by, standby)| Share { served_by, standby }).to_vec()
+    of.map(|(served_by, standby)| Share::new(served_by, standby)).to_vec()
 }
 
 fn whole() -> Vec<Share> {
@@ -30,7 +30,8 @@ fn lose(hub: &mut Hub, route: RouteId) -> Vec<Output> {
 }
 
 fn change(hub: &mut Hub, number: u32, shares: Vec<Share>) -> Vec<Output> {
-    hub.handle(Event::ChangeShares { namespace: job(1), number, shares, reason: "a hub was lost".into() })
+    let (later_hubs, reason) = (Vec::new(), "a hub was lost".into());
+    hub.handle(Event::ChangeShares { namespace: job(1), number, shares, later_hubs, reason })
 }
 
 /// Lets time pass.

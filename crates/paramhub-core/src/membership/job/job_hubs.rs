@@ -7,6 +7,7 @@ use crate::placement::HubShape;
 use crate::service::{AwaitedRanks, ErrorCode, JobCounters, JobEnd, JobState, add_by_rank};
 
 use super::cause::Cause;
+use super::new_standbys::AskedStandby;
 use super::silence::ReportedLoss;
 use super::{Job, JobPhase, Transition, join_words};
 use crate::membership::{Now, REPORTED_BACK_MAX};
@@ -46,6 +47,10 @@ pub(super) struct JobHub {
     pub(super) unheard: Option<Cause>,
     /// What a rank has said of the loss of the hub, until it is known whether the hub is still there.
     pub(super) lost_by: Option<ReportedLoss>,
+    /// The shares whose standby it is to become, until it has allocated them.
+    pub(super) asked_standby: Option<AskedStandby>,
+    /// When it could not become a standby, or was lost as one.
+    pub(super) failed_standby: Option<Now>,
 }
 
 impl JobHub {
@@ -70,6 +75,8 @@ impl JobHub {
             awaited: None,
             unheard: None,
             lost_by: None,
+            asked_standby: None,
+            failed_standby: None,
         }
     }
 
@@ -105,6 +112,19 @@ impl Job {
         };
         match self.state {
             JobState::Initialising => {}
+            JobState::Running if self.job_hubs[index].asked_standby.is_some() => {
+                if placed.hash == placement_hash {
+                    return self.standby_allocated(index);
+                }
+                let _ = self.drop_dispensable(index, "it has placed the chunks otherwise", now);
+                return self.stop_later_hub(
+                    index,
+                    "it has placed the chunks otherwise: use one release of paramhub",
+                );
+            }
+            JobState::Running if self.job_hubs[index].failed_standby.is_some() && self.shares_number == 0 => {
+                return self.stop_later_hub(index, "the job does not need it as a standby");
+            }
             JobState::Running if !self.shares.is_empty() => return self.repeat_shares(),
             JobState::Running => return self.repeat_losses(),
             _ => return Transition::None,
@@ -185,6 +205,9 @@ impl Job {
     /// A hub cannot hold its part.
     pub(crate) fn hub_refused(&mut self, hub: u32, reason: &str, now: Now) -> Transition {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
+        if self.state == JobState::Running && self.is_dispensable(index) {
+            return self.drop_dispensable(index, reason, now);
+        }
         self.job_hubs[index].ended = true;
         let message =
             format!("{} cannot serve job `{}`: {reason}", self.job_hubs[index].describe(), self.name);
@@ -251,6 +274,9 @@ impl Job {
         if end.finished && !self.job_hubs[index].allocated && !self.state.has_ended() {
             return Transition::None;
         }
+        if self.state == JobState::Running && !end.finished && self.is_dispensable(index) {
+            return self.drop_dispensable(index, &cause_of(end, now).message, now);
+        }
         // A repeated report: the answer to the first was lost, or the hub was asked after the end.
         if std::mem::replace(&mut self.job_hubs[index].ended, true) {
             return Transition::None;
@@ -267,13 +293,18 @@ impl Job {
         if !end.finished {
             return self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now);
         }
-        if self.state != JobState::Running || !self.job_hubs.iter().all(|job_hub| job_hub.ended) {
+        if self.state != JobState::Running || !self.has_ended_everywhere() {
             return match self.job_hubs[index].has_streams() {
                 true => self.finish_elsewhere(),
                 false => self.go_on_without_hub(now),
             };
         }
         self.end(JobState::Finished, now)
+    }
+
+    /// Whether the job is over at all hubs that it needs.
+    pub(super) fn has_ended_everywhere(&self) -> bool {
+        (0..self.job_hubs.len()).all(|index| self.job_hubs[index].ended || self.is_dispensable(index))
     }
 
     /// A lost hub has joined again under another number and reports why the job ended there.
@@ -363,7 +394,8 @@ impl Job {
     }
 
     pub(super) fn job_hub_index(&self, hub: u32) -> Option<usize> {
-        self.job_hubs.iter().position(|job_hub| job_hub.hub == hub)
+        // A hub that was asked to become a standby more than once has its newest part.
+        self.job_hubs.iter().rposition(|job_hub| job_hub.hub == hub)
     }
 }
 

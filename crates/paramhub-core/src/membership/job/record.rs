@@ -16,6 +16,7 @@ use crate::membership::Now;
 use crate::placement::HubShape;
 use crate::scheme::InformationBook;
 use crate::service::{CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus};
+use crate::settings::Settings;
 use crate::standbys::{Role, Share};
 
 /// The record of a job, which the store keeps.
@@ -67,7 +68,10 @@ pub struct MembersRecord {
     shares_number: u32,
     #[serde(default, skip_serializing_if = "is_default")]
     shares_reason: String,
-    /// The sites of these hubs.
+    /// The settings of a job with standbys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    settings: Option<Arc<Settings>>,
+    /// The sites of the hubs with which the job began.
     composition: Option<Arc<Composition>>,
     /// What ranks and hubs were told once the hubs had allocated; none before.
     placed: Option<PlacedRecord>,
@@ -81,6 +85,9 @@ struct JobHubRecord {
     left_out: Vec<u64>,
     /// Bytes of buffers, and streams.
     reserved: (u64, u64),
+    /// The interfaces of a hub that the job has got since it began; those of the others are in the composition.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    later_shape: Option<HubShape>,
 }
 
 /// A job's placement.
@@ -111,7 +118,9 @@ impl Job {
     }
 
     fn members_record(&self, now: Now) -> MembersRecord {
-        let hub = |job_hub: &JobHub| JobHubRecord {
+        let first = self.composition.as_ref().map_or(0, |composition| composition.hubs());
+        let hub = |(position, job_hub): (usize, &JobHub)| JobHubRecord {
+            later_shape: (position >= first).then(|| job_hub.shape.clone()),
             hub: job_hub.hub,
             counters: job_hub.counters,
             left_out: job_hub.left_out.clone(),
@@ -125,10 +134,11 @@ impl Job {
             current_workers: self.may_change_workers().then_some(self.current_workers),
             places: self.places.clone(),
             peer_addresses: self.peer_addresses.clone(),
-            hubs: self.job_hubs.iter().map(hub).collect(),
+            hubs: self.job_hubs.iter().enumerate().map(hub).collect(),
             shares: self.shares.clone(),
             shares_number: self.shares_number,
             shares_reason: self.shares_reason.clone(),
+            settings: self.settings.clone(),
             composition: self.composition.clone(),
             placed: information_book.map(|information_book| PlacedRecord {
                 placements: self.placements.clone(),
@@ -190,6 +200,9 @@ impl Job {
         self.peer_addresses = members.peer_addresses;
         let sites = members.composition.iter().flat_map(|composition| (0..).zip(&composition.sites));
         let shapes = sites.flat_map(|(site, hubs)| hubs.hubs.iter().map(move |shape| (site, shape)));
+        let later: Vec<HubShape> =
+            members.hubs.iter().filter_map(|recorded| recorded.later_shape.clone()).collect();
+        let shapes = shapes.chain(later.iter().map(|shape| (0, shape)));
         let hub = |(recorded, (site, shape)): (JobHubRecord, (SiteId, &HubShape))| JobHub {
             // A hub that was not asked answers a stop all the same.
             asked: true,
@@ -200,11 +213,13 @@ impl Job {
         };
         self.job_hubs = members.hubs.into_iter().zip(shapes).map(hub).collect();
         self.shares = members.shares;
+        self.settings = members.settings;
         (self.shares_number, self.shares_reason) = (members.shares_number, members.shares_reason);
         // A hub of which nothing is left in the shares has been lost, and is not awaited.
         for (job_hub, position) in self.job_hubs.iter_mut().zip(0..) {
             job_hub.ended =
                 !self.shares.is_empty() && self.shares.iter().all(|share| share.role(position) == Role::None);
+            job_hub.failed_standby = job_hub.ended.then_some(now);
         }
         self.composition = members.composition;
         (self.state, self.phase) = (JobState::Initialising, JobPhase::Initialising);
@@ -237,8 +252,10 @@ impl MembersRecord {
     /// Whether every rank and every hub has what belongs to it.
     fn fit(&self, workers: u32) -> bool {
         let of_ranks = [self.ranks.len(), self.places.len(), self.peer_addresses.len()];
-        let hubs = self.composition.iter().flat_map(|composition| &composition.sites);
+        let first = self.hubs.iter().take_while(|hub| hub.later_shape.is_none()).count();
+        let later = self.hubs[first..].iter().all(|hub| hub.later_shape.is_some());
         of_ranks.into_iter().all(|length| length == workers as usize)
-            && hubs.map(|site| site.hubs.len()).sum::<usize>() == self.hubs.len()
+            && self.composition.as_ref().map_or(0, |composition| composition.hubs()) == first
+            && later
     }
 }

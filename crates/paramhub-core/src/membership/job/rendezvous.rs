@@ -123,6 +123,7 @@ impl Job {
             peer_addresses: self.peer_addresses.clone(),
             epoch: self.epoch.map_or(0, |epoch| epoch.number),
             shares: self.shares.clone(),
+            later_hubs: if self.shares.is_empty() { Vec::new() } else { self.later_hubs() },
             secrets: None,
         }
     }
@@ -262,7 +263,9 @@ impl Job {
             return None;
         }
         self.agreed = true;
-        self.proposed.take().map(|(_, settings)| settings)
+        let settings = self.proposed.take().map(|(_, settings)| settings);
+        self.settings = settings.clone().filter(|_| !self.shares.is_empty());
+        settings
     }
 
     /// The connection on which a rank waited in InitService is gone. The rank may call again within

@@ -26,6 +26,9 @@ impl Job {
         if self.job_hubs[index].ended {
             return Transition::None;
         }
+        if self.state == JobState::Running && self.job_hubs[index].asked_standby.is_some() {
+            return self.drop_dispensable(index, &cause.message, now);
+        }
         self.job_hubs[index].unheard = Some(cause.clone());
         match self.state {
             // The job may have ended because the hub was gone.
@@ -60,7 +63,8 @@ impl Job {
         let is_there = |job_hub: &&mut JobHub| {
             job_hub.shape.interfaces.iter().any(|interface| interface.address == address)
         };
-        let Some(job_hub) = self.job_hubs.iter_mut().find(is_there) else {
+        // A hub that has come back has its newest part in the job.
+        let Some(job_hub) = self.job_hubs.iter_mut().rev().find(is_there) else {
             let message = format!("job `{}` has no hub at the address that rank {rank} names", self.name);
             return Err(refusal(ErrorCode::BadRequest, message));
         };

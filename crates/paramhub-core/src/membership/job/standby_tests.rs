@@ -16,7 +16,7 @@ fn running() -> Job {
 }
 
 fn shares(of: [(u16, Option<u16>); 3]) -> [Share; 3] {
-    of.map(|(served_by, standby)| Share { served_by, standby })
+    of.map(|(served_by, standby)| Share::new(served_by, standby))
 }
 
 /// What hubs hear of the shares.
@@ -126,7 +126,7 @@ fn reports_of_two_shares_that_come_together_count_both() {
     assert!(has_changed(&job.counterpart_lost(1, (1, 0), 0, "it was reset", later(10.0))));
     assert_eq!(job.counterpart_lost(1, (0, 0), 0, "it was reset", later(10.0)), Transition::None);
     assert!(has_changed(&job.check_suspected_hubs(|_| None, later(10.0))));
-    let alone = Share { served_by: 1, standby: None };
+    let alone = Share::new(1, None);
     assert_eq!(told(&job), (2, vec![alone, alone]));
 }
 

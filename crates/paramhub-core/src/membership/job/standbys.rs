@@ -59,6 +59,7 @@ impl Job {
             namespace: self.namespace,
             number: self.shares_number,
             shares: self.shares.clone(),
+            later_hubs: self.later_hubs(),
             reason: self.shares_reason.clone(),
         }
     }
@@ -86,7 +87,7 @@ impl Job {
         // changed counts, too.
         match held.role(reporter) {
             Role::Serves { has_standby: true } if held.standby == Some(lost) => {
-                let message = self.drop_standby(share, reason);
+                let message = self.drop_standby(share, reason, now);
                 // What it serves itself may have no chunks, and then nobody else reports its loss.
                 self.suspect(share, lost, reason, now);
                 let told_later = Some(self.job_hubs[usize::from(lost)].hub);
@@ -147,7 +148,7 @@ impl Job {
             if is_there {
                 let SuspectedHub { share, reason, .. } = self.suspected_hubs.remove(position);
                 // If the share goes on without it already, it is to be told.
-                let message = self.drop_standby(share, &reason);
+                let message = self.drop_standby(share, &reason, now);
                 return Transition::SharesChanged { message, told_later: None };
             }
         }
@@ -157,17 +158,14 @@ impl Job {
     /// A hub is lost: its standbys take over, or the job fails if a share has none.
     pub(super) fn go_on_without(&mut self, lost: u16, cause: Cause, now: Now) -> Transition {
         self.suspected_hubs.retain(|suspected| suspected.hub != lost);
-        let taking_over: Vec<u16> = self
-            .shares
-            .iter()
-            .filter(|share| share.served_by == lost)
-            .filter_map(|share| share.standby)
-            .collect();
-        match without_hub(&self.shares, lost) {
+        self.job_hubs[usize::from(lost)].asked_standby = None;
+        let served = self.shares.iter().filter(|share| share.served_by == lost);
+        let taking_over: Vec<u16> = served.filter_map(Share::ready_standby).collect();
+        match without_hub(&self.shares, lost, |share| self.is_empty_share(share)) {
             Ok(shares) => {
-                self.job_hubs[usize::from(lost)].ended = true;
+                self.leave_later_hub(usize::from(lost), now);
                 // The other hubs have heard that all workers have left, also those that the lost one served.
-                if self.job_hubs.iter().all(|job_hub| job_hub.ended) {
+                if self.has_ended_everywhere() {
                     return self.end(JobState::Finished, now);
                 }
                 if shares == self.shares {
@@ -192,11 +190,14 @@ impl Job {
     }
 
     /// The hub that serves a share goes on without its standby. Returns what that is for people, if there was a standby.
-    fn drop_standby(&mut self, share: u16, reason: &str) -> Option<String> {
+    fn drop_standby(&mut self, share: u16, reason: &str, now: Now) -> Option<String> {
         self.suspected_hubs.retain(|suspected| suspected.share != share);
-        let held = &mut self.shares[usize::from(share)];
-        let standby = held.standby.take()?;
-        let served_by = held.served_by;
+        let Share { served_by, standby, .. } = self.shares[usize::from(share)];
+        let standby = standby?;
+        self.shares[usize::from(share)] = Share::new(served_by, None);
+        if self.shares.iter().all(|share| share.role(standby) == Role::None) {
+            self.leave_later_hub(usize::from(standby), now);
+        }
         let [serving, standby] =
             [served_by, standby].map(|position| self.job_hubs[usize::from(position)].describe());
         let message = format!("{serving} goes on without its standby {standby}, since {reason}");
@@ -204,7 +205,7 @@ impl Job {
     }
 
     /// Counts a change of the shares, and returns what it is for people.
-    fn change_shares(&mut self, message: String) -> String {
+    pub(super) fn change_shares(&mut self, message: String) -> String {
         self.shares_number += 1;
         self.shares_reason.clone_from(&message);
         self.message.clone_from(&message);

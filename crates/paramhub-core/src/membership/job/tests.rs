@@ -71,7 +71,7 @@ pub(super) fn settings() -> Arc<Settings> {
 
 pub(super) fn placed() -> SitePlacement {
     let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
-    SitePlacement { hash: "hash".into(), imbalance }
+    SitePlacement { hash: "hash".into(), imbalance, empty_hubs: Vec::new() }
 }
 
 /// The information book that the manager makes for those settings, of a job whose hubs report no machine.

@@ -35,7 +35,7 @@ fn place(state: &mut Membership, namespace: Namespace, now: Now) {
     let plan = Plan::new(&settings(), &roster.cluster());
     let job = state.job(namespace).unwrap().name.clone();
     let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
-    let placements = vec![SitePlacement { hash: "hash".into(), imbalance }];
+    let placements = vec![SitePlacement { hash: "hash".into(), imbalance, empty_hubs: Vec::new() }];
     let book = Arc::new(InformationBook { job, roster, plan });
     assert_eq!(state.place(namespace, SettingsSummary::default(), placements, book), [0, 1]);
 }

@@ -134,7 +134,7 @@ impl Simulation {
 
     fn plan(&mut self, routes: u16, continues: bool, writes: bool, resumes: bool) {
         let namespace = Namespace([self.jobs.len() as u8 + 1; 16]);
-        assert_eq!(self.control.wants(namespace, 1), self.stopping.is_none());
+        assert_eq!(self.control.wants(namespace, 1, 0), self.stopping.is_none());
         let job = SimulatedJob::new(namespace, routes, continues, writes, resumes);
         let terms = Box::new(job.terms.clone());
         if self.stopping.is_none() {

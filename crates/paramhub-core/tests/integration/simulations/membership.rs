@@ -378,7 +378,9 @@ impl Simulation {
         let sites: Vec<usize> = job.composition().unwrap().sites.iter().map(|site| site.hubs.len()).collect();
         let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
         let hash = |site: usize| format!("site {site}");
-        let placements = (0..sites.len()).map(|site| SitePlacement { hash: hash(site), imbalance }).collect();
+        let placements = (0..sites.len())
+            .map(|site| SitePlacement { hash: hash(site), imbalance, empty_hubs: Vec::new() })
+            .collect();
         let plan = Plan::new(&settings, &roster.cluster());
         let information_book = Arc::new(InformationBook { job: job.name.clone(), roster, plan });
         let hubs = self.membership.place(namespace, SettingsSummary::default(), placements, information_book);

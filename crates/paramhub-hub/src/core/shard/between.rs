@@ -19,8 +19,11 @@ impl Shard {
     pub(super) fn raise(&mut self, index: u32) {
         let above =
             self.plan.ports.above(index).expect("sums are raised where a site is above, or a standby");
-        self.outboxes[above as usize].owe(index, Answer::Parameters);
-        self.dirty.insert(above);
+        // A sum goes after the parameters with which its chunk begins there.
+        if !self.outboxes[above as usize].starts(index) {
+            self.outboxes[above as usize].owe(index, Answer::Parameters);
+            self.dirty.insert(above);
+        }
     }
 
     /// Sends again by a new stream to a neighbouring site what the old one may have lost: the parameters to start from,
@@ -37,9 +40,13 @@ impl Shard {
         outbox.sent_leave = false;
         let again = |again| match again {
             Again::Start(index) => drop(outbox.start.insert(index)),
+            Again::Sum(index) if outbox.starts(index) => {}
             Again::Sum(index) => outbox.owe(index, Answer::Parameters),
         };
         let newest = between_sites::resume(&mut self.exchange, &self.plan.ports, port, again);
+        if self.plan.ports.side(port) == Side::Standby {
+            self.tell_standby(port);
+        }
         // A site that has contributed to a step, or has answered one, has the changes that were sent before it: at a chunk
         // that is at step t both ends know those for steps before t - 1.
         for (group, schedule) in (0..).zip(&self.schedules) {
@@ -48,14 +55,8 @@ impl Shard {
                 let length = payload.len() as u32;
                 let header =
                     Header { chunk: group, step: first_step, length, ..Header::bare(Operation::Retune) };
-                let message = (header, payload);
-                if !outbox.messages.contains(&message) {
-                    outbox.messages.push_back(message);
-                }
+                self.outboxes[port as usize].message_once(header, payload);
             }
-        }
-        if self.plan.ports.side(port) == Side::Standby {
-            self.pass_on_leaves_again(port);
         }
         if self.leaves_above(port) {
             self.outboxes[port as usize].message(Header::bare(Operation::Leave), Vec::new());
@@ -150,6 +151,7 @@ impl Shard {
         }
         let left = departure.member.map_or(Ok(()), |member| self.member_left(member));
         for above in departure.above {
+            self.stop_copying();
             self.outboxes[above as usize].message(Header::bare(Operation::Leave), Vec::new());
             self.dirty.insert(above);
         }

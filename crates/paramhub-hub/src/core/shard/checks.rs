@@ -156,9 +156,14 @@ fn may_come(side: Side, operation: Operation) -> bool {
             Operation::Initialise | Operation::InitialiseState | Operation::Retune,
         )
         | (Side::Standby, Operation::Applied)
-        | (Side::Serving, Operation::Push | Operation::Initialise | Operation::Retune | Operation::Leave) => {
-            true
-        }
+        | (
+            Side::Serving,
+            Operation::Push
+            | Operation::Initialise
+            | Operation::InitialiseState
+            | Operation::Retune
+            | Operation::Leave,
+        ) => true,
         _ => false,
     }
 }

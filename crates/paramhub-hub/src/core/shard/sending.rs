@@ -1,6 +1,8 @@
 //! The frames of one write by a port: which are chosen, where their bytes are, and what has left.
 
+use paramhub_core::between_sites::may_lack_start;
 use paramhub_core::exchange::Answer;
+use paramhub_core::ports::Side;
 use paramhub_core::wire::{Header, Operation};
 use paramhub_transport::{Outgoing, WRITE_BYTES_MAX};
 
@@ -35,6 +37,9 @@ impl Shard {
     /// number. Answers are taken out of the outbox; everything else stays in it until it has been sent.
     pub(crate) fn pick(&mut self, port: u32, picks: &mut [NextFrame; BATCH_FRAMES]) -> usize {
         let has_arena = self.has_arena(port);
+        let side = self.plan.ports.side(port);
+        // Sums of chunks that the new standby has need not wait until it has all.
+        let is_copying = side == Side::Standby && self.copies_to_standby();
         let outbox = &mut self.outboxes[port as usize];
         let mut count = 0;
         let mut add = |pick| {
@@ -56,27 +61,32 @@ impl Shard {
         }
         // A chunk that has moved on is sent once more where a stream was replaced, and the other site has begun it.
         while match outbox.start_at {
-            Some((slot, _)) => !self.exchange.is_at_start(slot),
+            Some((slot, _)) => !may_lack_start(&self.exchange, side, slot),
             None => !outbox.start.is_empty(),
         } {
             outbox.start_at = outbox.start.pop_first().map(|slot| (slot, 0));
         }
+        let mut bytes = 0;
         if let Some((slot, part)) = outbox.start_at {
             // One for each write, because there is one buffer from which it can leave. Answers wait until all
             // initial values have left.
-            if room && outbox.may_spill() {
-                add(NextFrame::Start(slot, part));
+            let starts = room && outbox.may_spill();
+            if starts {
+                room = add(NextFrame::Start(slot, part));
                 self.stage_start(port, slot, part);
             }
-            return count;
+            if !is_copying {
+                return count;
+            }
+            bytes += if starts { self.outboxes[port as usize].spill.len() } else { 0 };
         }
+        let outbox = &mut self.outboxes[port as usize];
         if self.program_states.saved(port).is_some() {
             room = room && add(NextFrame::ProgramStateSaved);
         }
         while room && let Some(slot) = outbox.applied.pop_first() {
             room = add(NextFrame::Answer(slot, Answer::Applied));
         }
-        let mut bytes = 0;
         while room
             && bytes < WRITE_BYTES_MAX
             && let Some(slot) = outbox.parameters.pop_first()
@@ -180,9 +190,14 @@ impl Shard {
                 }
                 NextFrame::Start(slot, part) if has_begun => {
                     let parts = self.start_parts(slot);
+                    // The sum of its step may have been complete before.
+                    let is_sum_due = part + 1 == parts && self.exchange.is_sent_up(slot);
                     let outbox = &mut self.outboxes[port as usize];
                     outbox.start_at = (part + 1 < parts).then_some((slot, part + 1));
                     outbox.begun = unfinished(Source::Spill).or(outbox.begun);
+                    if is_sum_due {
+                        outbox.owe(slot, Answer::Parameters);
+                    }
                 }
                 NextFrame::Start(..) => {}
                 NextFrame::ProgramStateSaved if has_begun => {

@@ -38,7 +38,11 @@ impl Shard {
     pub(super) fn acknowledged(&mut self, port: u32, checked: &CheckedHeader) -> Result<(), Fault> {
         let (header, (index, slot)) = (&checked.header, self.located(checked));
         let then = self.exchange.acknowledged(index, header.step);
-        match then.map_err(|violation| self.violation(header.chunk, slot.key, violation))? {
+        let then = then.map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
+        if !self.exchange.awaits_standby(index) {
+            self.copy_acknowledged(index);
+        }
+        match then {
             Some(then) => {
                 self.forget_sum(port, index);
                 self.go_on(index, slot, then)
@@ -106,6 +110,7 @@ impl Shard {
                 None => self.settle(index),
             }
         }
+        self.copy_more();
         Ok(())
     }
 
@@ -123,6 +128,8 @@ impl Shard {
 
     /// The other hub has nothing to do with the chunks any more.
     fn forget_counterpart(&mut self) {
+        self.plan.standby = None;
+        self.stop_copying();
         if let Some(port) = self.plan.ports.counterpart() {
             self.outboxes[port as usize].forget();
             self.outboxes[port as usize].start_again();

@@ -1,0 +1,67 @@
+//! The choice of hubs that become standbys of jobs which run.
+
+use std::collections::BTreeMap;
+
+use super::job::Transition;
+use super::{Membership, Now, Output};
+use crate::auth::Namespace;
+use crate::composition::Place;
+use crate::standbys::{Candidate, best_candidate};
+
+impl Membership {
+    /// Asks hubs to become the standbys of shares that have none.
+    pub(super) fn check_new_standbys(&mut self, namespace: Namespace, now: Now) {
+        let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.shares().is_empty()) else { return };
+        let late = job.check_asked_standbys(now);
+        let lacking = job.lacking_shares();
+        if late != Transition::None {
+            self.follow(namespace, late);
+        }
+        let mut asked: BTreeMap<u32, Vec<u16>> = BTreeMap::new();
+        for lacking in lacking {
+            if let Some(hub) = self.new_standby(namespace, lacking.served_by, &asked, now) {
+                asked.entry(hub).or_default().push(lacking.share);
+            }
+        }
+        for (hub, shares) in asked {
+            let team = self.allowance(namespace);
+            let (Some(shape), Some(job)) = (self.hubs.shape(hub).cloned(), self.jobs.get_mut(&namespace))
+            else {
+                continue;
+            };
+            if let Some(command) = job.ask_standby(hub, shape, shares, team, now) {
+                self.outputs.push(Output::Save(namespace));
+                self.outputs.push(Output::ChangeMembership { hub, namespace, command });
+            }
+        }
+    }
+
+    /// The hub that is best asked to become the standby of one that serves a share, besides what is `asked` of others.
+    fn new_standby(
+        &self,
+        namespace: Namespace,
+        served_by: u32,
+        asked: &BTreeMap<u32, Vec<u16>>,
+        now: Now,
+    ) -> Option<u32> {
+        let job = self.jobs.get(&namespace)?;
+        let (serving, place) = (self.hubs.location(served_by), self.hubs.place(served_by)?);
+        let mut free = self.hubs.shapes();
+        free.retain(|(hub, (_, offered))| {
+            // Its workers must be served there.
+            (*offered == Place::default() || offered == place) && job.may_ask_standby(*hub, now)
+        });
+        let candidates: Vec<Candidate> = free
+            .iter()
+            .map(|(hub, _)| {
+                let elsewhere = self.jobs.values().filter(|job| !job.state().has_ended());
+                let parts = (
+                    asked.get(hub).map_or(0, Vec::len),
+                    elsewhere.filter(|job| job.is_served_by(*hub)).count(),
+                );
+                Candidate { location: self.hubs.location(*hub), parts }
+            })
+            .collect();
+        best_candidate(&serving, &candidates).map(|position| free[position].0)
+    }
+}
