@@ -29,8 +29,8 @@ impl Exchange {
         Ok(())
     }
 
-    /// Fails if a member waits at this chunk for one that has left. The caller calls it after every pull, and
-    /// after every push without an update.
+    /// Fails if a member waits at this chunk for one that has left. The caller calls it after every pull, after every
+    /// push without an update, and after every acknowledgement of a standby without one.
     pub fn check_waits(&self, slot: u32) -> Result<(), LeftWhileAwaited> {
         if self.departures == self.absent {
             return Ok(());
@@ -41,6 +41,9 @@ impl Exchange {
         let gone_rank_0 = self.rules.rank_0.filter(has_left);
         let missing = if !chunk.initialised {
             gone_rank_0.map(|rank_0| (rank_0, Awaited::Parameters))
+        } else if chunk.awaits_standby {
+            // Members wait for the standby, and the caller calls this again when it has acknowledged.
+            None
         } else if chunk.stage == StepStage::SummingFactors {
             // All contributions are here.
             None

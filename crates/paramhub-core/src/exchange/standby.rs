@@ -277,6 +277,7 @@ mod tests {
         serving.take_standby();
         assert!(!serving.begin_copy(0));
         assert_eq!(serving.initialise_state(0, Some(0), 3), Ok(true));
+        serving.answer_begun(0, 0);
         assert_eq!(serving.initialise(0, Some(0), 7), Ok(true));
         assert!(serving.awaits_standby(0));
         assert_eq!(serving.acknowledged(0, 7), Ok(None));

@@ -250,10 +250,11 @@ impl FuzzJob {
             namespace: self.plan.namespace,
             route: admitted.place.route,
             port: admitted.place.port,
-            stream: AcceptedStream { socket, carrier: Carrier::Tcp(keys.clone()), standby: None },
+            stream: AcceptedStream { socket, carrier: Carrier::Tcp(keys.clone()) },
             epoch: admitted.place.epoch,
             attempt: admitted.place.attempt,
             resumed_by: admitted.place.resumed_by,
+            standby: None,
         };
         let max = self.plan.frame_bytes_max();
         let stream = TcpStream::new(worker, Direction::ToWorker, max).expect("a stream");
@@ -279,11 +280,11 @@ impl FuzzJob {
             stream: AcceptedStream {
                 socket: socket.into(),
                 carrier: admitted.memory.map_or(Carrier::Tcp(None), Carrier::Memory),
-                standby: None,
             },
             epoch: admitted.place.epoch,
             attempt: admitted.place.attempt,
             resumed_by: admitted.place.resumed_by,
+            standby: None,
         });
         let max = self.plan.frame_bytes_max();
         let stream = ShmStream::new(worker, Arc::new(rings), RING_BYTES_DEFAULT, Direction::ToWorker, max);

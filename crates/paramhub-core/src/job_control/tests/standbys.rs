@@ -140,6 +140,89 @@ fn a_manager_that_has_restarted_hears_again_which_hub_is_lost() {
     assert_eq!(reported(&hub.handle(Event::ReportJobs { question: 1 })), [(0, 1, 0)]);
 }
 
+/// This hub serves both shares alone, and gets the hub at position 2 as the standby of the first.
+fn with_new_standby() -> (Hub, Vec<Output>) {
+    let mut hub = running();
+    lose(&mut hub, 1);
+    change(&mut hub, 1, shares([(0, None), (0, None)]));
+    let copying = Share { copying: true, ..Share::new(0, Some(2)) };
+    let outputs = change(&mut hub, 2, vec![copying, Share::new(0, None)]);
+    (hub, outputs)
+}
+
+fn ready(outputs: &[Output]) -> Vec<(u16, u16)> {
+    let ready = |output: &Output| match output {
+        Output::Report(HubEvent::StandbyReady { share, standby, .. }) => Some((*share, *standby)),
+        _ => None,
+    };
+    outputs.iter().filter_map(ready).collect()
+}
+
+#[test]
+fn a_new_standby_is_linked_and_the_manager_hears_when_it_has_all_chunks() {
+    let (mut hub, outputs) = with_new_standby();
+    assert_eq!(roles(&outputs), [(0, RoleChange::TakeStandby { standby: 2 })]);
+    let linked = |output: &Output| matches!(output, Output::LinkStandbys { routes, .. } if *routes == [0]);
+    assert!(outputs.iter().any(linked), "{outputs:?}");
+    assert_eq!(ready(&hub.core(1, CoreEvent::Copied { route: 0 })), [(0, 2)]);
+    // The manager may have restarted before it had the report.
+    assert_eq!(ready(&hub.handle(Event::ReportJobs { question: 1 })), [(0, 2)]);
+    let outputs = change(&mut hub, 3, shares([(0, Some(2)), (0, None)]));
+    assert!(roles(&outputs).is_empty(), "it goes on as before");
+    assert!(ready(&hub.handle(Event::ReportJobs { question: 2 })).is_empty(), "the manager knows it");
+}
+
+#[test]
+fn a_new_standby_that_is_at_fault_or_out_of_reach_counts_as_lost() {
+    let (mut hub, _) = with_new_standby();
+    let unreachable = Event::StandbyUnreachable { namespace: job(1), route: 0, reason: "refused".into() };
+    assert_eq!(reported(&hub.handle(unreachable)), [(0, 2, 2)]);
+    let (mut hub, _) = with_new_standby();
+    let fault = |hub: &mut Hub| {
+        let (culprit, cause) = (Neighbour::Counterpart(0), FaultCause::Kind(CauseKind::GaveUp));
+        hub.core(1, CoreEvent::Faulted { culprit, message: "it gave up".into(), cause })
+    };
+    let outputs = fault(&mut hub);
+    assert_eq!((reported(&outputs), has_failed(&outputs)), (vec![(0, 2, 2)], false));
+    assert!(ready(&hub.core(1, CoreEvent::Copied { route: 0 })).is_empty(), "it is lost");
+    let (mut hub, _) = with_new_standby();
+    change(&mut hub, 3, shares([(0, Some(2)), (0, None)]));
+    assert!(has_failed(&fault(&mut hub)), "the job may depend on it");
+}
+
+#[test]
+fn a_hub_that_misses_a_change_does_what_both_say() {
+    let (mut hub, _) = with_new_standby();
+    let next = Share { copying: true, ..Share::new(0, Some(3)) };
+    let outputs = change(&mut hub, 4, vec![next, Share::new(0, None)]);
+    let roles_of_0 = [RoleChange::GoOnAlone, RoleChange::TakeStandby { standby: 3 }].map(|role| (0, role));
+    assert_eq!(roles(&outputs), roles_of_0);
+    let mut hub = running();
+    lose(&mut hub, 1);
+    let outputs = change(&mut hub, 2, vec![Share::new(0, None), next]);
+    let roles_of_1 = [RoleChange::TakeOver, RoleChange::TakeStandby { standby: 3 }].map(|role| (1, role));
+    assert_eq!(roles(&outputs), [vec![(0, RoleChange::GoOnAlone)], roles_of_1.to_vec()].concat());
+}
+
+#[test]
+fn a_hub_whose_standby_has_not_all_chunks_does_not_hand_over() {
+    let (mut hub, _) = with_new_standby();
+    assert!(has_failed(&hub.handle(Event::ShutDown)));
+}
+
+#[test]
+fn a_hub_is_asked_under_its_newest_position_alone() {
+    let mut hub = running();
+    let again = |hub| Event::AllocateAgain { namespace: job(1), epoch: 1, hub };
+    let is_allocated = |output: &Output| matches!(output, Output::Report(HubEvent::Allocated { .. }));
+    let is_refused = |output: &Output| matches!(output, Output::Report(HubEvent::Refused { .. }));
+    assert!(hub.handle(again(0)).iter().any(is_allocated));
+    assert!(hub.handle(again(2)).iter().all(is_refused), "its former part is still there");
+    change(&mut hub, 1, shares([(1, None), (1, None)]));
+    hub.close(1);
+    assert!(hub.control.wants(job(1), 1, 2));
+}
+
 #[test]
 fn a_hub_that_shuts_down_hands_over_what_has_standbys() {
     let mut hub = running();

@@ -1,6 +1,6 @@
 //! Streams of workers and between sites that are cut at any moment: the numbers stay those of an undisturbed job.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use paramhub_core::composition::{Composition, Crossing, OptimizeAt, Site, SiteId};
 use paramhub_core::hyperparameters::Hyperparameters;
@@ -107,8 +107,11 @@ pub(super) struct Job {
     /// By the sending end.
     ways: BTreeMap<End, Way>,
     pub(super) cuts: u32,
-    /// The hub that is lost, if one is.
-    pub(super) lost: Option<SiteId>,
+    /// The hubs that are lost.
+    pub(super) lost: BTreeSet<SiteId>,
+    /// With standbys: the hub that serves, and its standby.
+    pub(super) serving: SiteId,
+    pub(super) standby: Option<SiteId>,
 }
 
 impl Job {
@@ -156,7 +159,9 @@ impl Job {
             workers: (0..WORKERS).map(worker).collect(),
             ways: BTreeMap::new(),
             cuts: 0,
-            lost: None,
+            lost: BTreeSet::new(),
+            serving: 0,
+            standby: Some(1),
         };
         ends.into_iter().for_each(|(one, other)| job.connect(one, other));
         job
@@ -171,22 +176,47 @@ impl Job {
     /// Loses the hub that serves or the standby, with all streams there. The other one goes on, and workers repeat at it what
     /// was not answered.
     pub(super) fn lose(&mut self, lost: SiteId) {
-        self.lost = Some(lost);
+        self.lost.insert(lost);
         self.ways.retain(|end, way| !is_at(*end, lost) && !way.to.is_some_and(|to| is_at(to, lost)));
-        if lost == 1 {
-            self.shards[0].go_on_alone();
-            while self.shards[0].has_sums_to_end() {
-                self.shards[0]
-                    .end_sums(CHUNK_ELEMENTS)
-                    .unwrap_or_else(|fault| panic!("{}", fault.message("it")));
-            }
-            return;
+        let standby = self.standby.take().expect("it has one");
+        if lost == standby {
+            return self.shards[usize::from(self.serving)].go_on_alone();
         }
-        self.shards[1].take_over();
+        self.shards[usize::from(standby)].take_over();
+        self.serving = standby;
         for rank in 0..WORKERS {
-            self.connect(End::Worker(rank), End::Hub { site: 1, port: rank });
+            self.connect(End::Worker(rank), End::Hub { site: standby, port: rank });
             self.repeat(rank);
         }
+    }
+
+    /// Ends some of the steps for which a standby was awaited that is lost.
+    pub(super) fn end_sums(&mut self) {
+        let serving = &mut self.shards[usize::from(self.serving)];
+        if serving.has_sums_to_end() {
+            serving.end_sums(CHUNK_ELEMENTS).unwrap_or_else(|fault| panic!("{}", fault.message("it")));
+        }
+    }
+
+    /// Has the hub that serves take this one as its standby.
+    pub(super) fn join(&mut self, standby: Shard) {
+        let (site, serving) = (self.shards.len() as SiteId, self.serving);
+        self.shards[usize::from(serving)].take_standby(site, "another hub".into());
+        let port_of = |shard: &Shard| shard.plan().ports.counterpart().expect("it has another hub");
+        let (up, down) = (port_of(&self.shards[usize::from(serving)]), port_of(&standby));
+        self.shards.push(standby);
+        self.standby = Some(site);
+        self.connect(End::Hub { site: serving, port: up }, End::Hub { site, port: down });
+    }
+
+    /// Whether the newest standby has got its last chunk since the last call.
+    pub(super) fn is_standby_ready(&mut self) -> bool {
+        self.shards[usize::from(self.serving)].take_standby_ready()
+    }
+
+    /// Whether all workers have left.
+    pub(super) fn has_finished(&self) -> bool {
+        self.workers.iter().all(|worker| worker.has_left)
     }
 
     /// The parameters that each rank has of each chunk.
@@ -207,9 +237,9 @@ impl Job {
             let ports = 0..shard.plan().ports.len();
             // A standby has streams of workers only if it has taken over.
             let is_awaited = |&port: &u32| self.ways.contains_key(&End::Hub { site, port });
-            Some(site) == self.lost || ports.filter(is_awaited).all(|port| shard.has_left(port))
+            self.lost.contains(&site) || ports.filter(is_awaited).all(|port| shard.has_left(port))
         };
-        self.workers.iter().all(|worker| worker.has_left) && (0..).zip(&self.shards).all(has_left)
+        self.has_finished() && (0..).zip(&self.shards).all(has_left)
     }
 
     /// Does one thing that can happen, chosen at random; `may_cut` says whether streams may be cut.

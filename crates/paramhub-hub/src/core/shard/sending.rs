@@ -191,7 +191,8 @@ impl Shard {
                 NextFrame::Start(slot, part) if has_begun => {
                     let parts = self.start_parts(slot);
                     // The sum of its step may have been complete before.
-                    let is_sum_due = part + 1 == parts && self.exchange.is_sent_up(slot);
+                    let goes_there = self.plan.ports.above(slot) == Some(port);
+                    let is_sum_due = goes_there && part + 1 == parts && self.exchange.is_sent_up(slot);
                     let outbox = &mut self.outboxes[port as usize];
                     outbox.start_at = (part + 1 < parts).then_some((slot, part + 1));
                     outbox.begun = unfinished(Source::Spill).or(outbox.begun);

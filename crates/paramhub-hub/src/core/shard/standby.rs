@@ -49,7 +49,7 @@ impl Shard {
             }
             None => {
                 self.settle(index);
-                Ok(())
+                self.stranded_at(index)
             }
         }
     }
