@@ -162,7 +162,8 @@ impl Redialler {
             ("no interface of this worker leads there".to_owned(), Vec::new());
         let mut ended: Option<(Instant, WorkerError)> = None;
         loop {
-            let mut is_hub_gone = false;
+            let round = Instant::now();
+            let (mut is_hub_gone, mut is_strange, mut is_waited_for) = (false, false, false);
             let (mut gone, mut tried) = (0, 0);
             let interfaces = Interfaces::learn_running(&self.selector);
             let endpoint = &self.endpoints[lane];
@@ -187,15 +188,23 @@ impl Redialler {
                         let (hub, why) = (Arc::clone(&attempt.place.address), failure.why());
                         return Ok(Box::new(ResumedStream { stream, hub, source, unheard, why }));
                     }
+                    // Another hub has come to this address.
+                    Err(NotOpened::Failed(error @ WorkerError::Refused { refusal: Refusal::Route, .. }))
+                        if self.share_hubs.is_some() =>
+                    {
+                        (is_strange, last_error) = (true, error.to_string());
+                    }
                     // One of the two hubs may have lost sight of the job, which goes on at the other.
                     Err(NotOpened::Failed(error @ WorkerError::Refused { refusal, .. }))
                         if self.share_hubs.is_some() && refusal != Refusal::Busy =>
                     {
-                        let (since, _) = ended.get_or_insert((Instant::now(), error.clone()));
-                        if since.elapsed() >= ENDED_AFTER {
-                            return Err(error);
-                        }
                         last_error = error.to_string();
+                        ended.get_or_insert((round, error));
+                    }
+                    Err(NotOpened::Failed(error @ WorkerError::Refused { .. }))
+                        if self.share_hubs.is_some() =>
+                    {
+                        (is_waited_for, last_error) = (true, error.to_string());
                     }
                     Err(NotOpened::HubGone(error)) if self.share_hubs.is_some() => {
                         (gone, last_error) = (gone + 1, error.to_string());
@@ -221,19 +230,25 @@ impl Redialler {
                 }
             }
             let are_gone = tried > 0 && gone == tried;
-            // The other hub mostly takes over within this time.
-            let asks = are_gone || begun.elapsed() >= ASKS_AFTER;
-            let asked = self.share_hubs.as_ref().filter(|_| asks).map(|hubs| hubs.ask(seen));
+            // The other hub mostly takes over within some time. Before this worker gives up, it asks once more.
+            let is_in_vain = are_gone || is_strange || ended.is_some();
+            let asks = is_in_vain || begun.elapsed() >= ASKS_AFTER;
+            let since = if is_in_vain { round } else { begun };
+            let asked = self.share_hubs.as_ref().filter(|_| asks).map(|hubs| hubs.ask(seen, since));
             if asked == Some(Asked::Elsewhere) {
+                ended = None;
                 continue;
             }
-            // Whatever the hubs that are there have said is said by all of them.
-            if let Some((_, error)) = ended.take_if(|_| gone + 1 >= tried) {
+            // If the manager is away, another hub may have become the standby, and take over when it is back.
+            let are_known = asked != Some(Asked::NoAnswer);
+            // Whatever the hubs that are there have said is said by all of them, or by one for long, and none is about to serve.
+            let counts = |since: Instant| gone + 1 >= tried || since.elapsed() >= ENDED_AFTER;
+            if let Some((_, error)) =
+                ended.take_if(|(since, _)| are_known && !is_waited_for && counts(*since))
+            {
                 return Err(error);
             }
-            // If the manager is away, another hub may have become the standby, and take over when it is back.
-            let are_known = matches!(asked, Some(Asked::Unchanged | Asked::Over));
-            is_hub_gone |= are_known && are_gone;
+            is_hub_gone |= self.share_hubs.is_some() && are_known && are_gone;
             let is_over = self.shared.upgrade().is_none_or(|shared| shared.inbox.closed().is_some());
             match tries.after_round(Instant::now(), is_over, is_hub_gone) {
                 AfterRound::Again(pause) => std::thread::sleep(pause),

@@ -88,16 +88,17 @@ impl ShareHubs {
         (places.collect(), known.changes)
     }
 
-    /// Asks the manager where the chunks are, unless it has just been asked. `seen` is the number that came with the places which
-    /// the caller knows.
-    pub(crate) fn ask(&self, seen: u32) -> Asked {
+    /// Asks the manager where the chunks are, unless it has answered since a moment, and just now. `seen` is the number that came
+    /// with the places which the caller knows.
+    pub(crate) fn ask(&self, seen: u32, since: Instant) -> Asked {
         let Some(asker) = &self.asker else { return Asked::Unchanged };
         // The streams of the other lanes wait for this answer, too.
         let mut known = self.known();
         if known.changes != seen {
             return Asked::Elsewhere;
         }
-        if known.answered.is_some_and(|answered| answered.elapsed() < ANSWER_FRESH) {
+        let is_fresh = |answered: Instant| answered >= since && answered.elapsed() < ANSWER_FRESH;
+        if known.answered.is_some_and(is_fresh) {
             return Asked::Unchanged;
         }
         match asker.manager.connect_service(asker.namespace, &asker.call, ASK_TIMEOUT) {
@@ -151,7 +152,7 @@ mod tests {
         let shares = vec![Share::new(0, Some(1)), Share::new(1, Some(0))];
         let hubs = ShareHubs::new(first, shares.clone(), None);
         assert_eq!(places(&hubs), [("b:1".into(), 1, None), ("a:1".into(), 0, Some(3))]);
-        assert_eq!(hubs.ask(0), Asked::Unchanged, "there is nobody to ask");
+        assert_eq!(hubs.ask(0, Instant::now()), Asked::Unchanged, "there is nobody to ask");
 
         assert_eq!(hubs.known().learn(shares, Vec::new()), Asked::Unchanged);
         let moved = vec![Share::new(0, None), Share { copying: true, ..Share::new(0, Some(2)) }];

@@ -174,15 +174,39 @@ fn a_hub_that_shuts_down_hands_its_part_over() {
     assert!(job.parameters() == expected, "other bits than undisturbed");
 }
 
+/// The flags of a job that lasts longer.
+fn lasting(steps: &str) -> Vec<&str> {
+    FRACTIONS.iter().map(|&flag| if flag == "300" { steps } else { flag }).collect()
+}
+
 #[test]
 fn hubs_that_join_become_standbys_while_the_job_runs() {
-    let long =
-        || -> Vec<&str> { FRACTIONS.iter().map(|&flag| if flag == "300" { "900" } else { flag }).collect() };
-    let expected = Job::start_with(2, JobOptions::default(), &long()).parameters();
-    let mut job = Job::start_with(2, JobOptions::default(), &long());
+    let expected = Job::start_with(2, JobOptions::default(), &lasting("900")).parameters();
+    let mut job = Job::start_with(2, JobOptions::default(), &lasting("900"));
     for lost in 0..4 {
         job.kill(lost);
+        if lost == 2 {
+            // The next manager knows what a hub needs that joins then.
+            drop(job.manager.take());
+            job.manager = Some(manager(&job.address, &job.state));
+        }
         job.add_hub("127.0.0.1:0");
+        job.await_steps();
+    }
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
+fn all_hubs_are_replaced_one_after_the_other_without_a_lost_step() {
+    let expected = Job::start_with(3, JobOptions::default(), &lasting("900")).parameters();
+    let mut job = Job::start_with(3, JobOptions::default(), &lasting("900"));
+    for number in 0..3 {
+        let hubs = job.client.hubs().unwrap();
+        // It has been replaced, and the hubs that are left are in the order in which they joined.
+        let address = hubs[0].shape.interfaces[0].address.clone();
+        job.hub(number).signal(Signal::TERM);
+        job.hubs[number].take().expect("it was not replaced").finish().expect_code(0);
+        job.add_hub(&address);
         job.await_steps();
     }
     assert!(job.parameters() == expected, "other bits than undisturbed");

@@ -16,7 +16,7 @@ impl Job {
     }
 
     /// The standby of a share that this hub serves, if that has all chunks and the manager has not said yet that it knows.
-    fn copied_to(&self, share: u16) -> Option<u16> {
+    pub(super) fn copied_to(&self, share: u16) -> Option<u16> {
         let are_copied = self.routes_of(share).all(|route| self.copied.contains(&route.id));
         self.copying_to(share).filter(|_| are_copied && !self.lost_counterparts.contains_key(&share))
     }

@@ -73,10 +73,14 @@ impl Job {
         self.terms.routes.iter().filter(serves).all(|route| self.left.contains(&(route.id, rank)))
     }
 
-    /// Whether another hub can take over all that this one serves.
+    /// Whether another hub can take over all that this one serves. The manager may know of a standby that it has all chunks, and
+    /// this hub not yet that the manager does.
     fn can_be_replaced(&self) -> bool {
-        let alone = |share: &Share| share.served_by == self.terms.hub && share.ready_standby().is_none();
-        !self.shares.is_empty() && !self.shares.iter().any(alone)
+        let is_alone = |(number, share): (u16, &Share)| {
+            let has_standby = share.ready_standby().is_some() || self.copied_to(number).is_some();
+            share.served_by == self.terms.hub && !has_standby
+        };
+        !self.shares.is_empty() && !(0..).zip(&self.shares).any(is_alone)
     }
 
     pub(super) fn routes_of(&self, share: u16) -> impl Iterator<Item = &RouteTerms> {

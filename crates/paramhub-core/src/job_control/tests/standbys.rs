@@ -208,6 +208,13 @@ fn a_hub_that_misses_a_change_does_what_both_say() {
 fn a_hub_whose_standby_has_not_all_chunks_does_not_hand_over() {
     let (mut hub, _) = with_new_standby();
     assert!(has_failed(&hub.handle(Event::ShutDown)));
+    // The manager may have heard already that the standby has them.
+    let (mut hub, _) = with_new_standby();
+    let copying = Share { copying: true, ..Share::new(0, Some(2)) };
+    change(&mut hub, 3, vec![copying, Share::new(1, None)]);
+    hub.core(1, CoreEvent::Copied { route: 0 });
+    let outputs = hub.handle(Event::ShutDown);
+    assert_eq!((reported(&outputs), has_failed(&outputs)), (vec![(0, 0, 3)], false));
 }
 
 #[test]
