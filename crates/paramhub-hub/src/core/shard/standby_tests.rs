@@ -9,7 +9,7 @@ use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::settings::Settings;
 use paramhub_core::standbys::Role;
 use paramhub_core::stragglers::Stragglers;
-use paramhub_core::wire::{Header, Operation};
+use paramhub_core::wire::{Header, Operation, State};
 
 use super::Shard;
 use super::cut_sites_tests::{CHUNKS, Job, WORKERS, expected, settings};
@@ -122,6 +122,37 @@ fn hubs_that_join_and_are_lost_again_and_again_change_no_number() {
     }
     eprintln!("taken over by one that joined, lost before it had all, another after that: {counts:?}");
     assert!(counts.iter().all(|&times| times > 50), "{counts:?}");
+}
+
+#[test]
+fn optimizer_state_to_start_from_reaches_the_standby_too() {
+    let run = |losses: bool| {
+        let [serving, standby] = [Role::Serves { has_standby: true }, Role::StandsBy]
+            .map(|role| shard_of(role, settings_with_state()));
+        let mut job = Job::with_standby(serving, standby, 5);
+        for chunk in 0..CHUNKS {
+            let elements = if chunk + 1 == CHUNKS { 700 % 256 } else { 256 };
+            let payload = [State::head(7).to_vec(), wire(&vec![8.0; elements])].concat();
+            let state = header(Operation::InitialiseState, chunk, 0, &payload);
+            take(&mut job.shards[0], 0, &state, &payload).unwrap();
+            // Rank 0 has its answer before it goes on.
+            job.shards[0].answer_begun(0, chunk);
+        }
+        job.shards[0].resume(0);
+        let mut acts = 0;
+        while !job.is_done() {
+            job.act(false);
+            acts += 1;
+            if losses && acts == 2_000 {
+                job.lose(0);
+            }
+        }
+        assert!(acts > 2_000);
+        job.values().map(|(_, values)| values.to_vec()).collect::<Vec<_>>()
+    };
+    let undisturbed = run(false);
+    assert_eq!(run(true), undisturbed);
+    assert_ne!(with_hubs_that_join(0, false, &mut [0; 3]), undisturbed, "the state makes a difference");
 }
 
 #[test]
