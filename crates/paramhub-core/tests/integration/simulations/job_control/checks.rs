@@ -81,7 +81,10 @@ impl Simulation {
             | Output::Rewind { .. } => {
                 panic!("no rank of these jobs is replaced")
             }
-            Output::ChangeRole { .. } | Output::SendElsewhere { .. } => {
+            Output::ChangeRole { .. }
+            | Output::NoteShares { .. }
+            | Output::LinkStandbys { .. }
+            | Output::SendElsewhere { .. } => {
                 panic!("these jobs have no standbys")
             }
             Output::End { namespace, failure, .. } => {
@@ -133,7 +136,7 @@ impl Simulation {
             | HubEvent::RankJoined { .. } => {
                 panic!("no rank of these jobs is replaced")
             }
-            HubEvent::HubLost { .. } => panic!("these jobs have no standbys"),
+            HubEvent::HubLost { .. } | HubEvent::StandbyReady { .. } => panic!("these jobs have no standbys"),
             HubEvent::Kept { .. } | HubEvent::Probed(_) | HubEvent::AllReported { .. } => {}
         }
     }
