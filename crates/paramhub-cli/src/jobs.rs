@@ -372,11 +372,11 @@ fn standbys(counts: &StandbyCounts) -> String {
     match shares - ready {
         0 => "of all chunks: the job goes on when a hub is lost".into(),
         missing if missing == copying => {
-            format!("of {ready} of {shares} shares of the chunks; the others are being copied to one")
+            format!("of {ready} of {shares} shares of the chunks; the others are being copied")
         }
         _ => format!(
-            "of {ready} of {shares} shares of the chunks, and {copying} are being copied to one: start another hub, since the \
-             job ends with the hub of a share that has none"
+            "of {ready} of {shares} shares of the chunks: start another hub, since the job ends with the hub of a share that has \
+             none"
         ),
     }
 }

@@ -33,10 +33,11 @@ impl JobControl {
             return;
         }
         let (name, job_name) = (job.name_of(neighbour), &job.terms.name);
+        let goes_on = job.terms.min_workers.is_some() || matches!(neighbour, Neighbour::Counterpart(_));
         let message = match seconds {
             Some(seconds) => format!(
                 "{name} of job `{job_name}` has not been heard for {seconds:.0} s; {} after {:.0} s",
-                if job.terms.min_workers.is_some() { "it counts as lost" } else { "the job fails" },
+                if goes_on { "it counts as lost" } else { "the job fails" },
                 job.terms.dead_after.as_secs_f64()
             ),
             None => format!("{name} of job `{job_name}` is heard again"),

@@ -262,3 +262,15 @@ fn a_hub_that_was_frozen_ends_its_part_alone_although_its_workers_are_gone() {
     assert!(replaced.iter().any(|output| matches!(output, Output::SendElsewhere { .. })));
     assert!(!has_failed(&replaced) && !has_failed(&wait(&mut hub, LOSS_CERTAIN * 2)));
 }
+
+#[test]
+fn the_silence_of_the_other_hub_is_no_end_of_the_job() {
+    let mut hub = running();
+    let outputs =
+        hub.core(1, CoreEvent::Silence { neighbour: Neighbour::Counterpart(0), seconds: Some(3.0) });
+    let noticed = |output: &Output| {
+        matches!(output, Output::Report(HubEvent::Noticed { message, .. })
+        if message.contains("it counts as lost after"))
+    };
+    assert!(outputs.iter().any(noticed), "{outputs:?}");
+}
