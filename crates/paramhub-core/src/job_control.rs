@@ -155,8 +155,8 @@ impl JobControl {
             Event::ChangeShares { namespace, number, shares, later_hubs, reason } => {
                 self.change_shares(namespace, (number, shares), later_hubs, &reason, now);
             }
-            Event::StandbyUnreachable { namespace, route, reason } => {
-                self.counterpart_lost(namespace, route, reason, now);
+            Event::StandbyUnreachable { namespace, route, standby, reason } => {
+                self.standby_unreachable(namespace, (route, standby), reason, now);
             }
             Event::Finish { namespace } => self.finished_elsewhere(namespace, now),
             Event::JoinRank { namespace, rank, epoch, step } => {

@@ -20,7 +20,7 @@ pub(crate) enum ControllerEvent {
     /// The hubs of the sites above cannot be reached.
     SitesUnreachable { namespace: Namespace, reason: String },
     /// The new standby of a route cannot be reached.
-    StandbyUnreachable { namespace: Namespace, route: RouteId, reason: String },
+    StandbyUnreachable { namespace: Namespace, route: RouteId, standby: u16, reason: String },
     /// Interfaces, numbered as in the hub's shape, have gone down for this reason, or are up again.
     Interfaces { numbers: Range<u16>, down: Option<String> },
     /// A probe has ended.

@@ -85,8 +85,8 @@ impl JobController {
             ControllerEvent::SitesUnreachable { namespace, reason } => {
                 Some(Event::SitesUnreachable { namespace, reason })
             }
-            ControllerEvent::StandbyUnreachable { namespace, route, reason } => {
-                Some(Event::StandbyUnreachable { namespace, route, reason })
+            ControllerEvent::StandbyUnreachable { namespace, route, standby, reason } => {
+                Some(Event::StandbyUnreachable { namespace, route, standby, reason })
             }
             ControllerEvent::Interfaces { numbers, down } => Some(Event::Interfaces { numbers, down }),
             ControllerEvent::Probed(report) => Some(Event::Probed(report)),

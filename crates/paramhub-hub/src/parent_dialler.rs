@@ -69,9 +69,9 @@ impl ParentStream {
         self.route
     }
 
-    /// Returns whether it leads to a standby.
-    pub(crate) fn leads_to_standby(&self) -> bool {
-        self.standby.is_some()
+    /// The position of the hub there in the job, if it is a standby.
+    pub(crate) fn standby(&self) -> Option<u16> {
+        self.standby
     }
 
     /// Returns whether this is the stream of a port of a route.

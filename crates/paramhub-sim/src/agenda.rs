@@ -30,6 +30,11 @@ impl<Event> Agenda<Event> {
         self.events.insert(Reverse((at.max(self.now), self.added)), event);
     }
 
+    /// Forgets the events that are not to be kept.
+    pub(crate) fn retain(&mut self, is_kept: impl Fn(&Event) -> bool) {
+        self.events.retain(|_, event| is_kept(event));
+    }
+
     /// Takes the next event; its time is now from then on.
     pub(crate) fn take(&mut self) -> Option<Event> {
         let (Reverse((at, _)), event) = self.events.pop_last()?;

@@ -71,6 +71,8 @@ pub(crate) enum Line {
     Reports,
     /// A worker joins its job.
     Member,
+    /// A worker asks where the chunks are.
+    Shares,
 }
 
 /// The calls that a process makes one after the other.

@@ -3,9 +3,11 @@
 mod dialling;
 mod job;
 mod link;
+mod new_standby;
 mod ranks;
 mod rewind;
 mod route;
+mod sending;
 mod standby;
 mod streams;
 
@@ -97,6 +99,11 @@ impl Hub {
         self.job.as_ref().is_none_or(|job| job.is_forgotten) && self.link.has_reported()
     }
 
+    /// Its position in the job, if it has had a part in it.
+    pub(crate) fn position(&self) -> Option<u16> {
+        self.job.as_ref().map(|job| job.hub)
+    }
+
     /// Whether it has opened all streams to other hubs of which it knows.
     pub(crate) fn is_linked(&self) -> bool {
         self.job.as_ref().is_none_or(HubJob::is_linked)
@@ -147,7 +154,7 @@ impl Hub {
                     self.link_timed_out(link, stream, context);
                 }
             }
-            Wake::Adopt { stream, place } => self.adopt(stream, place, context),
+            Wake::Adopt { stream, place, standby } => self.adopt(stream, place, standby, context),
             Wake::CutOver { stream } => self.cut_over(stream, context),
             other => unreachable!("{other:?} is of others"),
         }
@@ -178,8 +185,9 @@ impl Hub {
                 if self.control.wants(ordered.namespace, ordered.epoch.number, ordered.hub as u16) =>
             {
                 let (job, terms) = HubJob::plan(&self.plan, &ordered);
-                context.ledger.arranged(&job.composed.composition);
+                context.ledger.arranged(&job.composed.composition, &ordered.shares);
                 self.job = Some(job);
+                self.end = None;
                 self.allocations += 1;
                 Event::Planned(Box::new(terms))
             }
@@ -246,8 +254,16 @@ impl Hub {
                     Output::AdmitStreams(_) => {
                         if let Some(job) = &mut self.job {
                             job.is_open = true;
+                            // A former part of the job may have ended here.
+                            (self.is_elsewhere, self.refused) = (false, None);
                         }
                     }
+                    Output::NoteShares { shares, later_hubs, .. } => {
+                        if let Some(job) = &mut self.job {
+                            (job.shares, job.later_hubs) = (shares, later_hubs);
+                        }
+                    }
+                    Output::LinkStandbys { routes, until, .. } => self.link_standbys(&routes, until, context),
                     Output::Link { until, .. } => self.link(until, context),
                     Output::RefuseStreams { message, .. } => self.refuse_streams(message),
                     Output::RefuseRank { rank, epoch, .. } => {

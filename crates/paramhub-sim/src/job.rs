@@ -118,10 +118,15 @@ impl JobPlan {
     }
 }
 
+/// The address of an interface of the hub of a number.
+pub(crate) fn address_of_hub(number: u16, interface: u16) -> String {
+    format!("10.0.{number}.{interface}:1")
+}
+
 /// What the hub of a number offers.
 pub(crate) fn hub_shape(number: u16, routes: u16) -> HubShape {
     let interface = |interface| InterfaceShape {
-        address: format!("10.0.{number}.{interface}:1"),
+        address: address_of_hub(number, interface),
         cores: vec![interface],
         weight: 1,
     };

@@ -12,9 +12,10 @@ use paramhub_core::auth::Incarnation;
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::composition::{Composition, SiteId};
 use paramhub_core::service::{JobState, ServiceConnected, ServiceError, ServiceInitialised};
+use paramhub_core::standbys::Share;
 
 use crate::message::Contribution;
-use crate::network::Process;
+use crate::network::StreamId;
 use crate::random::mixed;
 use crate::scenario::Scenario;
 use rewinds::Rewinds;
@@ -72,11 +73,11 @@ impl Ledger {
         }
     }
 
-    /// A hub has the job, whose sites are these.
-    pub(crate) fn arranged(&mut self, composition: &Composition) {
+    /// A hub has the job, whose sites are these, and whose chunks have these hubs if they have standbys.
+    pub(crate) fn arranged(&mut self, composition: &Composition, shares: &[Share]) {
         self.sites.arranged(composition);
         if let Some(standbys) = &mut self.standbys {
-            standbys.arranged(composition);
+            standbys.arranged(composition, shares);
         }
     }
 
@@ -85,6 +86,22 @@ impl Ledger {
         let digest = mixed(u64::from(chunk.1) + 1);
         if self.versions.insert(chunk, vec![digest]).is_some() {
             self.violate(|| format!("{} was initialised twice", name(chunk)));
+        }
+        digest
+    }
+
+    /// A hub has taken the parameters of a version of a chunk from the one that serves it. Returns their digest.
+    pub(crate) fn copied(&mut self, chunk: SiteChunk, version: u32, digest: u64) -> u64 {
+        if self.versions.contains_key(&chunk) {
+            self.violate(|| format!("{} was initialised twice", name(chunk)));
+        }
+        let all_of = self.versions.iter().filter(|((_, of), _)| *of == chunk.1);
+        let mut same = all_of.filter(|(_, versions)| versions.get(version as usize) == Some(&digest));
+        match same.next().map(|(_, versions)| versions[..=version as usize].to_vec()) {
+            Some(versions) => drop(self.versions.insert(chunk, versions)),
+            None => {
+                self.violate(|| format!("{} is copied, and is not that of version {version}", name(chunk)))
+            }
         }
         digest
     }
@@ -185,9 +202,28 @@ impl Ledger {
 
     /// A hub takes over a chunk from the one that has served it.
     pub(crate) fn taken_over(&mut self, chunk: SiteChunk) {
-        let version = self.versions.get(&chunk).map_or(0, |versions| versions.len() as u32 - 1);
+        let version = self.versions.get(&chunk).map(|versions| versions.len() as u32 - 1);
         let checked = self.standbys.as_mut().map_or(Ok(()), |standbys| standbys.takes_over(chunk, version));
         self.check(checked);
+    }
+
+    /// The manager tells hubs the shares of the chunks, which have changed so often.
+    pub(crate) fn shares_decided(&mut self, number: u32, shares: &[Share]) {
+        let checked = self.standbys.as_mut().map_or(Ok(()), |standbys| standbys.decided(number, shares));
+        self.check(checked);
+    }
+
+    /// How often a hub that has joined a running job had all chunks of a share, and how many such hubs have taken over.
+    pub(crate) fn new_standbys(&self) -> (usize, usize) {
+        let standbys = self.standbys.as_ref();
+        standbys.map_or((0, 0), |standbys| (standbys.became_ready(), standbys.later_took_over()))
+    }
+
+    /// A hub with these copies of chunks exchanges with a worker by a stream.
+    pub(crate) fn exchanges(&mut self, stream: StreamId, copy: SiteId) {
+        if let Some(standbys) = &mut self.standbys {
+            standbys.exchanges(stream, copy);
+        }
     }
 
     /// A hub has heard that all ranks go back, in an epoch.
@@ -242,8 +278,8 @@ impl Ledger {
         versions.resize(version as usize + 1, newest);
     }
 
-    /// A worker has received parameters from a hub.
-    pub(crate) fn received(&mut self, rank: u32, from: Process, chunk: ChunkId, version: u32, digest: u64) {
+    /// A worker has received parameters by a stream.
+    pub(crate) fn received(&mut self, rank: u32, from: StreamId, chunk: ChunkId, version: u32, digest: u64) {
         let place = match &self.standbys {
             Some(standbys) => standbys.copy_of(from),
             None => self.sites.of(rank),

@@ -28,6 +28,7 @@ mod manager;
 mod member;
 mod message;
 mod network;
+mod plant;
 mod random;
 mod scenario;
 mod verdict;
@@ -67,6 +68,12 @@ pub struct Explored {
     pub with_standbys: u64,
     /// Those of them that had to although a hub was killed.
     pub without_hubs: u64,
+    /// How often hubs that have joined running jobs had all chunks of a share as its standby.
+    pub new_standbys: u64,
+    /// How many such hubs have taken over.
+    pub took_over_later: u64,
+    /// Jobs that had to finish although hubs were killed twice or more, each time after the standbys were complete again.
+    pub without_several_hubs: u64,
     /// Streams that were broken by faults.
     pub broken_streams: u64,
     /// Restarts of managers.
@@ -108,9 +115,13 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
         let are_hubs_cut = scenario.faults.iter().any(is_between_hubs);
         explored.sites_cut += u64::from(summary.had_to_keep_all && has_sites && are_hubs_cut);
         explored.with_standbys += u64::from(summary.has_finished && scenario.replicas);
-        let is_hub_killed = |(_, fault): &(_, Fault)| matches!(fault, Fault::Kill(Process::Hub(_)));
+        let is_hub_killed = |&(_, fault): &(_, Fault)| fault.kills_hub();
         let loses_hub = scenario.replicas && scenario.faults.iter().any(is_hub_killed);
         explored.without_hubs += u64::from(had_to_finish && loses_hub);
+        explored.new_standbys += summary.new_standbys as u64;
+        explored.took_over_later += summary.took_over_later as u64;
+        let loses_several = scenario.replicas && summary.hub_losses > 1;
+        explored.without_several_hubs += u64::from(had_to_finish && loses_several);
         explored.rewinds += summary.rewinds as u64;
         explored.begun_anew += summary.begun_anew as u64;
         explored.steps += summary.steps;

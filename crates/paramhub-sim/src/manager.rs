@@ -16,10 +16,10 @@ use paramhub_core::membership::{
 };
 use paramhub_core::service::{HubCommand, JobState, JobStatus};
 use paramhub_core::settings::Settings;
-use paramhub_core::standbys::Role;
+use paramhub_core::standbys::Share;
 
 use crate::call::Answer;
-use crate::job::{FIRST_EPOCH, JobPlan, NAMESPACE, NONCE, hub_at};
+use crate::job::{FIRST_EPOCH, JobPlan, NAMESPACE, NONCE};
 use crate::message::Message;
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Plant, Wake};
@@ -110,16 +110,16 @@ impl Manager {
         self.store.status(NAMESPACE).map(|status| status.state)
     }
 
-    /// The hubs that others have replaced in the job.
-    pub(crate) fn replaced_hubs(&self) -> Vec<u16> {
+    /// The hubs of each share of the job; empty in a job without standbys, and while the manager does not run.
+    pub(crate) fn shares(&self) -> &[Share] {
         let job = self.running.as_ref().and_then(|running| running.membership.job(NAMESPACE).ok());
-        let Some((job, composition)) = job.and_then(|job| Some((job, job.composition()?))) else {
-            return Vec::new();
-        };
-        let has_part = |position| job.shares().iter().any(|share| share.role(position) != Role::None);
-        let hubs = (0..).zip(&composition.sites[0].hubs);
-        let replaced = hubs.filter(|&(position, _)| !job.shares().is_empty() && !has_part(position));
-        replaced.map(|(_, shape)| hub_at(shape)).collect()
+        job.map(Job::shares).unwrap_or_default()
+    }
+
+    /// The same as they are on disk; empty while there is something to save.
+    pub(crate) fn saved_shares(&self) -> &[Share] {
+        let is_saved = |running: &Running| running.unsaved.is_empty() && running.saving.is_none();
+        if self.running.as_ref().is_some_and(is_saved) { self.shares() } else { &[] }
     }
 
     /// Whether any hub was ever lost.
@@ -210,6 +210,7 @@ impl Manager {
                 let (saved, changes) = running.saving.take().expect("it was being saved");
                 self.store.save(changes);
                 for (hub, command) in saved.commands {
+                    note_shares(&command, context);
                     running.queues.push(hub, command, false);
                 }
                 for (call, answer) in saved.answers {
@@ -319,7 +320,10 @@ impl Manager {
             Output::ChangeMembership { hub, namespace, command } => {
                 match running.unsaved_of(Some(namespace)) {
                     Some(records) => records.commands.push((hub, command)),
-                    None => running.queues.push(hub, command, false),
+                    None => {
+                        note_shares(&command, context);
+                        running.queues.push(hub, command, false);
+                    }
                 }
             }
             Output::Save(namespace) => drop(running.unsaved.jobs.insert(namespace)),
@@ -365,6 +369,13 @@ impl Running {
         let saving = self.saving.as_mut().map(|(unsaved, _)| unsaved);
         let both = [Some(&mut self.unsaved), saving].into_iter().flatten();
         both.into_iter().find(|records| records.jobs.contains(&namespace))
+    }
+}
+
+/// Notes the shares that a hub is about to hear.
+fn note_shares(command: &HubCommand, context: &mut Context<'_>) {
+    if let HubCommand::ChangeShares { number, shares, .. } = command {
+        context.ledger.shares_decided(*number, shares);
     }
 }
 

@@ -10,7 +10,7 @@ use paramhub_core::service::{ConnectService, ErrorCode, InitService, LeaveServic
 use paramhub_core::standbys::Share;
 
 use crate::call::{Answer, CallError, Caller, Line, Request};
-use crate::job::{JobPlan, LINGER, NAMESPACE, NONCE, hub_at, incarnation};
+use crate::job::{JobPlan, LINGER, NAMESPACE, NONCE, address_of_hub, incarnation};
 use crate::message::Message;
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Wake};
@@ -156,10 +156,9 @@ impl Member {
 
     /// Tells the manager that it has lost a hub, which the manager may not hear either.
     pub(crate) fn report_lost_hub(&self, hub: Process, why: &str, context: &mut Context<'_>) {
-        let Some((connected, _)) = &self.connected else { return };
-        let lost = connected.hubs.iter().find(|shape| Process::Hub(hub_at(shape)) == hub);
-        if let Some(shape) = lost {
-            self.leave(why, Some(shape.interfaces[0].address.clone()), context);
+        let Process::Hub(number) = hub else { return };
+        if self.connected.is_some() {
+            self.leave(why, Some(address_of_hub(number, 0)), context);
         }
     }
 
@@ -177,6 +176,11 @@ impl Member {
         };
         let stream = context.network.open(self.process, Process::Manager);
         context.send(stream, self.process, Message::Call(Arc::new(Request::Leave(leave))));
+    }
+
+    /// The call with which the process has joined. The manager answers it again with the hubs of the shares.
+    pub(crate) fn call(&self) -> &ConnectService {
+        &self.call
     }
 
     /// The incarnation of the process.

@@ -50,6 +50,8 @@ pub struct Scenario {
     pub racks: Option<Racks>,
     /// Whether each chunk has a standby at another hub (`--replicas 1`).
     pub replicas: bool,
+    /// Hubs beyond those that the job asks for.
+    pub spare_hubs: u16,
     /// The silence after which a neighbour counts as dead.
     pub dead_after: Duration,
     /// How long a message takes.
@@ -66,7 +68,8 @@ pub struct Scenario {
     pub compute: Range<Duration>,
     /// What fails, and when.
     pub faults: Vec<(Duration, Fault)>,
-    /// Whether the last fault, if it breaks streams, happens a moment after the first worker has done all steps instead.
+    /// Whether the last fault, if it breaks streams, happens a moment after the first worker has done all steps instead. If it
+    /// kills a hub that comes back, that is before the last steps, so that workers may leave while the hub becomes a standby.
     pub breaks_at_end: bool,
     /// A fault of the program itself, which the simulator must find.
     pub plant: Option<Plant>,
@@ -111,6 +114,8 @@ pub enum Fault {
     Pause(Process, Duration),
     /// A process is killed.
     Kill(Process),
+    /// A hub is killed, and started again after a while.
+    Reboot(u16, Duration),
     /// A second process of a rank opens streams to all hubs.
     Twin(u32),
     /// Nothing reaches one process from the other for a while.
@@ -169,6 +174,7 @@ impl Scenario {
             rewind_every: None,
             racks: None,
             replicas: false,
+            spare_hubs: 0,
             dead_after: Duration::from_secs(15 + random.below(15)),
             delay: Duration::from_micros(20)..if slow { ms(400) } else { ms(2) },
             late_hellos: u32::from(random.happens(50)),
@@ -181,6 +187,7 @@ impl Scenario {
             plant: None,
             is_traced: false,
         };
+        let mut loses_several = false;
         match random.below(100) {
             0..30 => {
                 let least = 1 + random.below(workers.into()) as u32;
@@ -203,14 +210,25 @@ impl Scenario {
             80..92 => {
                 (scenario.replicas, scenario.continues) = (true, false);
                 scenario.hubs = 2 + random.below(2) as u16;
+                scenario.spare_hubs = u16::from(random.happens(30));
+                loses_several = random.happens(50);
             }
             _ => {}
+        }
+        if loses_several {
+            // There is time for new standbys between the losses.
+            scenario.steps += 12;
+            scenario.compute.end = ms(1_000 + random.below(1_500));
         }
         let hubs = scenario.hubs;
         // Ranks that gather take some seconds. What fails between workers and hubs is of interest after that.
         let span = scenario.compute.end * scenario.steps + ms(500);
         let gathering = scenario.starting.end + scenario.saving.end * 3 + scenario.delay.end * 10 + ms(200);
-        for _ in 0..random.below(8) {
+        if loses_several {
+            scenario.lose_hubs_in_turn(gathering, &mut random);
+        }
+        let others = if loses_several && random.happens(60) { 0 } else { random.below(8) };
+        for _ in 0..others {
             let fault = match random.happens(40) {
                 _ if scenario.outlives_workers() && random.happens(45) => {
                     let length = any_length(&mut random, 90, 20_000);
@@ -237,6 +255,11 @@ impl Scenario {
             scenario.elements = ONE_CHUNK;
         }
         scenario.breaks_at_end = random.happens(25);
+        if loses_several && scenario.breaks_at_end {
+            let hub = random.below(scenario.hubs.into()) as u16;
+            let last = Fault::Reboot(hub, random.time(&(ms(50)..ms(1_500))));
+            scenario.faults.push((gathering + span, last));
+        }
         scenario
     }
 
@@ -251,6 +274,27 @@ impl Scenario {
         self.continues = false;
     }
 
+    /// Kills hubs one after the other, mostly so that each comes back in time to become a standby before the next is killed.
+    fn lose_hubs_in_turn(&mut self, gathering: Duration, random: &mut Random) {
+        let ms = Duration::from_millis;
+        let mut at = gathering;
+        for _ in 0..2 + random.below(2) {
+            at += random.time(&(ms(2_000)..ms(8_000)));
+            let hub = random.below((self.hubs + self.spare_hubs).into()) as u16;
+            let fault = match random.happens(80) {
+                true => Fault::Reboot(hub, random.time(&(ms(50)..ms(3_000)))),
+                false => Fault::Kill(Process::Hub(hub)),
+            };
+            self.faults.push((at, fault));
+        }
+        if random.happens(35) {
+            // The manager that is started again has to know of the standbys and their copies.
+            let away = any_length(random, 70, 10_000);
+            let crash = Fault::Crash { away, keeps_last: random.happens(50) };
+            self.faults.push((random.time(&(gathering..at + ms(3_000))), crash));
+        }
+    }
+
     /// The place of a hub.
     pub(crate) fn place_of_hub(&self, hub: u16) -> Place {
         match self.racks {
@@ -259,11 +303,11 @@ impl Scenario {
         }
     }
 
-    /// The number of the fault that happens when the first worker has done all steps.
+    /// The number of the fault that happens when the first worker has done all steps, or almost all.
     pub(crate) fn fault_at_end(&self) -> Option<usize> {
         let last = self.faults.len().checked_sub(1).filter(|_| self.breaks_at_end)?;
         let breaks = match self.faults[last].1 {
-            Fault::Cut { .. } => true,
+            Fault::Cut { .. } | Fault::Reboot(..) => true,
             fault @ Fault::Break(..) => !fault.is_of_manager(),
             _ => false,
         };
@@ -292,7 +336,8 @@ impl Fault {
     /// Something that fails in a hub, or between two.
     fn of_hubs(random: &mut Random, hubs: u16) -> Fault {
         match random.below(10) {
-            0..=5 => Fault::Kill(any_hub(random, hubs)),
+            0..=2 => Fault::Kill(any_hub(random, hubs)),
+            3..=5 => Fault::Reboot(random.below(hubs.into()) as u16, any_length(random, 50, 20_000)),
             6..=7 => Fault::Pause(any_hub(random, hubs), any_length(random, 50, 40_000)),
             _ => Fault::between_hubs(random, hubs),
         }
@@ -366,6 +411,7 @@ impl Fault {
             Fault::Block(.., length)
             | Fault::Part(.., length)
             | Fault::Pause(_, length)
+            | Fault::Reboot(_, length)
             | Fault::Replace(_, length)
             | Fault::Restart(_, length) => length,
             Fault::Crash { away, .. } => away,
@@ -399,6 +445,11 @@ impl Fault {
         [a, b].iter().all(|process| matches!(process, Process::Hub(_)))
     }
 
+    /// Whether a hub is killed.
+    pub(crate) fn kills_hub(self) -> bool {
+        matches!(self, Fault::Kill(Process::Hub(_)) | Fault::Reboot(..))
+    }
+
     /// Whether it is between the manager and others, or in it.
     pub(crate) fn is_of_manager(self) -> bool {
         match self {
@@ -407,9 +458,12 @@ impl Fault {
             }
             Fault::Pause(process, _) => process == Process::Manager,
             Fault::Crash { .. } | Fault::Rival(_) => true,
-            Fault::Cut { .. } | Fault::Kill(_) | Fault::Twin(_) | Fault::Replace(..) | Fault::Restart(..) => {
-                false
-            }
+            Fault::Cut { .. }
+            | Fault::Kill(_)
+            | Fault::Reboot(..)
+            | Fault::Twin(_)
+            | Fault::Replace(..)
+            | Fault::Restart(..) => false,
         }
     }
 }

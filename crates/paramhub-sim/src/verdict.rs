@@ -53,6 +53,10 @@ pub(crate) struct Ends<'a> {
     pub(crate) lost: Vec<u32>,
     /// The version that all chunks have; `None` if they have several.
     pub(crate) common_version: Option<u32>,
+    /// Whether no hub was killed or has lost its part in the job.
+    pub(crate) has_all_hubs: bool,
+    /// Whether a hub was killed, after another, while not all shares had two hubs.
+    pub(crate) has_risked_chunks: bool,
     /// Whether the manager has lost a hub.
     pub(crate) has_lost_hubs: bool,
 }
@@ -61,13 +65,14 @@ impl Scenario {
     /// Whether the job must go through whatever else happens: nobody dies but the manager, and nothing lasts as long as
     /// the time after which something gives up. All streams were open (`connected`) before the first fault between
     /// workers and hubs.
-    pub(crate) fn must_finish(&self, connected: Option<Duration>) -> bool {
+    pub(crate) fn must_finish(&self, connected: Option<Duration>, has_risked_chunks: bool) -> bool {
         let is_early = |at: Duration| connected.is_none_or(|connected| at <= connected);
         let faults = |early: bool| -> Vec<Fault> {
             self.faults.iter().filter(|&&(at, _)| is_early(at) == early).map(|&(_, fault)| fault).collect()
         };
         if self.replicas {
-            return self.survive_gathering(&faults(true)) && self.keeps_hubs(&faults(false));
+            return self.survive_gathering(&faults(true))
+                && self.keeps_hubs(&faults(false), has_risked_chunks);
         }
         let survives = self.keeps_workers(&faults(false))
             || match self.outlives_workers() {
@@ -92,9 +97,9 @@ impl Scenario {
     }
 
     /// Whether a job with standbys survives these faults: those between hubs cost standbys at most, and one hub may be killed
-    /// if nothing else has cost its standby, or its counterpart.
-    fn keeps_hubs(&self, faults: &[Fault]) -> bool {
-        let is_kill = |fault: &&Fault| matches!(fault, Fault::Kill(Process::Hub(_)));
+    /// if nothing else has cost its standby, or its counterpart. Another may be killed when all shares have two hubs again.
+    fn keeps_hubs(&self, faults: &[Fault], has_risked_chunks: bool) -> bool {
+        let is_kill = |fault: &&Fault| fault.kills_hub();
         let kills = faults.iter().filter(is_kill).count();
         let others: Vec<Fault> =
             faults.iter().filter(|fault| !is_kill(fault) && !fault.is_between_hubs()).copied().collect();
@@ -105,7 +110,7 @@ impl Scenario {
             fault => fault.is_of_manager(),
         };
         let is_alone = kills == 0 || !faults.iter().any(|fault| costs_a_hub(&fault));
-        kills <= 1 && is_alone && self.survive_running(&others)
+        (kills <= 1 || !has_risked_chunks) && is_alone && self.survive_running(&others)
     }
 
     /// Whether no worker may be lost although its streams may be cut.
@@ -133,6 +138,7 @@ impl Scenario {
             Fault::Cut { .. }
             | Fault::Silence(..)
             | Fault::Kill(_)
+            | Fault::Reboot(..)
             | Fault::Twin(_)
             | Fault::Replace(..)
             | Fault::Restart(..)
@@ -155,7 +161,7 @@ impl Scenario {
             Fault::Break(..) | Fault::Cut { .. } => true,
             Fault::Block(..) | Fault::Part(..) | Fault::Pause(..) => true,
             Fault::Twin(_) | Fault::Rival(_) | Fault::Crash { .. } => true,
-            Fault::Kill(_) | Fault::Replace(..) | Fault::Restart(..) => false,
+            Fault::Kill(_) | Fault::Reboot(..) | Fault::Replace(..) | Fault::Restart(..) => false,
         };
         // A job that runs needs no manager, however long it is away, and for long not one that hears its hubs.
         let is_cut = |fault: &&Fault| fault.is_of_manager() && !matches!(fault, Fault::Crash { .. });
@@ -207,9 +213,10 @@ impl Ends<'_> {
     pub(crate) fn check(&self) -> Result<(), String> {
         // A Leave that a hub has had goes with it, and its sender may have ended.
         let may_lack_leaves = self.scenario.replicas
-            && self.hubs.len() < usize::from(self.scenario.hubs)
+            && !self.has_all_hubs
             && self.workers.iter().any(|worker| matches!(worker.outcome, Some(Ok(()))));
-        let must_finish = self.scenario.must_finish(self.connected) && !may_lack_leaves;
+        let must_finish =
+            self.scenario.must_finish(self.connected, self.has_risked_chunks) && !may_lack_leaves;
         for worker in self.workers.iter().filter(|worker| !worker.was_killed) {
             let (process, steps) = (worker.process, worker.steps);
             let is_first = matches!(process, Process::Worker(_, 0));
@@ -276,8 +283,8 @@ impl Ends<'_> {
         if !names_somebody(message) {
             return Err(format!("the manager records a failure that names nobody: {message}"));
         }
-        let have_finished = self.hubs.len() == usize::from(self.scenario.hubs)
-            && self.hubs.iter().all(|(_, end)| end.is_some_and(|end| end.finished));
+        let have_finished =
+            self.has_all_hubs && self.hubs.iter().all(|(_, end)| end.is_some_and(|end| end.finished));
         match have_finished && !self.has_lost_hubs {
             true => Err(format!("the manager records a failure of a job that has finished: {message}")),
             false => Ok(()),

@@ -1,6 +1,7 @@
 //! A worker: the production state machines of its requests, of its streams and of how it ends, and a program that trains.
 //! Before it has streams it is a [`Member`].
 
+mod share_hubs;
 mod streams;
 
 use std::sync::Arc;
@@ -14,12 +15,14 @@ use paramhub_core::resuming::StreamEnd;
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_core::worker_job::{Announcement, FailureCause, Output, Progress, WorkerJob};
 
+use crate::call::Line;
 use crate::job::JobPlan;
 use crate::member::{Joined, Member};
 use crate::message::{Content, Contribution, Frame, Message};
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Wake};
 
+use share_hubs::ShareHubs;
 use streams::{Lane, LaneState};
 
 /// How long the last requests may take when the program leaves.
@@ -36,6 +39,8 @@ pub(crate) struct Worker {
     job: WorkerJob<String>,
     requests: Requests,
     lanes: Vec<Lane>,
+    /// Where the chunks are, once it has joined a job with standbys.
+    share_hubs: Option<ShareHubs>,
     program: Program,
     step: u32,
     own_pauses: OwnPauses,
@@ -102,6 +107,7 @@ impl Worker {
             job: WorkerJob::new(plan.resuming),
             requests: requests(plan),
             lanes: Vec::new(),
+            share_hubs: None,
             program: Program::Joining,
             step: 0,
             own_pauses: OwnPauses::new(context.instant(), HEARTBEAT),
@@ -187,6 +193,9 @@ impl Worker {
             return self.join(joined, context);
         }
         self.discount_own_pause(context.instant());
+        if self.asker_arrived(stream, &arrival, context) {
+            return self.go_on(context);
+        }
         let opening = |lane: &Lane| match lane.state {
             LaneState::Opening(opening) | LaneState::Resuming(_, Some(opening)) => Some(opening),
             _ => None,
@@ -224,6 +233,7 @@ impl Worker {
                 self.next_tick(context);
             }
             Wake::Begin => self.member.begin(context),
+            Wake::Call(Line::Shares, awaited) => self.asker_woken(awaited, context),
             Wake::Call(_, awaited) => {
                 let joined = self.member.woken(awaited, context);
                 self.join(joined, context);
@@ -233,7 +243,9 @@ impl Worker {
             // It has begun again since.
             Wake::Redial(lane) | Wake::DialTimeout { lane, .. } if lane >= self.lanes.len() => {}
             Wake::Redial(index) => match self.lanes[index].state {
-                LaneState::Resuming(attempts, None) => self.redial(index, attempts, context),
+                LaneState::Resuming(attempts, None) if self.lanes[index].asking.is_none() => {
+                    self.redial(index, attempts, context);
+                }
                 LaneState::Opening(_) => self.open(index, context),
                 _ => {}
             },
@@ -298,7 +310,7 @@ impl Worker {
                     if first.is_some_and(|first| first != header.step) {
                         context.ledger.violate(|| format!("rank {} joins between two steps", self.rank));
                     }
-                    let from = self.lanes[index].hub;
+                    let from = self.lanes[index].stream.expect("a frame comes by a stream");
                     context.ledger.received(self.rank, from, header.chunk, header.step, digest);
                 }
                 if self.requests.answered(expected).finished.is_some()

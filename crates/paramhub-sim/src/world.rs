@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{JobState, JobStatus};
+use paramhub_core::standbys::Share;
 use paramhub_core::stream_admission::StreamPlace;
 
 use crate::agenda::Agenda;
@@ -19,6 +20,7 @@ use crate::ledger::Ledger;
 use crate::manager::{Manager, ManagerWake};
 use crate::message::Message;
 use crate::network::{Arrival, Network, Process, StreamId};
+pub use crate::plant::Plant;
 use crate::random::Random;
 use crate::scenario::Scenario;
 use crate::verdict::{Ends, WorkerEnd};
@@ -26,6 +28,8 @@ use crate::worker::Worker;
 
 /// The time by which every run must be over, after its last fault and all its computing.
 const BOUND: Duration = Duration::from_secs(300);
+/// The number of steps before the end of the job at which a hub is killed so that it becomes a standby when workers leave.
+const LAST_STEPS: u32 = 2;
 
 /// Something that happens at a time.
 #[derive(Debug)]
@@ -71,49 +75,9 @@ pub(crate) enum Wake {
     DialLink { allocation: u32, link: usize },
     /// A hub has dialled long enough.
     LinkTimeout { allocation: u32, link: usize, stream: StreamId },
-    /// A hub's acceptor passes a stream on to its core, or one that the hub has opened is passed on.
-    Adopt { stream: StreamId, place: StreamPlace },
-}
-
-/// A fault of the program itself, to show that the simulator finds it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Plant {
-    /// A contribution that came before is added again.
-    RepeatCounted,
-    /// A sum that a site has sent before is added again.
-    SumCountedAgain,
-    /// A hub does not send sums again that the site above has not answered, when their stream was replaced.
-    SumsNotSentAgain,
-    /// A hub that has a standby does not send it the sums, and goes on as if it had.
-    StandbyNotTold,
-    /// A standby takes over as soon as it has lost the hub which it follows, without the manager's word.
-    TakesOverAlone,
-    /// A hub has left a site above as soon as it has sent its Leave.
-    LeavesUnheard,
-    /// An older stream displaces a newer one.
-    StaleStream,
-    /// A second stream of a rank is admitted beside the first.
-    RankTwice,
-    /// A hub does not know that a stream was replaced.
-    NoResume,
-    /// A hub takes a worker whose stream was cut for lost at once.
-    CutsLose,
-    /// The manager answers before its store has saved what it tells.
-    AnswersUnsaved,
-    /// A manager that restarts has lost which process has which rank.
-    HoldersForgotten,
-    /// The manager sends a command once, and not until the hub has acknowledged it.
-    CommandsOnce,
-    /// A manager that restarts does not ask hubs for their jobs.
-    JobsNotAsked,
-    /// A hub lets a process that takes a rank join at the step that each core has named itself.
-    JoinsAtOwnStep,
-    /// Each core goes back to the step that it has named itself.
-    RewindsToOwnStep,
-    /// What was contributed before a job went back stays in the sums.
-    SumsKept,
-    /// After a job has gone back, hubs wait for as many workers as it can have.
-    AllWorkersAwaited,
+    /// A hub's acceptor passes a stream on to its core, or one that the hub has opened is passed on, which may lead to the
+    /// standby at a position of the job.
+    Adopt { stream: StreamId, place: StreamPlace, standby: Option<u16> },
 }
 
 /// What a process may use while it handles an event.
@@ -176,6 +140,12 @@ pub struct Summary {
     pub rewinds: usize,
     /// How often they have begun anew instead.
     pub begun_anew: usize,
+    /// How often a hub that has joined the running job had all chunks of a share as its standby.
+    pub new_standbys: usize,
+    /// How many such hubs have taken over.
+    pub took_over_later: usize,
+    /// How often a hub was killed.
+    pub hub_losses: usize,
     /// The virtual time that it took.
     pub took: Duration,
 }
@@ -199,6 +169,10 @@ struct World<'a> {
     /// The number of workers that were started together last.
     current_workers: u32,
     killed: BTreeSet<Process>,
+    /// How often a hub was killed.
+    hub_losses: usize,
+    /// Whether a hub was killed, after another, while not all shares had two hubs.
+    has_risked_chunks: bool,
     /// The events that wait for processes which stand still.
     paused: BTreeMap<Process, (usize, Vec<Event>)>,
     broken: usize,
@@ -231,6 +205,8 @@ pub fn run(scenario: &Scenario) -> Result<Summary, String> {
             false => scenario.workers,
         },
         killed: BTreeSet::new(),
+        hub_losses: 0,
+        has_risked_chunks: false,
         paused: BTreeMap::new(),
         broken: 0,
         connected: None,
@@ -252,10 +228,8 @@ impl World<'_> {
         }
         let plan = self.plan.clone();
         self.manager = Some(Manager::new(&plan, &mut self.context()));
-        for number in 0..self.scenario.hubs {
-            let (routes, place) = (self.scenario.routes_per_hub, self.scenario.place_of_hub(number));
-            let hub = Hub::new(number, routes, place, &plan, &mut self.context());
-            self.hubs.insert(number, hub);
+        for number in 0..self.scenario.hubs + self.scenario.spare_hubs {
+            self.start_hub(number);
         }
         for rank in 0..self.current_workers {
             self.start_worker(rank);
@@ -269,10 +243,15 @@ impl World<'_> {
                 self.connected = Some(self.agenda.now());
             }
             self.start_again_those_who_left();
-            let has_done_all = |worker: &Worker| worker.step() >= self.scenario.steps;
+            let kills_hub = at_end.is_some_and(|number| self.scenario.faults[number].1.kills_hub());
+            let (before, most) = match kills_hub {
+                true => (LAST_STEPS, self.scenario.compute.end * LAST_STEPS),
+                false => (0, self.scenario.delay.end * 4),
+            };
+            let has_done_all = |worker: &Worker| worker.step() + before >= self.scenario.steps;
             if let Some(number) = at_end.filter(|_| self.workers.values().any(has_done_all)) {
                 at_end = None;
-                let wait = self.random.time(&(Duration::ZERO..self.scenario.delay.end * 4));
+                let wait = self.random.time(&(Duration::ZERO..most));
                 self.agenda.add(self.agenda.now() + wait, Event::Fault(number));
             }
             if let Some(violation) = self.ledger.violation() {
@@ -311,6 +290,14 @@ impl World<'_> {
     fn newest_of(&self, rank: u32) -> Option<Process> {
         let mut all = self.workers.keys().copied();
         all.rfind(|process| matches!(process, Process::Worker(of, _) if *of == rank))
+    }
+
+    /// Starts the process of a hub.
+    fn start_hub(&mut self, number: u16) {
+        let (routes, place) = (self.scenario.routes_per_hub, self.scenario.place_of_hub(number));
+        let plan = self.plan.clone();
+        let hub = Hub::new(number, routes, place, &plan, &mut self.context());
+        self.hubs.insert(number, hub);
     }
 
     /// Starts another process for a rank.
@@ -430,17 +417,21 @@ impl World<'_> {
     fn summary(&self, recorded: JobStatus) -> Result<Summary, String> {
         let worker_end = |(&process, worker)| self.worker_end(process, worker);
         let lives = |process: &Process| !self.killed.contains(process);
-        let replaced = self.manager.as_ref().map(Manager::replaced_hubs).unwrap_or_default();
+        let shares = self.manager.as_ref().map(Manager::shares).unwrap_or_default();
+        let has_part = |hub: &Hub| {
+            let serves = |share: &Share, at| share.served_by == at || share.ready_standby() == Some(at);
+            hub.position().is_some_and(|at| shares.iter().any(|share| serves(share, at)))
+        };
+        let needs = |hub: &Hub| !self.scenario.replicas || has_part(hub);
+        let hubs = self.hubs.iter().filter(|&(&number, hub)| lives(&Process::Hub(number)) && needs(hub));
+        let hubs: Vec<_> = hubs.map(|(&number, hub)| (number, hub.end())).collect();
         let ends = Ends {
             scenario: self.scenario,
             connected: self.connected,
             workers: self.workers.iter().map(worker_end).collect(),
-            hubs: self
-                .hubs
-                .iter()
-                .filter(|(number, _)| lives(&Process::Hub(**number)) && !replaced.contains(*number))
-                .map(|(&number, hub)| (number, hub.end()))
-                .collect(),
+            has_all_hubs: self.hub_losses == 0 && hubs.len() == usize::from(self.scenario.hubs),
+            has_risked_chunks: self.has_risked_chunks,
+            hubs,
             recorded: &recorded,
             always_there: (0..self.scenario.workers)
                 .filter(|&rank| self.ledger.was_always_there(rank))
@@ -451,7 +442,7 @@ impl World<'_> {
         };
         ends.check()?;
         Ok(Summary {
-            had_to_finish: self.scenario.must_finish(self.connected),
+            had_to_finish: self.scenario.must_finish(self.connected, self.has_risked_chunks),
             had_to_keep_all: self.scenario.must_keep_workers(self.connected),
             has_finished: recorded.state == JobState::Finished,
             steps: self.workers.values().map(|worker| u64::from(worker.step())).sum(),
@@ -459,6 +450,9 @@ impl World<'_> {
             restarts: self.restarts,
             rewinds: self.ledger.rewinds(),
             begun_anew: self.ledger.begun_anew(),
+            new_standbys: self.ledger.new_standbys().0,
+            took_over_later: self.ledger.new_standbys().1,
+            hub_losses: self.hub_losses,
             took: self.agenda.now(),
         })
     }

@@ -188,10 +188,10 @@ impl Redialler {
                         let (hub, why) = (Arc::clone(&attempt.place.address), failure.why());
                         return Ok(Box::new(ResumedStream { stream, hub, source, unheard, why }));
                     }
-                    // Another hub has come to this address.
-                    Err(NotOpened::Failed(error @ WorkerError::Refused { refusal: Refusal::Route, .. }))
-                        if self.share_hubs.is_some() =>
-                    {
+                    // Another hub has come to this address, with another part in the job, or none.
+                    Err(NotOpened::Failed(
+                        error @ WorkerError::Refused { refusal: Refusal::Route | Refusal::WrongNonce, .. },
+                    )) if self.share_hubs.is_some() => {
                         (is_strange, last_error) = (true, error.to_string());
                     }
                     // One of the two hubs may have lost sight of the job, which goes on at the other.

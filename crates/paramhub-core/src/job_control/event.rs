@@ -125,6 +125,8 @@ pub enum Event {
         namespace: Namespace,
         /// The route.
         route: RouteId,
+        /// The position of the standby in the job.
+        standby: u16,
         /// Which hub, and why not.
         reason: String,
     },

@@ -100,6 +100,8 @@ pub(super) struct Concluding {
 
 impl Job {
     pub(super) fn new(terms: JobTerms) -> Job {
+        // A hub that has joined later serves nothing at first. The streams to its own standbys are ordered one by one.
+        let is_linked = usize::from(terms.hub) >= terms.composed.composition.hubs();
         let not_yet = terms.first_workers..terms.composed.composition.workers();
         Job {
             current_workers: terms.first_workers,
@@ -114,7 +116,7 @@ impl Job {
             is_retired: false,
             terms,
             has_opened: false,
-            is_linked: false,
+            is_linked,
             left: BTreeSet::new(),
             announced: Announced::default(),
             waits: Waits::default(),

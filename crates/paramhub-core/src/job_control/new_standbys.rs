@@ -2,6 +2,8 @@
 //! each route, and copies the chunks. When the standby has all of them, the manager hears of it: from then on the standby can
 //! take over.
 
+use std::time::Duration;
+
 use super::JobControl;
 use super::job::Job;
 use crate::auth::Namespace;
@@ -23,6 +25,21 @@ impl Job {
 }
 
 impl JobControl {
+    /// The new standby of a route cannot be reached. Another one may have taken its place since.
+    pub(super) fn standby_unreachable(
+        &mut self,
+        namespace: Namespace,
+        (route, standby): (RouteId, u16),
+        reason: String,
+        now: Duration,
+    ) {
+        let job = self.jobs.get(&namespace);
+        let terms = job.and_then(|job| Some((job, job.terms.routes.iter().find(|terms| terms.id == route)?)));
+        if terms.is_some_and(|(job, terms)| job.copying_to(terms.share) == Some(standby)) {
+            self.counterpart_lost(namespace, route, reason, now);
+        }
+    }
+
     /// Notes that the new standby of a route has all chunks.
     pub(super) fn copied(&mut self, namespace: Namespace, route: RouteId) {
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };

@@ -166,22 +166,25 @@ impl JobController {
     /// Opens the streams of routes to their new standbys, on a thread of its own.
     fn link_standbys(&mut self, namespace: Namespace, routes: &[RouteId], until: Duration) {
         let Some(job) = self.jobs.get(&namespace) else { return };
-        let mut streams = streams_above(job);
-        streams.retain(|stream| stream.leads_to_standby() && routes.contains(&stream.route()));
-        let Some(first) = streams.first().map(ParentStream::route) else { return };
+        let standby = |stream: ParentStream| stream.standby().map(|standby| (stream, standby));
+        let streams = streams_above(job).into_iter().filter(|stream| routes.contains(&stream.route()));
+        let streams: Vec<(ParentStream, u16)> = streams.filter_map(standby).collect();
+        let Some(first) = streams.first().map(|(stream, standby)| (stream.route(), *standby)) else { return };
         let dialler = self.parent_dialler(namespace, job, self.instant(until));
         let controller = self.own_sender.clone();
         let dials = move || {
-            for stream in streams {
+            for (stream, standby) in streams {
                 if let Err((route, reason)) = dialler.dial_all(std::slice::from_ref(&stream)) {
+                    let event = ControllerEvent::StandbyUnreachable { namespace, route, standby, reason };
                     // If the job controller is gone, no jobs are left.
-                    let _ = controller.send(ControllerEvent::StandbyUnreachable { namespace, route, reason });
+                    let _ = controller.send(event);
                 }
             }
         };
         if let Err(error) = std::thread::Builder::new().name("hub-dialler".into()).spawn(dials) {
+            let (route, standby) = first;
             let reason = format!("the hub cannot start a thread: {error}");
-            self.handle(Event::StandbyUnreachable { namespace, route: first, reason });
+            self.handle(Event::StandbyUnreachable { namespace, route, standby, reason });
         }
     }
 

@@ -1,12 +1,12 @@
-//! The streams that a hub opens to other hubs: those of the sites above. Each is opened once the manager calls for it, and
-//! opened again when it is cut, as the product's `parent_dialler` does.
+//! The streams that a hub opens to other hubs: those of the sites above, and of standbys. Each is opened once the
+//! manager calls for it, and opened again when it is cut, as the product's `parent_dialler` does.
 
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Incarnation;
 use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::job_control::Event;
-use paramhub_core::placement::RouteId;
+use paramhub_core::placement::{HubShape, RouteId};
 use paramhub_core::ports::{Ports, Side};
 use paramhub_core::resuming::{AfterRound, Attempts, Cuts, HANDSHAKE};
 use paramhub_core::standbys::{Share, route_at};
@@ -29,8 +29,8 @@ pub(super) struct Link {
     site: SiteId,
     interface: u16,
     core: u16,
-    /// The route, if the other hub is its standby.
-    standby_route: Option<RouteId>,
+    /// The position of the other hub in the job, if it is the route's standby.
+    standby: Option<u16>,
     /// How often the stream was cut and opened again.
     cuts: Cuts,
     dialling: Option<Dialling>,
@@ -43,37 +43,48 @@ struct Dialling {
     /// `None` while a pause lasts.
     stream: Option<StreamId>,
     until: Instant,
+    /// The number behind the last of the links that are opened one after the other.
+    end: usize,
+    /// Whether it leads to a hub that becomes a standby while the job runs.
+    is_new_standby: bool,
     /// The attempts to open a stream again; `None` for the first stream.
     again: Option<Attempts>,
 }
 
 impl Link {
     /// The streams to sites above, or to the standby, for a route with these neighbours.
-    pub(super) fn of(route: RouteId, neighbours: &Ports, composed: &Composed, shares: &[Share]) -> Vec<Link> {
+    pub(super) fn of(
+        route: RouteId,
+        neighbours: &Ports,
+        composed: &Composed,
+        (shares, later_hubs): (&[Share], &[HubShape]),
+    ) -> Vec<Link> {
         let above = neighbours.to_sites().filter(|(_, there)| there.side.takes_sums());
-        let link = above.map(|(port, there)| {
+        let link = above.filter_map(|(port, there)| {
             let place = composed.placements[usize::from(there.site)].routes()[usize::from(there.route)];
             let hubs = &composed.composition.sites[usize::from(there.site)].hubs;
             let own = &hubs[usize::from(place.hub)];
-            let (hub, (interface, core), standby_route) = match there.side {
+            let (hub, (interface, core), standby) = match there.side {
                 Side::Standby => {
-                    let standby = shares[usize::from(place.hub)].standby.expect("a port for it");
-                    let hub = &hubs[usize::from(standby)];
-                    (hub, route_at(&place, own, hub), Some(route))
+                    // It may be lost.
+                    let standby = shares[usize::from(place.hub)].standby?;
+                    let hub = hubs.iter().chain(later_hubs).nth(usize::from(standby));
+                    let hub = hub.expect("a standby is one of the job's hubs");
+                    (hub, route_at(&place, own, hub), Some(standby))
                 }
                 _ => (own, (place.interface, place.core), None),
             };
-            Link {
+            Some(Link {
                 route,
                 port,
                 to: Process::Hub(hub_at(hub)),
                 site: there.site,
                 interface,
                 core,
-                standby_route,
+                standby,
                 cuts: Cuts::default(),
                 dialling: None,
-            }
+            })
         });
         link.collect()
     }
@@ -91,7 +102,7 @@ impl HubJob {
             caller: Caller::Hub { site: self.site, route: link.route },
             interface: link.interface,
             core: link.core,
-            standby_route: link.standby_route,
+            standby_route: link.standby.map(|_| link.route),
             offered: Capabilities::default(),
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: self.epoch, number: attempt },
@@ -106,12 +117,30 @@ impl HubJob {
 impl Hub {
     /// The manager calls for the streams to other hubs. They are opened one after the other until a time.
     pub(super) fn link(&mut self, until: Duration, context: &mut Context<'_>) {
-        self.open_link(0, context.begun + until, context);
+        let until = context.begun + until;
+        let end = self.job.as_ref().map_or(0, |job| job.links.len());
+        let first = Dialling { attempt: 0, stream: None, until, end, is_new_standby: false, again: None };
+        self.open_link(0, first, context);
     }
 
-    fn open_link(&mut self, index: usize, until: Instant, context: &mut Context<'_>) {
-        if self.job.as_ref().is_some_and(|job| index < job.links.len()) {
-            self.dial(index, Dialling { attempt: 0, stream: None, until, again: None }, context);
+    /// Opens the streams of these routes to their new standbys, one after the other until a time.
+    pub(super) fn link_standbys(&mut self, routes: &[RouteId], until: Duration, context: &mut Context<'_>) {
+        let until = context.begun + until;
+        let Some(job) = &mut self.job else { return };
+        let index = job.links.len();
+        for route in routes {
+            let noted = (&job.shares[..], &job.later_hubs[..]);
+            let links = Link::of(*route, &job.routes[route].neighbours, &job.composed, noted);
+            job.links.extend(links);
+        }
+        let end = job.links.len();
+        let first = Dialling { attempt: 0, stream: None, until, end, is_new_standby: true, again: None };
+        self.open_link(index, first, context);
+    }
+
+    fn open_link(&mut self, index: usize, first: Dialling, context: &mut Context<'_>) {
+        if index < first.end {
+            self.dial(index, Dialling { stream: None, ..first }, context);
         }
     }
 
@@ -126,13 +155,15 @@ impl Hub {
         let now = context.instant();
         let Some(job) = &mut self.job else { return };
         let attempt = job.port(route, port).newest.map_or(0, |(_, attempt)| attempt) + 1;
-        let found = job.links.iter().position(|link| (link.route, link.port) == (route, port));
+        // The last of several leads to the present standby.
+        let found = job.links.iter().rposition(|link| (link.route, link.port) == (route, port));
         let Some(index) = found else { return };
         let cuts = &mut job.links[index].cuts;
         if cuts.may_retry(now, grace) {
             cuts.reopened(now);
             let (again, until) = (Some(Attempts::new(now, grace)), now + grace);
-            self.dial(index, Dialling { attempt, stream: None, until, again }, context);
+            let dialling = Dialling { attempt, stream: None, until, end: 0, is_new_standby: false, again };
+            self.dial(index, dialling, context);
         }
     }
 
@@ -197,10 +228,9 @@ impl Hub {
         };
         job.admitted.insert(stream, Vec::new());
         let passing = context.random.time(&PASSING);
-        context.wake_in(self.process, passing, Wake::Adopt { stream, place });
-        if dialling.again.is_none() {
-            self.open_link(index + 1, dialling.until, context);
-        }
+        let standby = link.standby;
+        context.wake_in(self.process, passing, Wake::Adopt { stream, place, standby });
+        self.open_link(index + 1, dialling, context);
     }
 
     /// A stream to another hub could not be opened.
@@ -213,6 +243,16 @@ impl Hub {
         }
         let Some(attempts) = dialling.again else {
             let reason = format!("{name} cannot be reached to bring sums there: {why}");
+            if let Some(standby) = job.links[index].standby.filter(|_| dialling.is_new_standby) {
+                let route = job.links[index].route;
+                let reason = format!(
+                    "the standby of some chunks at {:?} cannot be reached: {why}",
+                    job.links[index].to
+                );
+                let event = Event::StandbyUnreachable { namespace: NAMESPACE, route, standby, reason };
+                self.open_link(index + 1, dialling, context);
+                return self.handle(event, context);
+            }
             return self.handle(Event::SitesUnreachable { namespace: NAMESPACE, reason }, context);
         };
         if let AfterRound::Again(pause) = attempts.after_round(context.instant(), false, false) {
@@ -241,8 +281,10 @@ impl Hub {
     /// The standby of a route is lost: no further stream is opened to it.
     pub(super) fn stop_dialling_standby(&mut self, route: RouteId, context: &mut Context<'_>) {
         let links = self.job.iter_mut().flat_map(|job| &mut job.links);
-        let of_route = links.filter(|link| link.standby_route == Some(route));
-        let dialled: Vec<Dialling> = of_route.filter_map(|link| link.dialling.take()).collect();
+        // The thread that opens streams to new standbys goes on with the others, and what it opens too late is dropped.
+        let may_stop = |dialling: &mut Dialling| !dialling.is_new_standby;
+        let of_route = links.filter(|link| link.standby.is_some() && link.route == route);
+        let dialled: Vec<Dialling> = of_route.filter_map(|link| link.dialling.take_if(may_stop)).collect();
         for stream in dialled.into_iter().filter_map(|dialling| dialling.stream) {
             context.close(stream, self.process);
         }

@@ -8,10 +8,10 @@ use paramhub_core::chunk::ChunkId;
 use paramhub_core::composition::{Composed, Neighbour, SiteId};
 use paramhub_core::job_control::{AdmittedStreams, JobTerms, RouteTerms};
 use paramhub_core::placement::Route as PlacedRoute;
-use paramhub_core::placement::RouteId;
+use paramhub_core::placement::{HubShape, RouteId};
 use paramhub_core::ports::{Ports, Side};
 use paramhub_core::service;
-use paramhub_core::standbys::{Role, route_at};
+use paramhub_core::standbys::{Role, Share, route_at};
 use paramhub_core::stream_admission::{JobStreams, StreamSecrets, StreamTerms};
 
 use super::dialling::Link;
@@ -29,6 +29,11 @@ pub(super) struct HubJob {
     pub(super) routes: BTreeMap<RouteId, Route>,
     /// The streams that the hub opens to others.
     pub(super) links: Vec<Link>,
+    /// The position of the hub in the job.
+    pub(super) hub: u16,
+    /// The hubs of each share, if chunks have standbys, and those that the job has got since it began.
+    pub(super) shares: Vec<Share>,
+    pub(super) later_hubs: Vec<HubShape>,
     /// Which streams the acceptor admits, once it admits any.
     pub(super) streams: JobStreams,
     pub(super) is_open: bool,
@@ -76,7 +81,10 @@ impl OwnRoute {
         let hubs = &composed.composition.sites[usize::from(ordered.site)].hubs;
         let (interface, _) = match share == hub {
             true => (placed.interface, placed.core),
-            false => route_at(placed, &hubs[usize::from(share)], &hubs[usize::from(hub)]),
+            false => {
+                let here = ordered.hub_at(usize::from(hub)).expect("a hub of the job");
+                route_at(placed, &hubs[usize::from(share)], here)
+            }
         };
         Some(OwnRoute { id, interface, share, role, ports: Arc::new(ports) })
     }
@@ -110,10 +118,13 @@ impl HubJob {
         let route = |own: &OwnRoute| {
             let place = (ordered.site, own.id);
             let mut route = Route::new(plan, &composed, place, &own.ports, first_workers, own.interface);
-            route.begin_as(own.role, copy);
+            let share = ordered.shares.get(usize::from(own.share));
+            let serves = matches!(own.role, Role::Serves { .. });
+            route.begin_as(own.role, copy, share.and_then(|share| share.standby).filter(|_| serves));
             (own.id, route)
         };
-        let links = own.iter().flat_map(|own| Link::of(own.id, &own.ports, &composed, &ordered.shares));
+        let held_by = (&ordered.shares[..], &ordered.later_hubs[..]);
+        let links = own.iter().flat_map(|own| Link::of(own.id, &own.ports, &composed, held_by));
         let links = links.collect();
         let is_standby = |own: &&OwnRoute| own.role == Role::StandsBy;
         let streams = StreamTerms {
@@ -184,6 +195,9 @@ impl HubJob {
             site: ordered.site,
             routes: own.iter().map(route).collect(),
             links,
+            hub: ordered.hub as u16,
+            shares: ordered.shares.clone(),
+            later_hubs: ordered.later_hubs.clone(),
             streams: JobStreams::new(streams),
             is_open: false,
             admitted: BTreeMap::new(),

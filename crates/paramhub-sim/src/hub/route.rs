@@ -17,6 +17,7 @@ use paramhub_core::ports::{Ports, Side};
 use paramhub_core::standbys::Role;
 use paramhub_core::wire::{Header, Notice, Operation};
 
+use super::new_standby::Copying;
 use crate::job::JobPlan;
 use crate::message::{Content, Contribution};
 use crate::network::StreamId;
@@ -33,11 +34,15 @@ pub(super) struct Route {
     /// Whether workers exchange with this hub.
     pub(super) serves: bool,
     /// Whether this site updates chunks whose owner is another.
-    optimizes_here: bool,
+    pub(super) optimizes_here: bool,
     /// Who is at the other end of each stream.
     pub(super) neighbours: Arc<Ports>,
     pub(super) ports: Vec<Port>,
     pub(super) departures: Departures,
+    /// The position of its standby in the job, if this hub serves the route and has one.
+    pub(super) standby: Option<u16>,
+    /// The chunks that a new standby has still to get.
+    pub(super) copying: Option<Copying>,
     pub(super) rewind: Rewind,
     /// The epoch in which its chunks have begun to go back last; 0 if they never have.
     pub(super) rewound_in: u64,
@@ -69,12 +74,12 @@ pub(super) struct Chunk {
     pub(super) id: ChunkId,
     pub(super) sum: Vec<Contribution>,
     /// The sum of the last update, for sites below.
-    total: Vec<Contribution>,
+    pub(super) total: Vec<Contribution>,
     /// The digest of the parameters.
-    parameters: u64,
+    pub(super) parameters: u64,
     /// The same of the copy to which the chunk can go back.
     copy: Option<u64>,
-    length: u32,
+    pub(super) length: u32,
 }
 
 /// The place of the stream of a worker, or of a route of another site.
@@ -171,21 +176,24 @@ impl Route {
             ports: (0..neighbours.len()).map(|_| Port::default()).collect(),
             departures: Departures::new(neighbours, &(rules.first_members..members)),
             neighbours: neighbours.clone(),
+            standby: None,
+            copying: None,
             rewind: Rewind::NotNeeded,
             rewound_in: 0,
             notice: None,
         }
     }
 
-    /// Sets what this hub is for the route, and the number of its copy of the chunks.
-    pub(super) fn begin_as(&mut self, role: Role, copy: SiteId) {
+    /// Sets what this hub is for the route, the number of its copy of the chunks, and its standby if it has one.
+    pub(super) fn begin_as(&mut self, role: Role, copy: SiteId, standby: Option<u16>) {
+        self.standby = standby;
         self.exchange.set_role(role);
         self.serves = matches!(role, Role::Serves { .. });
         self.copy = copy;
     }
 
     /// The member that contributes by a port; `None` for a site above.
-    fn member(&self, port: u32) -> Option<u32> {
+    pub(super) fn member(&self, port: u32) -> Option<u32> {
         match self.neighbours.side(port) {
             Side::Worker(member) | Side::Below(member) => Some(member),
             Side::Above | Side::Standby | Side::Serving => None,
@@ -202,7 +210,9 @@ impl Route {
         context: &mut Context<'_>,
     ) -> Result<(), ProtocolViolation> {
         match (header.operation, content) {
-            (Operation::Initialise, _) => self.initialise(slot, port, header.step, context)?,
+            (Operation::Initialise, content) => {
+                self.initialise(slot, port, header.step, &content, context)?;
+            }
             (Operation::Pull, _) => self.exchange.pull(slot, port, header.step)?,
             (Operation::PushPull, Content::Gradient(contribution)) => {
                 self.contribute(slot, port, header.step, vec![contribution], context)?;
@@ -236,6 +246,7 @@ impl Route {
         slot: u32,
         port: u32,
         version: u32,
+        content: &Content,
         context: &mut Context<'_>,
     ) -> Result<(), ProtocolViolation> {
         let is_new = self.exchange.initialise(slot, self.member(port), version)?;
@@ -244,7 +255,12 @@ impl Route {
         }
         if is_new {
             let chunk = &mut self.chunks[slot as usize];
-            chunk.parameters = context.ledger.initialised((self.copy, chunk.id));
+            chunk.parameters = match *content {
+                Content::Parameters(digest) if self.neighbours.side(port) == Side::Serving => {
+                    context.ledger.copied((self.copy, chunk.id), version, digest)
+                }
+                _ => context.ledger.initialised((self.copy, chunk.id)),
+            };
             for (to, there) in self.neighbours.to_sites() {
                 let is_told = !self.departures.has_left(to) && self.neighbours.carries(to, there.side, slot);
                 if to != port && is_told {
@@ -336,6 +352,7 @@ impl Route {
     pub(super) fn leave(&mut self, port: u32) -> Result<(), LeftWhileAwaited> {
         let departure = self.departures.leave(&self.neighbours, port);
         for above in departure.above {
+            self.copying = None;
             self.ports[above as usize].leave = Leave::Due;
         }
         let Some(member) = departure.member else { return Ok(()) };
@@ -418,88 +435,5 @@ impl Route {
     /// Drops the sums of the steps under way.
     pub(super) fn drop_sums(&mut self) {
         self.chunks.iter_mut().for_each(|chunk| chunk.sum.clear());
-    }
-
-    /// Takes everything that is to leave by a stream that works, each frame with its port.
-    pub(super) fn take_due_frames(&mut self) -> Vec<(u32, Header, Content)> {
-        let mut frames = Vec::new();
-        for port in 0..self.ports.len() as u32 {
-            let state = &mut self.ports[port as usize];
-            if state.stream.is_none() || state.is_cut || state.is_muted {
-                continue;
-            }
-            let (starts, owed) = (std::mem::take(&mut state.starts), std::mem::take(&mut state.owed));
-            let (leaves, leavers) = (state.leave == Leave::Due, std::mem::take(&mut state.leavers));
-            // A chunk that has moved on is sent once more where a stream was replaced, and the other site has begun it.
-            for slot in starts.into_iter().filter(|&slot| self.exchange.is_at_start(slot)) {
-                let step = self.exchange.step(slot);
-                let header = self.header(Operation::Initialise, slot, step);
-                frames.push((port, header, Content::Parameters(self.chunks[slot as usize].parameters)));
-            }
-            for (slot, answer) in owed {
-                let (header, content) = self.answer(port, slot, answer);
-                if let Some(member) = self.member(port) {
-                    self.exchange.answer_begun(slot, member);
-                }
-                frames.push((port, header, content));
-            }
-            for member in leavers {
-                let header = Header { step: member + 1, ..Header::bare(Operation::Leave) };
-                frames.push((port, header, Content::Nothing));
-            }
-            if leaves {
-                frames.push((port, Header::bare(Operation::Leave), Content::Nothing));
-            }
-        }
-        frames
-    }
-
-    /// The answer that is due at a port, or the sum that goes to the site above.
-    fn answer(&self, port: u32, slot: u32, answer: Answer) -> (Header, Content) {
-        let chunk = &self.chunks[slot as usize];
-        let version = |member| self.exchange.answer_version(slot, member);
-        match (self.neighbours.side(port), answer) {
-            (Side::Above, _) => {
-                let header = self.header(Operation::PushPull, slot, self.exchange.step(slot));
-                (header, Content::Sum(chunk.sum.clone()))
-            }
-            (Side::Standby, _) => {
-                let header = self.header(Operation::Push, slot, self.exchange.step(slot));
-                (header, Content::Sum(chunk.sum.clone()))
-            }
-            (Side::Serving, _) => {
-                let step = self.exchange.step(slot);
-                (Header { chunk: chunk.id, step, ..Header::bare(Operation::Applied) }, Content::Nothing)
-            }
-            (Side::Below(member), _) if self.optimizes_here => {
-                let header = self.header(Operation::Total, slot, version(member));
-                (header, Content::Sum(chunk.total.clone()))
-            }
-            (Side::Worker(member) | Side::Below(member), Answer::Parameters) => {
-                let header = self.header(Operation::Parameters, slot, version(member));
-                (header, Content::Parameters(chunk.parameters))
-            }
-            (Side::Worker(member) | Side::Below(member), Answer::Applied | Answer::State(_)) => {
-                let header =
-                    Header { chunk: chunk.id, step: version(member), ..Header::bare(Operation::Applied) };
-                (header, Content::Nothing)
-            }
-        }
-    }
-
-    fn header(&self, operation: Operation, slot: u32, step: u32) -> Header {
-        let Chunk { id, length, .. } = self.chunks[slot as usize];
-        Header { operation, codec: Codec::F32, chunk: id, step, length }
-    }
-
-    /// The ports of sites above, and their streams, by which this hub has sent everything, its Leave last. Each is returned once.
-    pub(super) fn take_left_above(&mut self) -> Vec<(u32, StreamId)> {
-        let left = (0..).zip(&mut self.ports).filter_map(|(number, port)| {
-            let works = port.leave == Leave::Due && !port.is_cut && !port.is_muted;
-            let stream = port.stream.filter(|_| works)?;
-            port.leave = Leave::Sent;
-            Some((number, stream))
-        });
-        left.collect()
     }
 }

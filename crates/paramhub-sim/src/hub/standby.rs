@@ -39,7 +39,11 @@ impl Route {
         version: u32,
         context: &mut Context<'_>,
     ) -> Result<(), ProtocolViolation> {
-        if let Some(then) = self.exchange.acknowledged(slot, version)? {
+        let then = self.exchange.acknowledged(slot, version)?;
+        if !self.exchange.awaits_standby(slot) {
+            self.copy_acknowledged(slot);
+        }
+        if let Some(then) = then {
             // It may be about to go once more over another stream.
             self.ports[port as usize].owed.remove(&slot);
             self.go_on(slot, then, context);
@@ -64,6 +68,7 @@ impl Route {
 
     /// The other hub has nothing to do with the chunks any more.
     fn forget_counterpart(&mut self) {
+        (self.standby, self.copying) = (None, None);
         if let Some(port) = self.neighbours.counterpart() {
             let state = &mut self.ports[port as usize];
             state.owed.clear();
@@ -103,18 +108,24 @@ impl Hub {
         self.close_streams(id, change, context);
         let Some(job) = &mut self.job else { return };
         let route = job.route(id);
-        route.serves = matches!(change, RoleChange::TakeOver | RoleChange::GoOnAlone);
+        let role = match change {
+            RoleChange::TakeOver | RoleChange::GoOnAlone => Role::Serves { has_standby: false },
+            RoleChange::TakeStandby { .. } => Role::Serves { has_standby: true },
+            RoleChange::Doubt | RoleChange::Stop => Role::None,
+        };
+        route.serves = matches!(role, Role::Serves { .. });
         match change {
             RoleChange::TakeOver => route.take_over(context),
             RoleChange::GoOnAlone => route.go_on_alone(context),
+            RoleChange::TakeStandby { standby } => route.take_standby(standby),
             RoleChange::Doubt | RoleChange::Stop => {}
         }
-        let role = if route.serves { Role::Serves { has_standby: false } } else { Role::None };
         job.streams.change_role(id, role);
         if change != RoleChange::Doubt {
             self.stop_dialling_standby(id, context);
         }
         self.answer(id, context);
+        self.report_copied(id, context);
     }
 
     /// What a hub with a planted fault does: it takes over all routes for which it is the standby.
@@ -135,6 +146,7 @@ impl Hub {
             let closes = match change {
                 RoleChange::TakeOver => side == Side::Serving,
                 RoleChange::GoOnAlone => side == Side::Standby,
+                RoleChange::TakeStandby { .. } => false,
                 RoleChange::Doubt => matches!(side, Side::Worker(_)),
                 RoleChange::Stop => true,
             };

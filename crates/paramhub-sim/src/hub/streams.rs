@@ -67,7 +67,7 @@ impl Hub {
                 job.admitted.insert(stream, Vec::new());
                 context.send(stream, self.process, Message::Welcome);
                 let passing = context.random.time(&PASSING);
-                context.wake_in(self.process, passing, Wake::Adopt { stream, place });
+                context.wake_in(self.process, passing, Wake::Adopt { stream, place, standby: None });
             }
             Err((refusal, why)) => {
                 context.send(stream, self.process, Message::Refused(refusal, why));
@@ -76,13 +76,23 @@ impl Hub {
         }
     }
 
-    /// The core takes a stream, and in place of another drops that.
-    pub(super) fn adopt(&mut self, stream: StreamId, place: StreamPlace, context: &mut Context<'_>) {
+    /// The core takes a stream, which may lead to the standby at a position of the job, and in place of another drops that.
+    pub(super) fn adopt(
+        &mut self,
+        stream: StreamId,
+        place: StreamPlace,
+        standby: Option<u16>,
+        context: &mut Context<'_>,
+    ) {
         let StreamPlace { route, port: number, epoch, attempt, resumed_by } = place;
         let process = self.process;
         // A stream of a job that was allocated before the present one is not among those that were admitted.
         let admitted = self.job.as_mut().and_then(|job| Some((job.admitted.remove(&stream)?, job)));
         let Some((arrivals, job)) = admitted else { return context.close(stream, process) };
+        if standby.is_some() && standby != job.route(route).standby {
+            // It was dialled before another hub became the standby.
+            return context.close(stream, process);
+        }
         let is_planted = context.plant == Some(Plant::StaleStream);
         let is_over = job.is_forgotten;
         let newest = job.port(route, number).newest;
@@ -98,6 +108,9 @@ impl Hub {
         if matches!(neighbour, Neighbour::Worker(_)) && !job.route(route).serves {
             // It was admitted before this hub ceased to serve the route. The worker dials again.
             return context.close(stream, process);
+        }
+        if let Neighbour::Worker(_) = neighbour {
+            context.ledger.exchanges(stream, job.route(route).copy);
         }
         let port = job.port(route, number);
         context.trace(|| format!("{process:?} adopts {stream:?}, attempt {attempt} of {neighbour:?}"));
@@ -169,6 +182,8 @@ impl Hub {
             context.ledger.violate(|| format!("{name} broke the rules at {header:?}: {violation}"));
         }
         self.answer(route, context);
+        self.report_copied(route, context);
+        self.carry_out(context);
     }
 
     /// Sends everything that is due by a stream that works.

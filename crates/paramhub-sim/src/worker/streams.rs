@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Incarnation;
 use paramhub_core::composition::Composed;
 use paramhub_core::liveness::PeerLiveness;
-use paramhub_core::placement::{HubShape, Route, RouteId};
+use paramhub_core::placement::{Route, RouteId};
 use paramhub_core::resuming::{AfterRound, Attempts, Cuts, HANDSHAKE_OF_TWO, RESUME, StreamEnd};
-use paramhub_core::standbys::{Share, route_at};
 use paramhub_core::wire::{
     Attempt, CHALLENGE_BYTES, Caller, Capabilities, Header, Hello, Operation, Refusal,
 };
 use paramhub_core::worker_job::{Consequence, FailureCause, Reopening};
 
 use super::Worker;
+use super::share_hubs::{Asked, Asking, ShareHubs};
 use crate::job::{NAMESPACE, hub_at};
 use crate::member::Joined;
 use crate::message::{Content, Message};
@@ -28,6 +28,8 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// The pause before a hub that is not ready is dialled again.
 const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
+/// How long a worker tries the hubs that it knows before it asks the manager for others.
+const ASKS_AFTER: Duration = Duration::from_millis(500);
 /// How long a hub may say that a job has ended before a worker believes it whose job may go on at another hub.
 const ENDED_AFTER: Duration = Duration::from_secs(3);
 
@@ -36,8 +38,16 @@ pub(super) struct Lane {
     /// The hub of the newest stream.
     pub(super) hub: Process,
     pub(super) route: RouteId,
-    /// The hubs that have the route: its own, and its standby if it has one.
+    /// The route in the placement.
+    placed: Route,
+    /// The hubs that have the route: the one that serves it, and its standby if it has one.
     places: Vec<RoutePlace>,
+    /// How often the shares had changed when these were its places.
+    pub(super) seen: u32,
+    /// When the stream was lost that is opened again, if it is.
+    resuming_since: Instant,
+    /// What waits for the manager's answer.
+    pub(super) asking: Option<Asking>,
     /// The place that is dialled.
     at: usize,
     round: Round,
@@ -61,12 +71,12 @@ pub(super) struct Lane {
 
 /// Where a hub has a route.
 #[derive(Clone, Copy, Debug)]
-struct RoutePlace {
-    hub: Process,
-    interface: u16,
-    core: u16,
+pub(super) struct RoutePlace {
+    pub(super) hub: Process,
+    pub(super) interface: u16,
+    pub(super) core: u16,
     /// The route, if the hub is not its own in the placement.
-    standby_route: Option<RouteId>,
+    pub(super) standby_route: Option<RouteId>,
 }
 
 /// What the hubs that have a route have said since they were all dialled last.
@@ -77,6 +87,10 @@ struct Round {
     gone: usize,
     /// Since when hubs have said that the job has ended, and how.
     ended: Option<(Instant, FailureCause<String>)>,
+    /// Whether another hub has come to the address of one of them: it does not know the job, or has another part in it.
+    is_strange: bool,
+    /// When the first of them was dialled.
+    begun: Option<Instant>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -92,11 +106,17 @@ pub(super) enum LaneState {
 impl Worker {
     /// Opens the first streams to all hubs.
     pub(super) fn open_all(&mut self, context: &mut Context<'_>) {
-        let shares = self.joined().shares.clone();
-        let lane = |(route, place): (RouteId, Route), hubs: &[HubShape]| Lane {
+        let composed = self.joined().composed.clone();
+        let hubs = composed.composition.sites[0].hubs.clone();
+        let share_hubs = ShareHubs::new(self.process, hubs.clone(), self.joined().shares.clone());
+        let lane = |(route, place): (RouteId, Route)| Lane {
             hub: Process::Hub(hub_at(&hubs[usize::from(place.hub)])),
             route,
-            places: places((route, place), hubs, &shares),
+            placed: place,
+            places: share_hubs.places(route, &place),
+            seen: 0,
+            resuming_since: context.instant(),
+            asking: None,
             at: 0,
             round: Round::default(),
             state: LaneState::Closed,
@@ -110,9 +130,8 @@ impl Worker {
             has_ended_sending: false,
             cuts: Cuts::default(),
         };
-        let composed = self.joined().composed.clone();
-        let hubs = &composed.composition.sites[0].hubs;
-        self.lanes = routes(&composed).map(|route| lane(route, hubs)).collect();
+        self.lanes = routes(&composed).map(lane).collect();
+        self.share_hubs = self.plan.resuming.has_standbys.then_some(share_hubs);
         for index in 0..self.lanes.len() {
             self.open(index, context);
         }
@@ -212,7 +231,7 @@ impl Worker {
                     return self.dialled_in_vain(index, attempts, false, context);
                 }
                 if self.plan.resuming.has_standbys {
-                    return self.refused_by_one_of_two(index, attempts, why, context);
+                    return self.refused_by_one_of_two(index, attempts, (refusal, why), context);
                 }
                 if refusal == Refusal::Stale && self.plan.rewind_every.is_some() {
                     // All ranks have gone back, and this one has not heard of it by another stream yet.
@@ -252,6 +271,7 @@ impl Worker {
         if matches!(lane.state, LaneState::Open) {
             // The hub may be gone.
             (lane.round, lane.at) = (Round::default(), (lane.at + 1) % lane.places.len());
+            (lane.asking, lane.resuming_since) = (None, context.instant());
             self.redial(index, Attempts::new(context.instant(), patience), context);
         }
     }
@@ -261,7 +281,16 @@ impl Worker {
         if attempts.are_over(now) {
             return self.dialled_in_vain(index, attempts, false, context);
         }
-        self.lanes[index].attempts += 1;
+        let lane = &mut self.lanes[index];
+        if let Some(hubs) =
+            self.share_hubs.as_ref().filter(|hubs| hubs.changes != lane.seen && lane.round.tried == 0)
+        {
+            (lane.places, lane.seen, lane.at) = (hubs.places(lane.route, &lane.placed), hubs.changes, 0);
+        }
+        if lane.round.tried == 0 {
+            lane.round.begun = Some(now);
+        }
+        lane.attempts += 1;
         let stream = self.dial(index, self.lanes[index].attempts, context);
         self.lanes[index].state = LaneState::Resuming(attempts, Some(stream));
         let patience = match self.plan.resuming.has_standbys {
@@ -286,13 +315,40 @@ impl Worker {
         if lane.round.tried < lane.places.len() && !attempts.are_over(context.instant()) {
             return self.redial(index, attempts, context);
         }
-        let Round { tried, gone, .. } = lane.round;
-        (lane.round.tried, lane.round.gone) = (0, 0);
+        let Round { tried, gone, is_strange, begun, .. } = lane.round;
+        (lane.round.tried, lane.round.gone, lane.round.is_strange) = (0, 0, false);
+        let now = context.instant();
+        let is_in_vain = gone == tried || is_strange || lane.round.ended.is_some();
+        let since = begun.filter(|_| is_in_vain).unwrap_or(lane.resuming_since);
+        let asking = Asking { attempts, tried, gone, since };
+        // The other hub mostly takes over within some time. Before this worker gives up, it asks once more.
+        let asks = is_in_vain || now.duration_since(lane.resuming_since) >= ASKS_AFTER;
+        if self.plan.resuming.has_standbys && asks {
+            return self.ask_manager(index, asking, context);
+        }
+        self.asked(index, asking, None, context);
+    }
+
+    /// The manager has been asked where the chunks of a lane are, or need not be.
+    pub(super) fn asked(
+        &mut self,
+        index: usize,
+        Asking { attempts, tried, gone, .. }: Asking,
+        asked: Option<Asked>,
+        context: &mut Context<'_>,
+    ) {
+        let lane = &mut self.lanes[index];
+        if asked == Some(Asked::Elsewhere) {
+            lane.round.ended = None;
+            return self.redial(index, attempts, context);
+        }
+        // If the manager is away, another hub may have become the standby, and take over when it is back.
+        let are_known = asked != Some(Asked::NoAnswer);
         // Whatever the hubs that are there have said is said by all of them.
-        if let Some((_, cause)) = lane.round.ended.take_if(|_| gone + 1 >= tried) {
+        if let Some((_, cause)) = lane.round.ended.take_if(|_| are_known && gone + 1 >= tried) {
             return self.reopened(index, Reopening::Failed(cause), context);
         }
-        let is_hub_gone = gone == tried;
+        let is_hub_gone = gone == tried && are_known;
         match attempts.after_round(context.instant(), self.outcome.is_some(), is_hub_gone) {
             AfterRound::Again(pause) => {
                 self.lanes[index].state = LaneState::Resuming(attempts, None);
@@ -306,14 +362,19 @@ impl Worker {
         }
     }
 
-    /// One of the two hubs of a route refuses it. It may have lost sight of the job, which goes on at the other.
+    /// One of the two hubs of a route refuses it. It may have lost sight of the job, which goes on at the other, or it may
+    /// be a hub that has come back at the address of one of the two.
     fn refused_by_one_of_two(
         &mut self,
         index: usize,
         attempts: Attempts,
-        why: String,
+        (refusal, why): (Refusal, String),
         context: &mut Context<'_>,
     ) {
+        if matches!(refusal, Refusal::Route | Refusal::WrongNonce) {
+            self.lanes[index].round.is_strange = true;
+            return self.dialled_in_vain(index, attempts, false, context);
+        }
         let now = context.instant();
         let cause = self.cause(format!("it was refused: {why}"), Some(why));
         let (since, _) = *self.lanes[index].round.ended.get_or_insert((now, cause.clone()));
@@ -365,23 +426,6 @@ impl Worker {
             context.close(stream, self.process);
         }
     }
-}
-
-/// The hubs that have a route.
-fn places((id, route): (RouteId, Route), hubs: &[HubShape], shares: &[Share]) -> Vec<RoutePlace> {
-    let own = &hubs[usize::from(route.hub)];
-    let place = |shape: &HubShape, (interface, core), standby_route| RoutePlace {
-        hub: Process::Hub(hub_at(shape)),
-        interface,
-        core,
-        standby_route,
-    };
-    let mut places = vec![place(own, (route.interface, route.core), None)];
-    if let Some(standby) = shares.get(usize::from(route.hub)).and_then(|share| share.standby) {
-        let shape = &hubs[usize::from(standby)];
-        places.push(place(shape, route_at(&route, own, shape), Some(id)));
-    }
-    places
 }
 
 /// The routes that carry chunks.

@@ -2,7 +2,11 @@
 
 use std::time::Duration;
 
+use paramhub_core::standbys::Share;
+
 use super::{Either, Event, World};
+use crate::hub::Hub;
+use crate::manager::Manager;
 use crate::network::Process;
 use crate::scenario::{Fault, Learns};
 
@@ -35,6 +39,7 @@ impl World<'_> {
                 self.network.block(b, a, true, &mut self.agenda);
             }
             Fault::Kill(process) => self.kill(process),
+            Fault::Reboot(hub, _) => self.kill(Process::Hub(hub)),
             Fault::Replace(rank, _) => {
                 if let Some(process) = self.newest_of(rank) {
                     self.kill(process);
@@ -82,6 +87,7 @@ impl World<'_> {
                     (0..workers).for_each(|rank| self.start_worker(rank));
                 }
             }
+            Fault::Reboot(hub, _) => self.start_hub_again(hub),
             Fault::Crash { .. } => {
                 self.crashes -= 1;
                 if self.crashes == 0 {
@@ -126,8 +132,42 @@ impl World<'_> {
     }
 
     fn kill(&mut self, process: Process) {
+        if self.killed.contains(&process) {
+            return;
+        }
+        if matches!(process, Process::Hub(_)) {
+            self.has_risked_chunks |= self.hub_losses > 0 && !self.has_all_standbys();
+            self.hub_losses += 1;
+        }
         if self.killed.insert(process) {
             self.network.kill(process, &mut self.agenda);
+        }
+    }
+
+    /// Whether the manager knows two hubs for each share that have all its chunks, and they live.
+    fn has_all_standbys(&self) -> bool {
+        let lives = |position: u16| {
+            let has_it =
+                |(&number, hub): (&u16, &Hub)| hub.position() == Some(position) && !self.is_killed(number);
+            self.hubs.iter().any(has_it)
+        };
+        // A manager that dies before it has saved that a standby has all chunks does not know it any more.
+        let shares = self.manager.as_ref().map(Manager::saved_shares).unwrap_or_default();
+        let is_held = |share: &Share| lives(share.served_by) && share.ready_standby().is_some_and(lives);
+        !shares.is_empty() && shares.iter().all(is_held)
+    }
+
+    fn is_killed(&self, hub: u16) -> bool {
+        self.killed.contains(&Process::Hub(hub))
+    }
+
+    /// Starts a hub that was killed as a new process, which knows nothing of what the former one has waited for.
+    fn start_hub_again(&mut self, number: u16) {
+        let process = Process::Hub(number);
+        if self.killed.remove(&process) {
+            self.agenda.retain(|event| !matches!(event, Event::Wake(of, _) if *of == process));
+            self.paused.remove(&process);
+            self.start_hub(number);
         }
     }
 

@@ -175,8 +175,14 @@ fn a_new_standby_is_linked_and_the_manager_hears_when_it_has_all_chunks() {
 #[test]
 fn a_new_standby_that_is_at_fault_or_out_of_reach_counts_as_lost() {
     let (mut hub, _) = with_new_standby();
-    let unreachable = Event::StandbyUnreachable { namespace: job(1), route: 0, reason: "refused".into() };
-    assert_eq!(reported(&hub.handle(unreachable)), [(0, 2, 2)]);
+    let unreachable = |standby| Event::StandbyUnreachable {
+        namespace: job(1),
+        route: 0,
+        standby,
+        reason: "refused".into(),
+    };
+    assert!(reported(&hub.handle(unreachable(1))).is_empty(), "that is not the standby any more");
+    assert_eq!(reported(&hub.handle(unreachable(2))), [(0, 2, 2)]);
     let (mut hub, _) = with_new_standby();
     let fault = |hub: &mut Hub| {
         let (culprit, cause) = (Neighbour::Counterpart(0), FaultCause::Kind(CauseKind::GaveUp));
@@ -273,4 +279,14 @@ fn the_silence_of_the_other_hub_is_no_end_of_the_job() {
         if message.contains("it counts as lost after"))
     };
     assert!(outputs.iter().any(noticed), "{outputs:?}");
+}
+
+#[test]
+fn a_hub_that_has_joined_later_opens_no_streams_when_a_manager_that_restarts_says_so() {
+    let links = |hub: u16| {
+        let mut at = Hub::running(|terms| (terms.shares, terms.hub) = (whole(), hub));
+        let outputs = at.handle(Event::Link { namespace: job(1) });
+        outputs.iter().filter(|output| matches!(output, Output::Link { .. })).count()
+    };
+    assert_eq!((links(0), links(7)), (1, 0));
 }

@@ -182,12 +182,18 @@ impl Job {
     pub(crate) fn hub_reported_all(&mut self, hub: u32, now: Now) -> Transition {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
         let JobHub { is_reported, ended, .. } = self.job_hubs[index];
-        if self.state != JobState::Running || is_reported || ended {
+        // One that is to become a standby may have said that before it was asked, and otherwise its part is missed at the hub that
+        // serves the share.
+        if self.state != JobState::Running || is_reported || ended || self.is_dispensable(index) {
             return Transition::None;
         }
-        self.job_hubs[index].ended = true;
         let message = format!("{} does not have the job any more", self.job_hubs[index].describe());
-        self.begin_again_or_fail(Cause::known(message, now), now)
+        let cause = Cause::known(message, now);
+        if !self.shares.is_empty() {
+            return self.go_on_without(index as u16, cause, now);
+        }
+        self.job_hubs[index].ended = true;
+        self.begin_again_or_fail(cause, now)
     }
 
     /// The step of the checkpoint with which the job began, if it did.

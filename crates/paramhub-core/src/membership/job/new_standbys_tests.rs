@@ -173,3 +173,39 @@ fn a_manager_that_restarts_knows_the_later_hubs_and_can_ask_others() {
     assert!(matches!(restored.hub_lost(1, cause, later(40.0)), Transition::SharesChanged { .. }));
     assert_eq!(ask(&mut restored, 8, &[0, 1], later(41.0)).shares[0].standby, Some(4));
 }
+
+#[test]
+fn a_manager_that_restarts_does_not_take_a_hub_for_lost_that_it_has_just_asked() {
+    let (mut job, _) = Job::restore(after_a_loss().record(now()), later(30.0));
+    ask(&mut job, 5, &[0, 1], later(31.0));
+    // It has answered the question of the manager before it took the command.
+    assert_eq!(job.hub_reported_all(5, later(32.0)), Transition::None);
+    assert!(matches!(job.hub_allocated(5, "hash", None, later(33.0)), Transition::SharesChanged { .. }));
+    assert_eq!(job.state(), JobState::Running);
+}
+
+#[test]
+fn a_hub_that_has_lost_its_part_while_the_manager_was_away_is_replaced() {
+    let mut job = copying();
+    for share in 0..2 {
+        assert!(matches!(job.standby_ready(1, share, 2), Transition::SharesChanged { .. }));
+    }
+    let (mut restored, _) = Job::restore(job.record(now()), later(30.0));
+    let transition = restored.hub_reported_all(1, later(31.0));
+    assert!(matches!(transition, Transition::SharesChanged { message: Some(_), .. }), "{transition:?}");
+    assert_eq!((restored.state(), restored.shares()), (JobState::Running, &[Share::new(2, None); 2][..]));
+}
+
+#[test]
+fn a_hub_without_chunks_that_becomes_a_standby_has_its_newest_part_after_a_restart() {
+    let mut job = after_a_loss();
+    job.placements[0].empty_hubs = vec![0];
+    job.shares = vec![Share::new(0, None), Share::new(1, None)];
+    assert_eq!(lacking(&job), [1]);
+    ask(&mut job, 0, &[1], later(1.0));
+    assert!(matches!(job.hub_allocated(0, "hash", None, later(2.0)), Transition::SharesChanged { .. }));
+    let (mut restored, _) = Job::restore(job.record(now()), later(30.0));
+    let finished = JobEnd::finished(restored.namespace);
+    assert_eq!(restored.hub_ended(0, &finished, later(40.0)), Transition::None);
+    assert_eq!(restored.hub_ended(1, &finished, later(40.0)), Transition::Ended { stop: vec![] });
+}

@@ -1,5 +1,6 @@
 //! The record of a job in the store, and how the job goes on from it under another manager.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -215,10 +216,14 @@ impl Job {
         self.shares = members.shares;
         self.settings = members.settings;
         (self.shares_number, self.shares_reason) = (members.shares_number, members.shares_reason);
-        // A hub of which nothing is left in the shares has been lost, and is not awaited.
+        let newest: BTreeMap<u32, u16> =
+            self.job_hubs.iter().zip(0..).map(|(job_hub, position)| (job_hub.hub, position)).collect();
+        // A hub of which nothing is left in the shares has been lost, and is not awaited. Neither is the first part of a hub without
+        // chunks which has become a standby since: it was over at once.
         for (job_hub, position) in self.job_hubs.iter_mut().zip(0..) {
-            job_hub.ended =
-                !self.shares.is_empty() && self.shares.iter().all(|share| share.role(position) == Role::None);
+            let has_role = self.shares.iter().any(|share| share.role(position) != Role::None);
+            let is_newest = newest.get(&job_hub.hub) == Some(&position);
+            job_hub.ended = !self.shares.is_empty() && !(has_role && is_newest);
             job_hub.failed_standby = job_hub.ended.then_some(now);
         }
         self.composition = members.composition;

@@ -32,6 +32,12 @@ impl Shard {
         self.departures.set_lost(port, false);
         self.outboxes[port as usize].begin_stream_to_standby(self.plan.ports.workers());
         self.tell_standby(port);
+        if (0..self.plan.ports.workers()).all(|worker| self.departures.has_left(worker)) {
+            // Some have not left other routes yet. No further Leave of a worker would end this one.
+            self.departures.set_lost(port, true);
+            self.outboxes[port as usize].message(Header::bare(Operation::Leave), Vec::new());
+            return;
+        }
         let unacknowledged = ReadySet::new(self.slots.len() as u32);
         self.copying = Some(Copying { next: 0, unacknowledged });
         self.copy_more();
