@@ -223,7 +223,7 @@ impl Job {
         for (job_hub, position) in self.job_hubs.iter_mut().zip(0..) {
             let has_role = self.shares.iter().any(|share| share.role(position) != Role::None);
             let is_newest = newest.get(&job_hub.hub) == Some(&position);
-            job_hub.ended = !self.shares.is_empty() && !(has_role && is_newest);
+            job_hub.ended = !self.shares.is_empty() && (!has_role || !is_newest);
             job_hub.failed_standby = job_hub.ended.then_some(now);
         }
         self.composition = members.composition;
