@@ -100,7 +100,7 @@ impl Membership {
                     return self.disown(hub, namespace);
                 };
                 job.hub_reserved(hub, memory_bytes, streams);
-                self.check_team_of(namespace, now);
+                self.check_team_of(namespace, hub, now);
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 (namespace, job.hub_allocated(hub, bounded(&placement_hash), resumed_step, now))
             }

@@ -48,8 +48,9 @@ impl Membership {
         let (serving, place) = (self.hubs.location(served_by), self.hubs.place(served_by)?);
         let mut free = self.hubs.shapes();
         free.retain(|(hub, (_, offered))| {
-            // Its workers must be served there.
-            (*offered == Place::default() || offered == place) && job.may_ask_standby(*hub, now)
+            // The job's workers must be served there, and as the hub demands.
+            let may_serve = job.options.encrypt || !self.hubs.demand_encryption(|other| other == *hub);
+            (*offered == Place::default() || offered == place) && may_serve && job.may_ask_standby(*hub, now)
         });
         let candidates: Vec<Candidate> = free
             .iter()

@@ -1,4 +1,5 @@
 mod silence;
+mod standbys;
 
 use super::job::tests::epoch;
 use super::time::at;
@@ -147,6 +148,14 @@ fn restarted(before: &Membership, hub: u32, drawn: u8, now: Now) -> Membership {
 /// A job of one rank that runs at one hub.
 fn running(state: &mut Membership, hub: u32, now: Now) -> Namespace {
     let namespace = job_in(state, "runs", &[""], Reduction::Auto, now);
+    place(state, namespace, now);
+    reports(state, hub, vec![allocated(namespace)], now);
+    assert_eq!(state.job(namespace).unwrap().state(), JobState::Running);
+    namespace
+}
+
+/// Has the only rank of a job hand in its settings, and the job placed.
+fn place(state: &mut Membership, namespace: Namespace, now: Now) {
     let settings = Arc::new(Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap()));
     let submitted = state.submit(namespace, 0, Incarnation([0; 16]), &settings, now, now).unwrap();
     let Submission::Wait(waiting) = submitted else { panic!("{submitted:?}") };
@@ -157,9 +166,6 @@ fn running(state: &mut Membership, hub: u32, now: Now) -> Namespace {
     let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
     let placed = SitePlacement { hash: "hash".into(), imbalance, empty_hubs: Vec::new() };
     state.place(namespace, SettingsSummary::default(), vec![placed], Arc::new(book));
-    reports(state, hub, vec![allocated(namespace)], now);
-    assert_eq!(state.job(namespace).unwrap().state(), JobState::Running);
-    namespace
 }
 
 fn allocated(namespace: Namespace) -> HubEvent {

@@ -44,7 +44,8 @@ impl Job {
     /// The shares that are to get a standby.
     pub(crate) fn lacking_shares(&self) -> Vec<LackingShare> {
         let is_ending = self.announced.is_some() || self.concluding.is_some();
-        let has_room = self.later_hubs().len() < LATER_HUBS_MAX;
+        let first = self.composition.as_ref().map_or(0, |composition| composition.hubs());
+        let has_room = self.job_hubs.len() - first < LATER_HUBS_MAX;
         if self.state != JobState::Running || is_ending || !has_room || self.has_suspected_hubs() {
             return Vec::new();
         }
@@ -228,6 +229,14 @@ impl Job {
         let reason = format!("it has not allocated the chunks within {ALLOCATES_WITHIN_S} s");
         let _ = self.drop_dispensable(index, &reason, now);
         self.stop_later_hub(index, &reason)
+    }
+
+    /// Does without the hub that has just allocated as a standby, if one has: the job's team may not have that much.
+    pub(crate) fn refuse_standby(&mut self, hub: u32, reason: &str, now: Now) -> Option<Transition> {
+        let index = self.job_hub_index(hub).filter(|&index| self.job_hubs[index].asked_standby.is_some())?;
+        self.job_hubs[index].reserved = (0, 0);
+        let _ = self.drop_dispensable(index, reason, now);
+        Some(self.stop_later_hub(index, reason))
     }
 
     /// Has a hub end its part, which the job does not need.

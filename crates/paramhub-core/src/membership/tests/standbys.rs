@@ -1,0 +1,91 @@
+//! The choice of hubs that become standbys of jobs which run.
+
+use super::*;
+use crate::service::JobPlan;
+
+/// A job of a team, with standbys, that runs at two hubs.
+fn with_standbys(state: &mut Membership, hubs: [u32; 2], now: Now) -> Namespace {
+    let namespace = Namespace([77; 16]);
+    let options = JobOptions { replicas: 1, ..JobOptions::default() };
+    let request = CreateService { name: "vision/kept".into(), workers: 1, options };
+    let order = state.reserve("vision/kept", 1, namespace).unwrap();
+    state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), now));
+    connect(state, namespace, 0, "", now);
+    place(state, namespace, now);
+    hubs.into_iter().for_each(|hub| reports(state, hub, vec![allocated(namespace)], now));
+    assert_eq!(state.job(namespace).unwrap().state(), JobState::Running);
+    namespace
+}
+
+/// The hubs that are asked to become standbys, and what they are asked.
+fn asked(state: &mut Membership, now: Now) -> Vec<(u32, JobPlan)> {
+    state.check_time(now);
+    let outputs = state.take_outputs(now).into_iter();
+    let asked = outputs.filter_map(|output| match output {
+        Output::ChangeMembership { hub, command: HubCommand::Allocate(plan), .. } => Some((hub, *plan)),
+        _ => None,
+    });
+    asked.collect()
+}
+
+fn lose(state: &mut Membership, hub: u32, now: Now) {
+    state.lose_hub(hub, "was lost", now);
+    drop(state.take_outputs(now));
+}
+
+#[test]
+fn a_hub_without_a_part_in_the_job_is_asked_as_soon_as_it_is_there() {
+    let now = at(0.0);
+    let mut state = teams(["vision", "speech"], TeamQuotas::default());
+    let hubs = [1, 2].map(|port| hub_on(&mut state, port, now).unwrap());
+    let job = with_standbys(&mut state, hubs, now);
+    assert!(asked(&mut state, now).is_empty(), "no share lacks one");
+    lose(&mut state, hubs[0], now);
+    assert!(asked(&mut state, now).is_empty(), "there is no other hub");
+
+    let of_rack = hub_at(&mut state, "127.0.0.1:8", "r", now);
+    let strict = RegisterHub { encrypt: true, ..offer("127.0.0.1:9") };
+    let strict = state.register_hub(strict, "token", now).unwrap();
+    state.admit_hub(strict, Some("token"), now).unwrap();
+    assert!(asked(&mut state, now).is_empty(), "hub {of_rack} serves others, and hub {strict} encrypts all");
+
+    let free = hub_on(&mut state, 3, now).unwrap();
+    let [(hub, plan)] = &asked(&mut state, now)[..] else { panic!("one hub is asked") };
+    assert_eq!((*hub, plan.hub, plan.later_hubs.len()), (free, 2, 1));
+    assert!(plan.shares.iter().all(|share| share.copying && share.standby == Some(2)));
+    assert!(asked(&mut state, now).is_empty(), "it is asked once");
+    reports(&mut state, free, vec![allocated(job)], now);
+    for share in 0..2 {
+        let ready = HubEvent::StandbyReady { namespace: job, share, standby: 2 };
+        reports(&mut state, hubs[1], vec![ready], now);
+    }
+    let standbys = state.job(job).unwrap().standby_counts().unwrap();
+    assert_eq!((standbys.shares, standbys.ready), (2, 2));
+    lose(&mut state, hubs[1], now);
+    assert_eq!(state.job(job).unwrap().state(), JobState::Running);
+}
+
+#[test]
+fn a_standby_that_is_more_than_the_team_may_have_ends_no_job() {
+    let now = at(0.0);
+    let quotas = TeamQuotas { memory_bytes: Some(2), ..TeamQuotas::default() };
+    let mut state = teams(["vision", "speech"], quotas);
+    let hubs = [1, 2].map(|port| hub_on(&mut state, port, now).unwrap());
+    let job = with_standbys(&mut state, hubs, now);
+    lose(&mut state, hubs[0], now);
+    let free = hub_on(&mut state, 3, now).unwrap();
+    assert_eq!(asked(&mut state, now).len(), 1);
+    let HubEvent::Allocated { namespace, placement_hash, resumed_step, streams, .. } = allocated(job) else {
+        panic!("it says so")
+    };
+    let more = HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes: 2, streams };
+    reports(&mut state, free, vec![more], now);
+    assert_eq!(state.job(job).unwrap().state(), JobState::Running);
+    let is_stopped = |output: &Output| matches!(output, Output::Command { hub, command: HubCommand::Stop { .. }, .. } if *hub == free);
+    let told = |output: &Output| {
+        matches!(output, Output::ChangeMembership { hub, command: HubCommand::ChangeShares { .. }, .. }
+            if *hub == free)
+    };
+    assert!(state.take_outputs(now).iter().any(|output| is_stopped(output) || told(output)));
+    assert!(asked(&mut state, at(10.0)).is_empty(), "not at once again");
+}
