@@ -76,8 +76,8 @@ impl Membership {
         team.admit(job, weight, &self.uses(&team.name, None))
     }
 
-    /// Fails a job that has more at its hubs together than its team may have, once this hub has allocated. Each hub has compared its own part
-    /// with what was left before, but not those of other hubs, and another job may have opened meanwhile.
+    /// Fails a job that has more at its hubs together than its team may have, once this hub has allocated. Each hub has compared
+    /// its own part with what was left before, but not those of other hubs, and another job may have opened meanwhile.
     pub(super) fn check_team_of(&mut self, namespace: Namespace, hub: u32, now: Now) {
         let Some(job) = self.jobs.get(&namespace).filter(|job| !job.state().has_ended()) else { return };
         let Some(team) = self.team_record(&job.name) else { return };
@@ -86,7 +86,7 @@ impl Membership {
             && let Some(job) = self.jobs.get_mut(&namespace)
         {
             // A job that runs goes on without a further standby.
-            let refused = job.refuse_standby(hub, &message, now);
+            let refused = job.exceeds_team(hub, &message, now);
             let transition = refused.unwrap_or_else(|| job.fail(ErrorCode::DoesNotFit, message, now));
             self.follow(namespace, transition);
         }

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use paramhub_core::exchange::Answer;
+use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::wire::{Header, Norm, Operation};
 
@@ -126,11 +127,20 @@ impl Outbox {
         has_room
     }
 
-    /// Does the same, unless the same message waits already, and however many there are.
-    pub(crate) fn message_once(&mut self, header: Header, payload: Vec<u8>) {
-        let message = (header, payload);
-        if !self.messages.contains(&message) {
-            self.messages.push_back(message);
+    /// Adds changes of a group's hyperparameters, by their first steps, unless they wait already, and however many there are.
+    pub(crate) fn retune_once<'a>(
+        &mut self,
+        group: u32,
+        changes: impl Iterator<Item = &'a (u32, Hyperparameters)>,
+    ) {
+        for &(first_step, hyperparameters) in changes {
+            let payload = hyperparameters.to_wire().to_vec();
+            let length = payload.len() as u32;
+            let header = Header { chunk: group, step: first_step, length, ..Header::bare(Operation::Retune) };
+            let message = (header, payload);
+            if !self.messages.contains(&message) {
+                self.messages.push_back(message);
+            }
         }
     }
 

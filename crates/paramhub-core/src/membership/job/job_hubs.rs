@@ -116,11 +116,8 @@ impl Job {
                 if placed.hash == placement_hash {
                     return self.standby_allocated(index);
                 }
-                let _ = self.drop_dispensable(index, "it has placed the chunks otherwise", now);
-                return self.stop_later_hub(
-                    index,
-                    "it has placed the chunks otherwise: use one release of paramhub",
-                );
+                let reason = "it has placed the chunks otherwise: run one version of paramhub everywhere";
+                return self.refuse_standby(index, reason, now);
             }
             JobState::Running if self.job_hubs[index].failed_standby.is_some() && self.shares_number == 0 => {
                 return self.stop_later_hub(index, "the job does not need it as a standby");

@@ -35,17 +35,20 @@ pub(crate) struct LackingShare {
 }
 
 impl Job {
+    /// The number of hubs with which the job began.
+    pub(super) fn first_hubs(&self) -> usize {
+        self.composition.as_ref().map_or(0, |composition| composition.hubs())
+    }
+
     /// The hubs that the job has got since it began.
     pub(super) fn later_hubs(&self) -> Vec<HubShape> {
-        let first = self.composition.as_ref().map_or(0, |composition| composition.hubs());
-        self.job_hubs.iter().skip(first).map(|job_hub| job_hub.shape.clone()).collect()
+        self.job_hubs.iter().skip(self.first_hubs()).map(|job_hub| job_hub.shape.clone()).collect()
     }
 
     /// The shares that are to get a standby.
     pub(crate) fn lacking_shares(&self) -> Vec<LackingShare> {
         let is_ending = self.announced.is_some() || self.concluding.is_some();
-        let first = self.composition.as_ref().map_or(0, |composition| composition.hubs());
-        let has_room = self.job_hubs.len() - first < LATER_HUBS_MAX;
+        let has_room = self.job_hubs.len() < self.first_hubs() + LATER_HUBS_MAX;
         if self.state != JobState::Running || is_ending || !has_room || self.has_suspected_hubs() {
             return Vec::new();
         }
@@ -227,16 +230,21 @@ impl Job {
             self.job_hubs.iter().position(|job_hub| job_hub.asked_standby.as_ref().is_some_and(is_late));
         let Some(index) = late else { return Transition::None };
         let reason = format!("it has not allocated the chunks within {ALLOCATES_WITHIN_S} s");
-        let _ = self.drop_dispensable(index, &reason, now);
-        self.stop_later_hub(index, &reason)
+        self.refuse_standby(index, &reason, now)
     }
 
-    /// Does without the hub that has just allocated as a standby, if one has: the job's team may not have that much.
-    pub(crate) fn refuse_standby(&mut self, hub: u32, reason: &str, now: Now) -> Option<Transition> {
+    /// Does without a hub that has just allocated as a standby, since that is more than the job's team may have; `None` if the hub
+    /// was not asked to become one.
+    pub(crate) fn exceeds_team(&mut self, hub: u32, reason: &str, now: Now) -> Option<Transition> {
         let index = self.job_hub_index(hub).filter(|&index| self.job_hubs[index].asked_standby.is_some())?;
         self.job_hubs[index].reserved = (0, 0);
+        Some(self.refuse_standby(index, reason, now))
+    }
+
+    /// Does without a hub that was asked to become a standby, of which no other hub knows yet, and has it end its part.
+    pub(super) fn refuse_standby(&mut self, index: usize, reason: &str, now: Now) -> Transition {
         let _ = self.drop_dispensable(index, reason, now);
-        Some(self.stop_later_hub(index, reason))
+        self.stop_later_hub(index, reason)
     }
 
     /// Has a hub end its part, which the job does not need.

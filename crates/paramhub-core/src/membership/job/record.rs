@@ -119,7 +119,7 @@ impl Job {
     }
 
     fn members_record(&self, now: Now) -> MembersRecord {
-        let first = self.composition.as_ref().map_or(0, |composition| composition.hubs());
+        let first = self.first_hubs();
         let hub = |(position, job_hub): (usize, &JobHub)| JobHubRecord {
             later_shape: (position >= first).then(|| job_hub.shape.clone()),
             hub: job_hub.hub,

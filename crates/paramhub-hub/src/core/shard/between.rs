@@ -46,16 +46,12 @@ impl Shard {
         let newest = between_sites::resume(&mut self.exchange, &self.plan.ports, port, again);
         if self.plan.ports.side(port) == Side::Standby {
             self.tell_standby(port);
-        }
-        // A site that has contributed to a step, or has answered one, has the changes that were sent before it: at a chunk
-        // that is at step t both ends know those for steps before t - 1.
-        for (group, schedule) in (0..).zip(&self.schedules) {
-            for &(first_step, hyperparameters) in schedule.changes_from(newest.saturating_sub(1)) {
-                let payload = hyperparameters.to_wire().to_vec();
-                let length = payload.len() as u32;
-                let header =
-                    Header { chunk: group, step: first_step, length, ..Header::bare(Operation::Retune) };
-                self.outboxes[port as usize].message_once(header, payload);
+        } else {
+            // A site that has contributed to a step, or has answered one, has the changes that were sent before it: at a chunk
+            // that is at step t both ends know those for steps before t - 1.
+            let outbox = &mut self.outboxes[port as usize];
+            for (group, schedule) in (0..).zip(&self.schedules) {
+                outbox.retune_once(group, schedule.changes_from(newest.saturating_sub(1)));
             }
         }
         if self.leaves_above(port) {

@@ -47,14 +47,9 @@ impl Shard {
     /// hyperparameters of the steps to come.
     pub(super) fn tell_standby(&mut self, port: u32) {
         let oldest = (0..self.slots.len() as u32).map(|slot| self.exchange.step(slot)).min().unwrap_or(0);
+        let outbox = &mut self.outboxes[port as usize];
         for (group, schedule) in (0..).zip(&self.schedules) {
-            for &(first_step, hyperparameters) in schedule.in_force_from(oldest) {
-                let payload = hyperparameters.to_wire().to_vec();
-                let length = payload.len() as u32;
-                let header =
-                    Header { chunk: group, step: first_step, length, ..Header::bare(Operation::Retune) };
-                self.outboxes[port as usize].message_once(header, payload);
-            }
+            outbox.retune_once(group, schedule.in_force_from(oldest));
         }
         self.pass_on_leaves_again(port);
         self.dirty.insert(port);
