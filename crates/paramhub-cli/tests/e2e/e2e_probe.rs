@@ -74,7 +74,7 @@ fn ranks_of_one_machine_share_a_range_of_ports() {
 fn the_two_directions_of_a_link_are_measured_separately() {
     let Some(mut network) = Network::new() else { return };
     let [here, there] = [(); 2].map(|()| network.host());
-    if !(here.shape("80mbit") && there.shape("20mbit")) {
+    if !(here.shape("80mbit") && there.shape("5mbit")) {
         return;
     }
     let here_with_token = |arguments: &[&str]| {
@@ -92,10 +92,10 @@ fn the_two_directions_of_a_link_are_measured_separately() {
     let report = json(here_with_token(&["run", "-n", "2", "--hub", url, "--", "sh", "-c", &worker]));
     assert_eq!(report["members"][1]["address"], there.address, "{report}");
     for matrix in [&report["alone_mbit_per_s"], &report["both_mbit_per_s"]] {
-        for (from, to, shaped) in [(0, 1, 80.0), (1, 0, 20.0)] {
-            let rate = matrix[from][to].as_f64().unwrap();
-            // A busy machine may stay below the rate, and headers take a part; nothing gets much above it.
-            assert!(rate > 0.5 * shaped && rate < 1.1 * shaped, "{from} to {to} at {shaped}: {report}");
-        }
+        // Nothing gets much above the rate of its link. A busy machine may stay far below it; what it reaches in the fast
+        // direction is still more than the slow one allows, unless one direction was taken for the other.
+        let [fast, slow] = [(0, 1), (1, 0)].map(|(from, to): (usize, usize)| matrix[from][to].as_f64().unwrap());
+        assert!(fast < 1.1 * 80.0 && fast > 1.2 * 5.0, "from 0 to 1 at 80: {report}");
+        assert!(slow < 1.1 * 5.0 && slow > 0.0, "from 1 to 0 at 5: {report}");
     }
 }
