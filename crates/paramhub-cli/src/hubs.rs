@@ -9,6 +9,10 @@ use super::{ManagerUrl, client};
 use crate::ExitCode;
 use crate::config::Config;
 
+mod drain;
+
+use drain::DrainFlags;
+
 #[derive(Args)]
 #[command(args_override_self = true)]
 pub(super) struct HubsFlags {
@@ -30,6 +34,10 @@ enum HubsCommand {
     ///
     /// Refused while a job runs at these hubs. The reduction `auto` of later jobs goes by it.
     Probe,
+    /// Have all jobs with standbys leave a hub, give it no new ones, and wait until it has none: then it can be stopped
+    ///
+    /// Jobs without standbys stay until they end. The hub stays drained if this command ends before that.
+    Drain(DrainFlags),
 }
 
 pub(super) struct HubsTask {
@@ -56,6 +64,7 @@ pub(super) fn hubs(config: &Config, todo: HubsTask) -> anyhow::Result<ExitCode> 
     let links = match todo.what {
         HubsCommand::List => client.links()?,
         HubsCommand::Probe => client.probe_links()?,
+        HubsCommand::Drain(flags) => return drain::drain(&client, flags, todo.json),
     };
     let report = Report { hubs: client.hubs()?, links };
     if todo.json {
@@ -77,7 +86,7 @@ fn list(hubs: &[HubStatus]) -> String {
     }
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(["hub", "serves", "interfaces", "cores", "last heard"]);
+    table.set_header(["hub", "serves", "interfaces", "cores", "jobs", "last heard"]);
     for hub in hubs {
         let serves = match (hub.place.host.is_empty(), hub.place.rack.is_empty()) {
             (false, _) => "its host".to_owned(),
@@ -86,13 +95,18 @@ fn list(hubs: &[HubStatus]) -> String {
         };
         let mut addresses: Vec<&str> = hub.shape.interfaces.iter().map(|i| i.address.as_str()).collect();
         addresses.dedup();
-        let note = if hub.unheard { ": it gets no new jobs" } else { "" };
+        let note = match (hub.drained, hub.unheard) {
+            (true, _) => ": it is drained, and gets no new jobs",
+            (false, true) => ": it gets no new jobs",
+            (false, false) => "",
+        };
         let last_heard = format!("{:.0} s ago{note}", hub.silent_s);
         table.add_row([
             hub.hub.to_string(),
             serves,
             addresses.join(" "),
             hub.cores.len().to_string(),
+            hub.jobs.to_string(),
             last_heard,
         ]);
     }

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::{Fingerprint, Namespace};
 use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
-    AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, ErrorCode, HubRegistered,
-    HubReport, HubStatus, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, LinkStatus, PollCommands,
-    ProbeLinks, RegisterHub, ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated,
+    AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, DrainHub, DrainStatus, ErrorCode,
+    HubRegistered, HubReport, HubStatus, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, LinkStatus,
+    PollCommands, ProbeLinks, RegisterHub, ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated,
     ServiceInitialised, TeamQuotas, TeamStatus, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
@@ -300,6 +300,17 @@ impl ManagerClient {
     /// Every hub that has joined.
     pub fn hubs(&self) -> Result<Vec<HubStatus>, ControlError> {
         self.answer(self.admin("GET", "/v1/hubs"))
+    }
+
+    /// Drains a hub, or ends that: one that is drained gets no new jobs, and jobs with standbys leave it without a lost step.
+    /// Returns the jobs that have yet to leave.
+    pub fn drain_hub(&self, hub: u32, drained: bool) -> Result<DrainStatus, ControlError> {
+        self.answer(self.post(&format!("/v1/hubs/{hub}/drain"), &DrainHub { drained })?)
+    }
+
+    /// The jobs that have a part at a hub, and what they wait for if they are to leave it.
+    pub fn drain_status(&self, hub: u32) -> Result<DrainStatus, ControlError> {
+        self.answer(self.admin("GET", &format!("/v1/hubs/{hub}/drain")))
     }
 
     /// The hubs' measurements of the network between racks.

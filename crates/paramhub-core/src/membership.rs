@@ -8,12 +8,13 @@
 //!
 //! A rank holds its number in a job through an incarnation and calls ConnectService, then InitService. Both
 //! calls wait for the other ranks ([`WaitingCall`]) and are answered together. What a single job does is in
-//! `job`; `callers` has the calls that wait, `hub_events` what hubs do, `silence` what their silence leads to, and
-//! `arrangement` how a job gets its hubs, and `new_standbys` how it gets further ones.
+//! `job`; `callers` has the calls that wait, `hub_events` what hubs do, `silence` what their silence leads to,
+//! `arrangement` how a job gets its hubs, `new_standbys` how it gets further ones, and `drain` how it leaves some.
 
 mod arrangement;
 mod callers;
 mod commands;
+mod drain;
 mod hub_events;
 mod hubs;
 mod job;
@@ -416,6 +417,7 @@ impl Membership {
         let living: Vec<Namespace> = self.living.values().copied().collect();
         for namespace in living {
             self.check_hubs_to_go_back(namespace, now);
+            self.check_drained_hubs(namespace, now);
             self.check_new_standbys(namespace, now);
             if let Some(job) = self.jobs.get_mut(&namespace) {
                 let transition = job.check_time(now);
@@ -446,7 +448,11 @@ impl Membership {
 
     /// All hubs.
     pub fn hub_statuses(&self, now: Now) -> Vec<HubStatus> {
-        self.hubs.statuses(now)
+        let mut parts: HashMap<u32, u32> = HashMap::new();
+        for hub in self.jobs.values().flat_map(Job::holding_hubs) {
+            *parts.entry(hub).or_default() += 1;
+        }
+        self.hubs.statuses(|hub| parts.get(&hub).copied().unwrap_or_default(), now)
     }
 
     /// The jobs, for metrics.

@@ -26,13 +26,16 @@ use crate::standbys::Share;
 
 pub use authority::{AuthorityStatus, ReplaceAuthority};
 pub use error::{ErrorCode, ServiceError, refusal};
-pub use hub::{Commands, HubCommand, HubJobCheckpoints, HubJobCounters, HubRegistered, HubReport, JobPlan};
+pub use hub::{
+    Commands, DrainHub, HubCommand, HubJobCheckpoints, HubJobCounters, HubRegistered, HubReport, JobPlan,
+};
 pub use hub::{NumberedCommand, PollCommands, Presence, RegisterHub};
 pub use hub_events::{CauseKind, HubEvent, JobEnd, StopWhen, add_by_rank};
 pub use options::{JobOptions, OnInterfaceDown, OnWorkerLoss};
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
 pub use status::{
-    AwaitedRanks, CoreCounters, HubStatus, JobCounters, JobState, JobStatus, LossCounters, StandbyCounts,
+    AwaitedRanks, CoreCounters, DrainStatus, HubStatus, JobAtHub, JobCounters, JobState, JobStatus,
+    LossCounters, StandbyCounts,
 };
 pub use teams::{Allowance, TeamAllowance, TeamQuotas, TeamStatus};
 pub use tokens::{CreateToken, TokenCreated, TokenRole, TokenStatus};

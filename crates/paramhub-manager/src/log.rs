@@ -45,6 +45,10 @@ pub(crate) fn log(event: &LogEvent) {
         LogEvent::HubUnheard { message }
         | LogEvent::HubHeardAgain { message }
         | LogEvent::HubLost { message } => tracing::warn!("{message}"),
+        LogEvent::HubDrained { hub, drained: true } => {
+            tracing::info!(hub, "hub is drained: it takes no new jobs, and those with standbys leave it");
+        }
+        LogEvent::HubDrained { hub, drained: false } => tracing::info!(hub, "hub is not drained any more"),
         LogEvent::HubLeft { hub } => tracing::info!(hub, "hub left"),
         // The hub has logged this, too.
         LogEvent::HubNoticed { job, hub, message } => tracing::info!(job, hub, "{message}"),

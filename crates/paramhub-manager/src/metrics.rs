@@ -285,13 +285,14 @@ fn collect_checkpoints(state: &Membership, metrics: &mut prometheus_client::regi
 }
 
 fn collect_hubs(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
-    let (hubs, unheard) = (Gauge::<i64>::default(), Gauge::<i64>::default());
+    let [hubs, unheard, drained] = [(); 3].map(|()| Gauge::<i64>::default());
     let busy = Family::<CoreLabels, Counter<f64, AtomicU64>>::default();
     let idle = Family::<CoreLabels, Counter<f64, AtomicU64>>::default();
     let statuses = state.hub_statuses(now());
     let silent = statuses.iter().filter(|hub| hub.unheard).count();
     hubs.set((statuses.len() - silent) as i64);
     unheard.set(silent as i64);
+    drained.set(statuses.iter().filter(|hub| hub.drained).count() as i64);
     for hub in statuses {
         for (core, counters) in (0..).zip(hub.cores) {
             let labels = CoreLabels { hub: hub.hub, core };
@@ -302,6 +303,7 @@ fn collect_hubs(state: &Membership, metrics: &mut prometheus_client::registry::R
     metrics.register("hubs", "Hubs that have joined and are heard", hubs);
     let help = "Hubs that have been silent for too long: they get no new jobs, and their running jobs go on";
     metrics.register("hubs_unheard", help, unheard);
+    metrics.register("hubs_drained", "Hubs that an operator drains: they get no new jobs", drained);
     metrics.register("hub_core_busy_seconds", "Time a hub core spent on frames", busy);
     metrics.register("hub_core_idle_seconds", "Time a hub core spent waiting for frames", idle);
 }

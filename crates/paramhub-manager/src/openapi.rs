@@ -32,7 +32,7 @@ use crate::routes::{authority, hubs, information_book, jobs, pages, teams, token
     paths(
         jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop, jobs::membership, jobs::replace_secret,
         information_book::query, information_book::best_scheme,
-        hubs::register, hubs::list, hubs::poll, hubs::events, hubs::links, hubs::probe,
+        hubs::register, hubs::list, hubs::drain, hubs::drain_status, hubs::poll, hubs::events, hubs::links, hubs::probe,
         authority::show, authority::replace,
         tokens::create, tokens::list, tokens::revoke,
         teams::set, teams::list, teams::remove,

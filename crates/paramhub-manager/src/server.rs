@@ -76,6 +76,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/jobs/{job}/init", post(jobs::init))
         .route("/v1/jobs/{job}/leave", post(jobs::leave))
         .route("/v1/hubs", get(hubs::list).post(hubs::register))
+        .route("/v1/hubs/{hub}/drain", get(hubs::drain_status).post(hubs::drain))
         .route("/v1/hubs/{hub}/poll", post(hubs::poll))
         .route("/v1/hubs/{hub}/events", post(hubs::events))
         .route("/v1/state", get(pages::state))

@@ -86,6 +86,7 @@ impl ManagerState {
                     self.queues.add(hub);
                     self.unsaved.hubs.insert(hub);
                 }
+                Output::SaveHub { hub } => drop(self.unsaved.hubs.insert(hub)),
                 Output::HubRestored { hub } => self.queues.restore(hub),
                 Output::HubForgotten { hub } => {
                     self.queues.remove(hub);

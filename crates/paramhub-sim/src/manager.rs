@@ -19,7 +19,7 @@ use paramhub_core::settings::Settings;
 use paramhub_core::standbys::Share;
 
 use crate::call::Answer;
-use crate::job::{FIRST_EPOCH, JobPlan, NAMESPACE, NONCE};
+use crate::job::{FIRST_EPOCH, JobPlan, NAMESPACE, NONCE, hub_shape};
 use crate::message::Message;
 use crate::network::{Arrival, Process, StreamId};
 use crate::world::{Context, Plant, Wake};
@@ -42,6 +42,8 @@ pub(crate) struct Manager {
     running: Option<Running>,
     /// Hubs that were lost, in all runs.
     lost_hubs: u32,
+    /// How often the job has left a hub that was drained, in all runs.
+    left_drained: usize,
 }
 
 /// A manager that runs.
@@ -92,7 +94,7 @@ impl Manager {
         let job = Job::new(0, plan.request.clone(), NAMESPACE, NONCE, Some(FIRST_EPOCH), now);
         let mut store = Store::default();
         store.create(job.record(now));
-        let mut manager = Manager { plan: plan.clone(), store, starts: 0, running: None, lost_hubs: 0 };
+        let mut manager = Manager { plan: plan.clone(), store, starts: 0, running: None, lost_hubs: 0, left_drained: 0 };
         manager.start(context);
         manager
     }
@@ -120,6 +122,23 @@ impl Manager {
     pub(crate) fn saved_shares(&self) -> &[Share] {
         let is_saved = |running: &Running| running.unsaved.is_empty() && running.saving.is_none();
         if self.running.as_ref().is_some_and(is_saved) { self.shares() } else { &[] }
+    }
+
+    /// How often the job has left a hub that was drained.
+    pub(crate) fn left_drained(&self) -> usize {
+        self.left_drained
+    }
+
+    /// An operator drains the hub of this process, if it has joined, or no longer.
+    pub(crate) fn drain(&mut self, number: u16, drained: bool, context: &mut Context<'_>) {
+        let Some(running) = self.running.as_mut() else { return };
+        let address = &hub_shape(number, 1).interfaces[0].address;
+        let statuses = running.membership.hub_statuses(moment(context));
+        let hub = statuses.iter().find(|hub| hub.shape.interfaces[0].address == *address);
+        if let Some(hub) = hub.map(|hub| hub.hub) {
+            running.membership.drain_hub(hub, drained, moment(context)).expect("it has joined");
+        }
+        self.carry_out(context);
     }
 
     /// Whether any hub was ever lost.
@@ -307,6 +326,7 @@ impl Manager {
                 running.queues.add(hub);
                 running.unsaved.hubs.insert(hub);
             }
+            Output::SaveHub { hub } => drop(running.unsaved.hubs.insert(hub)),
             Output::HubRestored { hub } => running.queues.restore(hub),
             Output::HubForgotten { hub } => {
                 running.queues.remove(hub);

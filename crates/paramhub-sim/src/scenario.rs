@@ -116,6 +116,8 @@ pub enum Fault {
     Kill(Process),
     /// A hub is killed, and started again after a while.
     Reboot(u16, Duration),
+    /// An operator drains a hub, and ends that after a while.
+    Drain(u16, Duration),
     /// A second process of a rank opens streams to all hubs.
     Twin(u32),
     /// Nothing reaches one process from the other for a while.
@@ -274,16 +276,18 @@ impl Scenario {
         self.continues = false;
     }
 
-    /// Kills hubs one after the other, mostly so that each comes back in time to become a standby before the next is killed.
+    /// Kills or drains hubs one after the other, mostly so that each comes back in time to become a standby before the next one's
+    /// turn.
     fn lose_hubs_in_turn(&mut self, gathering: Duration, random: &mut Random) {
         let ms = Duration::from_millis;
         let mut at = gathering;
         for _ in 0..2 + random.below(2) {
             at += random.time(&(ms(2_000)..ms(8_000)));
             let hub = random.below((self.hubs + self.spare_hubs).into()) as u16;
-            let fault = match random.happens(80) {
-                true => Fault::Reboot(hub, random.time(&(ms(50)..ms(3_000)))),
-                false => Fault::Kill(Process::Hub(hub)),
+            let fault = match random.below(10) {
+                0..=4 => Fault::Reboot(hub, random.time(&(ms(50)..ms(3_000)))),
+                5..=7 => Fault::Drain(hub, any_length(random, 80, 20_000)),
+                _ => Fault::Kill(Process::Hub(hub)),
             };
             self.faults.push((at, fault));
         }
@@ -412,6 +416,7 @@ impl Fault {
             | Fault::Part(.., length)
             | Fault::Pause(_, length)
             | Fault::Reboot(_, length)
+            | Fault::Drain(_, length)
             | Fault::Replace(_, length)
             | Fault::Restart(_, length) => length,
             Fault::Crash { away, .. } => away,
@@ -461,6 +466,7 @@ impl Fault {
             Fault::Cut { .. }
             | Fault::Kill(_)
             | Fault::Reboot(..)
+            | Fault::Drain(..)
             | Fault::Twin(_)
             | Fault::Replace(..)
             | Fault::Restart(..) => false,

@@ -109,8 +109,10 @@ impl Scenario {
             Fault::Crash { .. } => false,
             fault => fault.is_of_manager(),
         };
-        let is_alone = kills == 0 || !faults.iter().any(|fault| costs_a_hub(&fault));
-        (kills <= 1 || !has_risked_chunks) && is_alone && self.survive_running(&others)
+        // A hub that is drained is left for its standby, too, which may be the one that stands still or is cut off.
+        let leaves_none = kills == 0 && !faults.iter().any(|fault| matches!(fault, Fault::Drain(..)));
+        let is_alone = leaves_none || !faults.iter().any(|fault| costs_a_hub(&fault));
+        !has_risked_chunks && is_alone && self.survive_running(&others)
     }
 
     /// Whether no worker may be lost although its streams may be cut.
@@ -134,6 +136,8 @@ impl Scenario {
         let is_survived = |fault: &Fault| match fault {
             Fault::Break(..) | Fault::Block(..) | Fault::Part(..) => fault.is_of_manager(),
             Fault::Pause(..) | Fault::Crash { .. } => true,
+            // A job that has yet to find its hubs waits for that one, or goes on without it.
+            Fault::Drain(..) => false,
             // A rival that comes first has the rank.
             Fault::Cut { .. }
             | Fault::Silence(..)
@@ -159,14 +163,15 @@ impl Scenario {
             Fault::Silence(..) => self.continues,
             // The grace is looked at below.
             Fault::Break(..) | Fault::Cut { .. } => true,
-            Fault::Block(..) | Fault::Part(..) | Fault::Pause(..) => true,
+            Fault::Block(..) | Fault::Part(..) | Fault::Pause(..) | Fault::Drain(..) => true,
             Fault::Twin(_) | Fault::Rival(_) | Fault::Crash { .. } => true,
             Fault::Kill(_) | Fault::Reboot(..) | Fault::Replace(..) | Fault::Restart(..) => false,
         };
         // A job that runs needs no manager, however long it is away, and for long not one that hears its hubs.
         let is_cut = |fault: &&Fault| fault.is_of_manager() && !matches!(fault, Fault::Crash { .. });
         let unheard: Duration = faults.iter().filter(is_cut).map(|fault| fault.length()).sum();
-        let of_streams = faults.iter().filter(|fault| !fault.is_of_manager());
+        let is_of_streams = |fault: &&Fault| !fault.is_of_manager() && !matches!(fault, Fault::Drain(..));
+        let of_streams = faults.iter().filter(is_of_streams);
         let lengths: Duration = of_streams.clone().map(|fault| fault.length()).sum();
         let silences = of_streams.filter(|fault| matches!(fault, Fault::Silence(..))).count();
         // The first silence makes the worker dial; others may hit the handshakes that follow.

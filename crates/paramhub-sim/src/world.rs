@@ -146,6 +146,8 @@ pub struct Summary {
     pub took_over_later: usize,
     /// How often a hub was killed.
     pub hub_losses: usize,
+    /// How often the job has left a hub that was drained.
+    pub left_drained: usize,
     /// The virtual time that it took.
     pub took: Duration,
 }
@@ -171,6 +173,8 @@ struct World<'a> {
     killed: BTreeSet<Process>,
     /// How often a hub was killed.
     hub_losses: usize,
+    /// How often an operator has drained a hub.
+    drains: usize,
     /// Whether a hub was killed, after another, while not all shares had two hubs.
     has_risked_chunks: bool,
     /// The events that wait for processes which stand still.
@@ -206,6 +210,7 @@ pub fn run(scenario: &Scenario) -> Result<Summary, String> {
         },
         killed: BTreeSet::new(),
         hub_losses: 0,
+        drains: 0,
         has_risked_chunks: false,
         paused: BTreeMap::new(),
         broken: 0,
@@ -429,7 +434,7 @@ impl World<'_> {
             scenario: self.scenario,
             connected: self.connected,
             workers: self.workers.iter().map(worker_end).collect(),
-            has_all_hubs: self.hub_losses == 0 && hubs.len() == usize::from(self.scenario.hubs),
+            has_all_hubs: self.hub_losses == 0 && self.drains == 0 && hubs.len() == usize::from(self.scenario.hubs),
             has_risked_chunks: self.has_risked_chunks,
             hubs,
             recorded: &recorded,
@@ -453,6 +458,7 @@ impl World<'_> {
             new_standbys: self.ledger.new_standbys().0,
             took_over_later: self.ledger.new_standbys().1,
             hub_losses: self.hub_losses,
+            left_drained: self.manager.as_ref().map_or(0, Manager::left_drained),
             took: self.agenda.now(),
         })
     }

@@ -94,7 +94,8 @@ fn the_two_directions_of_a_link_are_measured_separately() {
     for matrix in [&report["alone_mbit_per_s"], &report["both_mbit_per_s"]] {
         // Nothing gets much above the rate of its link. A busy machine may stay far below it; what it reaches in the fast
         // direction is still more than the slow one allows, unless one direction was taken for the other.
-        let [fast, slow] = [(0, 1), (1, 0)].map(|(from, to): (usize, usize)| matrix[from][to].as_f64().unwrap());
+        let [fast, slow] =
+            [(0, 1), (1, 0)].map(|(from, to): (usize, usize)| matrix[from][to].as_f64().unwrap());
         assert!(fast < 1.1 * 80.0 && fast > 1.2 * 5.0, "from 0 to 1 at 80: {report}");
         assert!(slow < 1.1 * 5.0 && slow > 0.0, "from 1 to 0 at 5: {report}");
     }

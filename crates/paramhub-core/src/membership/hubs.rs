@@ -40,6 +40,9 @@ pub struct HubRecord {
     token_hash: String,
     /// What it offers.
     offer: RegisterHub,
+    /// Whether an operator drains it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    drained: bool,
 }
 
 /// One hub.
@@ -52,6 +55,8 @@ pub(crate) struct Hub {
     has_hung_up: bool,
     /// `true` if the hub is about to stop. It takes no further jobs then.
     pub(crate) is_leaving: bool,
+    /// `true` if an operator drains the hub. It takes no further jobs, and those leave it that can go on elsewhere.
+    drained: bool,
     contact: Contact,
 }
 
@@ -91,7 +96,7 @@ impl Hubs {
             let message = format!("{HUBS_MAX} hubs have joined already, the most there can be");
             return Err(refusal(ErrorCode::DoesNotFit, message));
         }
-        self.add(HubRecord { hub, token_hash: tokens::hash(token), offer }, now);
+        self.add(HubRecord { hub, token_hash: tokens::hash(token), offer, drained: false }, now);
         Ok(hub)
     }
 
@@ -101,7 +106,7 @@ impl Hubs {
     }
 
     fn add(&mut self, record: HubRecord, now: Now) {
-        let HubRecord { hub, token_hash, offer } = record;
+        let HubRecord { hub, token_hash, offer, drained } = record;
         self.next = self.next.max(hub + 1);
         let joined = Hub {
             offer,
@@ -110,6 +115,7 @@ impl Hubs {
             heard: now,
             has_hung_up: false,
             is_leaving: false,
+            drained,
             contact: Contact::Expected,
         };
         self.hubs.insert(hub, joined);
@@ -117,8 +123,8 @@ impl Hubs {
 
     /// The record that the store keeps of a hub.
     pub(crate) fn record(&self, hub: u32) -> Option<HubRecord> {
-        let Hub { offer, token_hash, .. } = self.hubs.get(&hub)?;
-        Some(HubRecord { hub, token_hash: token_hash.clone(), offer: offer.clone() })
+        let Hub { offer, token_hash, drained, .. } = self.hubs.get(&hub)?;
+        Some(HubRecord { hub, token_hash: token_hash.clone(), offer: offer.clone(), drained: *drained })
     }
 
     /// Hubs that claim an address of this shape. They must be gone, since only one process can listen on an
@@ -186,6 +192,17 @@ impl Hubs {
         self.hubs.get(&hub).is_some_and(|joined| joined.is_leaving)
     }
 
+    /// Drains a hub, or ends that. Returns whether that is a change.
+    pub(crate) fn drain(&mut self, hub: u32, drained: bool) -> bool {
+        let joined = self.hubs.get_mut(&hub);
+        joined.is_some_and(|joined| std::mem::replace(&mut joined.drained, drained) != drained)
+    }
+
+    /// Whether an operator drains a hub.
+    pub(crate) fn is_drained(&self, hub: u32) -> bool {
+        self.hubs.get(&hub).is_some_and(|joined| joined.drained)
+    }
+
     /// The hubs that are not heard, those first that have been silent for longest, if no further hub can join.
     pub(crate) fn unheard_if_full(&self) -> Vec<u32> {
         if self.hubs.len() < HUBS_MAX {
@@ -234,7 +251,8 @@ impl Hubs {
 
     /// All hubs that take jobs, and the workers that they serve, in the order in which they joined.
     pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
-        let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving && hub.contact == Contact::Heard);
+        let takes_jobs = |hub: &Hub| !hub.is_leaving && !hub.drained && hub.contact == Contact::Heard;
+        let here = self.hubs.iter().filter(|(_, hub)| takes_jobs(hub));
         here.map(|(&number, hub)| (number, (hub.offer.shape.clone(), hub.offer.place.clone()))).collect()
     }
 
@@ -274,8 +292,8 @@ impl Hubs {
         self.hubs.get(&hub).map(|joined| LastContact { call: joined.heard, has_hung_up: joined.has_hung_up })
     }
 
-    /// The hubs as listings show them.
-    pub(crate) fn statuses(&self, now: Now) -> Vec<HubStatus> {
+    /// The hubs as listings show them. `jobs` says how many jobs have a part at a hub.
+    pub(crate) fn statuses(&self, jobs: impl Fn(u32) -> u32, now: Now) -> Vec<HubStatus> {
         let status = |(&hub, joined): (&u32, &Hub)| HubStatus {
             hub,
             shape: joined.offer.shape.clone(),
@@ -283,6 +301,8 @@ impl Hubs {
             cores: joined.cores.clone(),
             silent_s: now.seconds_since(joined.heard),
             unheard: joined.is_unheard(),
+            drained: joined.drained,
+            jobs: jobs(hub),
         };
         self.hubs.iter().map(status).collect()
     }

@@ -9,6 +9,9 @@ mod begin_again;
 mod begin_again_tests;
 mod calls;
 pub(crate) mod cause;
+mod drain;
+#[cfg(test)]
+mod drain_tests;
 mod ending;
 mod information_book;
 pub(crate) mod job_hubs;

@@ -96,6 +96,11 @@ pub enum Output {
         /// The hub's number.
         hub: u32,
     },
+    /// The record of a hub has changed and is to be saved.
+    SaveHub {
+        /// The hub's number.
+        hub: u32,
+    },
     /// A hub is to receive a command.
     Command {
         /// The hub's number.
@@ -212,6 +217,13 @@ pub enum LogEvent {
     HubLost {
         /// The hub, and the reason why it counts as lost.
         message: String,
+    },
+    /// An operator drains a hub, or no longer does.
+    HubDrained {
+        /// The hub's number.
+        hub: u32,
+        /// Whether it is drained from now on.
+        drained: bool,
     },
     /// A hub has shut down.
     HubLeft {

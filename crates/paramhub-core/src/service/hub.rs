@@ -54,6 +54,15 @@ pub struct HubRegistered {
     pub token: String,
 }
 
+/// `POST /v1/hubs/{hub}/drain`: has all jobs leave a hub that can go on at others, and gives it no new ones; or ends that.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct DrainHub {
+    /// Whether the hub is drained from now on.
+    pub drained: bool,
+}
+
 /// `POST /v1/hubs/{hub}/poll`: waits for commands. The manager forgets commands up to `acknowledged` and
 /// repeats later ones until they are acknowledged, so a lost answer loses no command.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -204,4 +204,36 @@ pub struct HubStatus {
     /// `true` if that is longer than `--hub-dead-after`: the hub gets no new jobs, and its running jobs go on.
     #[serde(default)]
     pub unheard: bool,
+    /// `true` if an operator drains the hub: it gets no new jobs, and those that can go on elsewhere leave it.
+    #[serde(default)]
+    pub drained: bool,
+    /// The number of jobs that have a part there.
+    #[serde(default)]
+    pub jobs: u32,
+}
+
+/// `GET /v1/hubs/{hub}/drain`, and the answer to [`DrainHub`](super::DrainHub): the jobs that have yet to leave a hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct DrainStatus {
+    /// The hub's number.
+    pub hub: u32,
+    /// The hub's number and first address, for people.
+    pub name: String,
+    /// Whether the hub is drained.
+    pub drained: bool,
+    /// The jobs that have a part there, oldest first.
+    pub jobs: Vec<JobAtHub>,
+}
+
+/// A job that has a part at a hub.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobAtHub {
+    /// The job's name.
+    pub name: String,
+    /// The job's namespace.
+    pub namespace: Namespace,
+    /// What it waits for until it leaves the hub, or why it stays until it ends. A part of a sentence that begins with `it`.
+    pub why: String,
 }

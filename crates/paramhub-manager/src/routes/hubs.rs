@@ -8,8 +8,8 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use paramhub_core::service::{
-    Commands, HubRegistered, HubReport, HubStatus, LinkStatus, PollCommands, ProbeLinks, RegisterHub,
-    ServiceError,
+    Commands, DrainHub, DrainStatus, HubRegistered, HubReport, HubStatus, LinkStatus, PollCommands,
+    ProbeLinks, RegisterHub, ServiceError,
 };
 use tokio::time::{Instant, timeout_at};
 
@@ -20,6 +20,7 @@ use crate::error::Refusal;
 use crate::hub_queues::{WaitingCommands, commands_json};
 use crate::log::audit;
 use crate::registry::Registry;
+use crate::routes::PathSegment;
 
 /// The longest wait of one poll.
 const POLL_MAX: Duration = Duration::from_secs(10);
@@ -75,6 +76,57 @@ pub(crate) async fn register(
 )]
 pub(crate) async fn list(_: JobReader, State(registry): State<Arc<Registry>>) -> Json<Vec<HubStatus>> {
     Json(registry.with(|state| state.membership.hub_statuses(now())))
+}
+
+/// Drains a hub, or ends that. A hub that is drained gets no new jobs. A job with standbys leaves it once other hubs have all
+/// chunks that it has there, without a lost step; the others stay until they end. A manager that restarts with its state goes on
+/// with it, and it ends when the hub joins again under another number.
+#[utoipa::path(
+    post, path = "/v1/hubs/{hub}/drain", tag = "hubs", operation_id = "drain_hub",
+    params(("hub" = u32, Path, description = "The hub's number.")),
+    request_body = DrainHub,
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "The jobs that have yet to leave it.", body = DrainStatus),
+        (status = 400, description = "The body is malformed.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
+        (status = 404, description = "There is no such hub.", body = ServiceError),
+        (status = 408, description = "The body did not arrive in time.", body = ServiceError),
+        (status = 413, description = "The body is too long.", body = ServiceError),
+        (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
+    )
+)]
+pub(crate) async fn drain(
+    Admin(by): Admin,
+    State(registry): State<Arc<Registry>>,
+    PathSegment(hub): PathSegment<u32>,
+    JsonBody(DrainHub { drained }): JsonBody<DrainHub, SMALL>,
+) -> Result<Json<DrainStatus>, Refusal> {
+    let status = registry.with(|state| state.membership.drain_hub(hub, drained, now()))?;
+    audit(&by, format_args!("{} hub {hub}", if drained { "drained" } else { "no longer drains" }));
+    Ok(Json(status))
+}
+
+/// Returns the jobs that have a part at a hub, and what those wait for that are to leave it.
+#[utoipa::path(
+    get, path = "/v1/hubs/{hub}/drain", tag = "hubs", operation_id = "drain_status",
+    params(("hub" = u32, Path, description = "The hub's number.")),
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "Oldest first.", body = DrainStatus),
+        (status = 400, description = "That is not a number.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
+        (status = 404, description = "There is no such hub.", body = ServiceError),
+    )
+)]
+pub(crate) async fn drain_status(
+    _: Reader,
+    State(registry): State<Arc<Registry>>,
+    PathSegment(hub): PathSegment<u32>,
+) -> Result<Json<DrainStatus>, Refusal> {
+    Ok(Json(registry.with(|state| state.membership.drain_status(hub))?))
 }
 
 /// Returns the measurements by hubs of the network between racks.

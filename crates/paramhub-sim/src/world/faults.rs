@@ -38,6 +38,10 @@ impl World<'_> {
                 self.network.block(a, b, true, &mut self.agenda);
                 self.network.block(b, a, true, &mut self.agenda);
             }
+            Fault::Drain(hub, _) => {
+                self.drains += 1;
+                self.drain(hub, true);
+            }
             Fault::Kill(process) => self.kill(process),
             Fault::Reboot(hub, _) => self.kill(Process::Hub(hub)),
             Fault::Replace(rank, _) => {
@@ -88,6 +92,7 @@ impl World<'_> {
                 }
             }
             Fault::Reboot(hub, _) => self.start_hub_again(hub),
+            Fault::Drain(hub, _) => self.drain(hub, false),
             Fault::Crash { .. } => {
                 self.crashes -= 1;
                 if self.crashes == 0 {
@@ -131,12 +136,22 @@ impl World<'_> {
         }
     }
 
+    /// An operator tells the manager that it is to drain a hub, or no longer; in vain if the manager does not run.
+    fn drain(&mut self, hub: u16, drained: bool) {
+        self.with(Process::Manager, |process, context| {
+            if let Either::Manager(manager) = process {
+                manager.drain(hub, drained, context);
+            }
+        });
+    }
+
     fn kill(&mut self, process: Process) {
         if self.killed.contains(&process) {
             return;
         }
         if matches!(process, Process::Hub(_)) {
-            self.has_risked_chunks |= self.hub_losses > 0 && !self.has_all_standbys();
+            let is_first = self.hub_losses == 0 && self.drains == 0;
+            self.has_risked_chunks |= !is_first && !self.has_all_standbys();
             self.hub_losses += 1;
         }
         if self.killed.insert(process) {

@@ -63,6 +63,11 @@ impl Job {
         (stop_timeout(when), transition)
     }
 
+    /// Whether its workers are about to end, or have ended.
+    pub(super) fn is_concluding(&self) -> bool {
+        self.announced.is_some() || self.concluding.is_some()
+    }
+
     /// Fails the job for all callers, with a message that is certain. A job that has ended keeps its own.
     pub(crate) fn fail(&mut self, code: ErrorCode, message: String, now: Now) -> Transition {
         if self.state.has_ended() {

@@ -1,5 +1,7 @@
 //! The part of the hubs in a job: their reports, and the consequences for the job.
 
+use std::collections::BTreeSet;
+
 use crate::checkpoint::CheckpointStatus;
 use crate::composition::SiteId;
 use crate::limits::MESSAGE_BYTES_MAX;
@@ -356,6 +358,15 @@ impl Job {
     /// The hubs that serve the job, site by site in placement order.
     pub fn hubs(&self) -> impl Iterator<Item = u32> + '_ {
         self.job_hubs.iter().map(|job_hub| job_hub.hub)
+    }
+
+    /// The hubs that hold a part of the job, each once.
+    pub(crate) fn holding_hubs(&self) -> BTreeSet<u32> {
+        self.job_hubs
+            .iter()
+            .filter(|job_hub| job_hub.asked && !job_hub.ended)
+            .map(|job_hub| job_hub.hub)
+            .collect()
     }
 
     /// Returns whether this hub was asked to hold part of the job.

@@ -47,9 +47,8 @@ impl Job {
 
     /// The shares that are to get a standby.
     pub(crate) fn lacking_shares(&self) -> Vec<LackingShare> {
-        let is_ending = self.announced.is_some() || self.concluding.is_some();
         let has_room = self.job_hubs.len() < self.first_hubs() + LATER_HUBS_MAX;
-        if self.state != JobState::Running || is_ending || !has_room || self.has_suspected_hubs() {
+        if self.state != JobState::Running || self.is_concluding() || !has_room || self.has_suspected_hubs() {
             return Vec::new();
         }
         let is_asked_for = |number: u16| {

@@ -89,3 +89,46 @@ fn a_standby_that_is_more_than_the_team_may_have_ends_no_job() {
     assert!(state.take_outputs(now).iter().any(|output| is_stopped(output) || told(output)));
     assert!(asked(&mut state, at(10.0)).is_empty(), "not at once again");
 }
+
+#[test]
+fn a_drained_hub_gets_no_jobs_and_is_left_by_those_with_standbys_also_under_the_next_manager() {
+    let now = at(0.0);
+    let mut state = teams(["vision", "speech"], TeamQuotas::default());
+    let hubs = [1, 2].map(|port| hub_on(&mut state, port, now).unwrap());
+    let job = with_standbys(&mut state, hubs, now);
+    assert_eq!(state.drain_hub(9, true, now).unwrap_err().code, ErrorCode::NotFound);
+    let free = hub_on(&mut state, 3, now).unwrap();
+    assert_eq!(
+        state.hub_statuses(now).iter().map(|hub| (hub.jobs, hub.drained)).collect::<Vec<_>>(),
+        [(1, false), (1, false), (0, false)]
+    );
+
+    let status = state.drain_hub(hubs[0], true, now).unwrap();
+    let [there] = &status.jobs[..] else { panic!("{status:?}") };
+    assert_eq!((there.name.as_str(), status.drained), ("vision/kept", true));
+    let saves = |state: &mut Membership| {
+        let outputs = state.take_outputs(now).into_iter();
+        outputs.filter(|output| matches!(output, Output::SaveHub { hub } if *hub == hubs[0])).count()
+    };
+    assert_eq!(saves(&mut state), 1);
+    assert!(state.drain_hub(hubs[0], true, now).is_ok() && saves(&mut state) == 0, "it was drained already");
+    let record = state.hub_record(hubs[0]).unwrap();
+    let record: HubRecord = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
+
+    // The standby of all that the hub has takes over at the next tick, and a hub without a part becomes the new standby.
+    let [(hub, plan)] = &asked(&mut state, at(1.0))[..] else { panic!("one hub is asked") };
+    assert_eq!((*hub, plan.shares.len()), (free, 2));
+    assert!(state.drain_status(hubs[0]).unwrap().jobs.is_empty());
+    assert!(state.hub_statuses(now).iter().any(|hub| hub.drained && hub.jobs == 0));
+    lose(&mut state, free, at(2.0));
+    assert!(asked(&mut state, at(60.0)).is_empty(), "the drained hub is not asked");
+
+    let limits = state.limits;
+    let records = vec![state.job(job).unwrap().record(at(60.0))];
+    let mut next = Membership::new(records, vec![record], limits, Nonce([9; 32]), at(61.0));
+    assert!(next.drain_status(hubs[0]).unwrap().drained);
+    assert!(!next.drain_hub(hubs[0], false, at(61.0)).unwrap().drained);
+
+    state.drain_hub(hubs[0], false, at(61.0)).unwrap();
+    assert_eq!(asked(&mut state, at(100.0)).len(), 1, "it may be asked again");
+}

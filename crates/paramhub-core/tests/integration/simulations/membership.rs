@@ -590,6 +590,7 @@ impl Simulation {
                     let record = self.membership.hub_record(hub).map(|record| (hub, record));
                     self.hub_store.extend(record);
                 }
+                Output::SaveHub { .. } => panic!("nobody drains a hub"),
                 Output::HubRestored { hub } => assert!(self.hubs.contains_key(&hub)),
                 Output::HubForgotten { hub } => {
                     self.hubs.remove(&hub);
