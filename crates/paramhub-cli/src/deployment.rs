@@ -3,6 +3,7 @@
 use paramhub::ManagerClient;
 use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::composition::Reduction;
+use paramhub_core::service::HubStatus;
 
 use super::Usage;
 use crate::config::Deployment;
@@ -43,7 +44,8 @@ pub(super) fn hubs_needed(
     let own_rack = std::env::var("PARAMHUB_RACK").unwrap_or_default();
     let serves = |rack: &str| reduction == Reduction::Flat || rack.is_empty() || rack == own_rack;
     let hubs = client.hubs()?;
-    let joined = hubs.iter().filter(|hub| hub.place.host.is_empty() && serves(&hub.place.rack)).count();
+    let would_serve = |hub: &&HubStatus| !hub.drained && hub.place.host.is_empty() && serves(&hub.place.rack);
+    let joined = hubs.iter().filter(would_serve).count();
     let several = Features::of([(Feature::DeploymentNcc, true), (Feature::SeveralHubs, joined > 1)]);
     combinations::check(several).map_err(|conflict| {
         Usage(format!(

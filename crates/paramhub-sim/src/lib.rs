@@ -74,6 +74,8 @@ pub struct Explored {
     pub took_over_later: u64,
     /// Jobs that had to finish although hubs were killed twice or more, each time after the standbys were complete again.
     pub without_several_hubs: u64,
+    /// How often a job has left a hub that was drained, for its standby.
+    pub left_drained: u64,
     /// Streams that were broken by faults.
     pub broken_streams: u64,
     /// Restarts of managers.
@@ -120,6 +122,7 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
         explored.without_hubs += u64::from(had_to_finish && loses_hub);
         explored.new_standbys += summary.new_standbys as u64;
         explored.took_over_later += summary.took_over_later as u64;
+        explored.left_drained += summary.left_drained as u64;
         let loses_several = scenario.replicas && summary.hub_losses > 1;
         explored.without_several_hubs += u64::from(had_to_finish && loses_several);
         explored.rewinds += summary.rewinds as u64;

@@ -94,7 +94,8 @@ impl Manager {
         let job = Job::new(0, plan.request.clone(), NAMESPACE, NONCE, Some(FIRST_EPOCH), now);
         let mut store = Store::default();
         store.create(job.record(now));
-        let mut manager = Manager { plan: plan.clone(), store, starts: 0, running: None, lost_hubs: 0, left_drained: 0 };
+        let mut manager =
+            Manager { plan: plan.clone(), store, starts: 0, running: None, lost_hubs: 0, left_drained: 0 };
         manager.start(context);
         manager
     }
@@ -354,6 +355,9 @@ impl Manager {
             Output::Log(event) => {
                 context.trace(|| format!("the manager: {event:?}"));
                 self.lost_hubs += u32::from(matches!(event, LogEvent::HubLost { .. }));
+                let is_drained = |message: &str| message.contains("is drained by an operator; hub");
+                let left = matches!(&event, LogEvent::SharesChanged { message, .. } if is_drained(message));
+                self.left_drained += usize::from(left);
             }
         }
     }

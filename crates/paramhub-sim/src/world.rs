@@ -434,7 +434,9 @@ impl World<'_> {
             scenario: self.scenario,
             connected: self.connected,
             workers: self.workers.iter().map(worker_end).collect(),
-            has_all_hubs: self.hub_losses == 0 && self.drains == 0 && hubs.len() == usize::from(self.scenario.hubs),
+            has_all_hubs: self.hub_losses == 0
+                && self.drains == 0
+                && hubs.len() == usize::from(self.scenario.hubs),
             has_risked_chunks: self.has_risked_chunks,
             hubs,
             recorded: &recorded,

@@ -21,7 +21,7 @@ pub(super) struct DrainFlags {
     #[arg(long, conflicts_with = "timeout")]
     cancel: bool,
     /// Wait no longer than this until all jobs have left; with 0 not at all [default: without an end]
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     timeout: Option<f64>,
 }
 

@@ -213,6 +213,108 @@ fn all_hubs_are_replaced_one_after_the_other_without_a_lost_step() {
 }
 
 #[test]
+fn a_drained_hub_is_left_without_a_lost_step_and_gets_no_new_jobs() {
+    let expected = Job::start_with(2, JobOptions::default(), &lasting("900")).parameters();
+    let mut job = Job::start_with(2, JobOptions::default(), &lasting("900"));
+    let url = format!("http://{}", job.address);
+    let drain = |arguments: &[&str]| {
+        paramhub(["hubs", "drain", "--hub", &url].into_iter().chain(arguments.iter().copied())).finish()
+    };
+    // The other hub takes over, and has no standby. So it cannot be left before a third hub has all chunks.
+    let drained = drain(&["0"]).expect_code(0).stdout;
+    for part in [
+        "hub 0 (127.0.0.1:",
+        "takes no new jobs; 1 job",
+        "job kept: ",
+        "job kept has left",
+        "it can be stopped",
+    ] {
+        assert!(drained.contains(part), "no `{part}` in\n{drained}");
+    }
+    job.await_steps();
+    let late = drain(&["1", "--timeout", "1"]).expect_code(1);
+    assert!(late.stdout.contains("start one that has no part in it"), "{late:?}");
+    assert!(late.stderr.contains("still has 1 job (kept), and stays drained"), "{late:?}");
+    let plain = CreateService {
+        name: "plain".into(),
+        workers: 1,
+        options: JobOptions { rendezvous_timeout_s: 60.0, ..Default::default() },
+    };
+    job.client.create_service(&plain).unwrap();
+
+    // The manager that is started again goes on with it.
+    drop(job.manager.take());
+    job.manager = Some(manager(&job.address, &job.state));
+    job.hubs.push(Some(hub(&url, "127.0.0.1:0")));
+    let drained = drain(&["1"]).expect_code(0).stdout;
+    assert!(drained.contains("job kept has left"), "{drained}");
+    for number in [0, 1] {
+        let left = job.hubs[number].take().expect("it was not killed");
+        left.signal(Signal::TERM);
+        left.finish().expect_code(0);
+    }
+    job.await_steps();
+    let listed = paramhub(["hubs", "--hub", &url]).finish().expect_code(0).stdout;
+    assert!(!listed.contains("is drained"), "both have shut down:\n{listed}");
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
+fn a_job_without_standbys_stays_at_a_drained_hub_until_it_ends() {
+    let (hub, url) = crate::common::hub([]);
+    let drain = |arguments: &[&str]| {
+        paramhub(["hubs", "drain", "--hub", &url].into_iter().chain(arguments.iter().copied())).finish()
+    };
+    let client = ManagerClient::new(&url, None).unwrap();
+    let start = |name: &str, steps: &str| {
+        let options = JobOptions::default();
+        let created =
+            client.create_service(&CreateService { name: name.into(), workers: 1, options }).unwrap();
+        example("exchange", ["--steps", steps, "--compute-ms", "5"])
+            .env("PARAMHUB_URL", &url)
+            .env("PARAMHUB_JOB", &created.namespace.to_string())
+            .env("PARAMHUB_SECRET", &String::from(created.secret()))
+            .env("RANK", "0")
+            .start()
+    };
+    let worker = start("plain", "1000000");
+    wait_until("it runs", || client.job("plain").unwrap().state == JobState::Running);
+    let stays = drain(&["0", "--timeout", "0"]).expect_code(1);
+    assert!(
+        stays.stdout.contains("job plain: it stays until it ends, since it has no standbys"),
+        "{stays:?}"
+    );
+    let listed = paramhub(["hubs", "--hub", &url]).finish().expect_code(0).stdout;
+    assert!(listed.contains("it is drained, and gets no new jobs"), "{listed}");
+    let json = drain(&["0", "--timeout", "0", "--json"]).expect_code(1).stdout;
+    let status: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(
+        (status["drained"].as_bool(), status["jobs"][0]["name"].as_str()),
+        (Some(true), Some("plain"))
+    );
+    // A job that comes now waits, and begins when the hub takes jobs again.
+    let late = start("late", "2");
+    wait_until("its rank waits for a hub", || client.job("late").unwrap().connected == [0]);
+    assert_eq!(client.job("late").unwrap().state, JobState::Connecting);
+    let cancelled = drain(&["0", "--cancel"]).expect_code(0).stdout;
+    assert!(cancelled.contains("is not drained, and takes new jobs"), "{cancelled}");
+    late.finish().expect_code(0);
+    client.stop_job("plain").unwrap();
+    worker.finish().expect_code(1);
+    drain(&["0"]).expect_code(0);
+    for (arguments, code, reason) in [
+        (&["7"][..], 1, "there is no hub 7: `paramhub hubs` lists all"),
+        (&["seven"], 2, "invalid value 'seven'"),
+        (&[], 2, "<NUMBER>"),
+        (&["0", "--timeout", "-1"], 2, "--timeout"),
+    ] {
+        let refused = drain(arguments).expect_code(code);
+        assert!(refused.stderr.contains(reason), "no `{reason}` in\n{}", refused.stderr);
+    }
+    drop(hub);
+}
+
+#[test]
 fn a_job_whose_hub_and_manager_are_gone_waits_for_the_manager() {
     let expected = Job::start(2, JobOptions::default()).parameters();
     let mut job = Job::start(2, JobOptions::default());

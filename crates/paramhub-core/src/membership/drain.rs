@@ -47,7 +47,8 @@ impl Membership {
     /// Has a job leave a hub that is drained, once others have all that it has there.
     pub(super) fn check_drained_hubs(&mut self, namespace: Namespace, now: Now) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        let transition = job.leave_drained_hub(|hub| self.hubs.is_drained(hub), now);
+        let transition =
+            job.leave_drained_hub(|hub| self.hubs.is_drained(hub), |hub| self.hubs.last_contact(hub), now);
         if transition != Transition::None {
             self.follow(namespace, transition);
         }

@@ -175,6 +175,8 @@ fn a_teams_token_opens_nothing_but_jobs() {
         code(&vision.register_hub(&offer)),
         code(&vision.links()),
         code(&vision.probe_links()),
+        code(&vision.drain_hub(0, true)),
+        code(&vision.drain_status(0)),
     ] {
         assert_eq!(refused, ErrorCode::Forbidden);
     }

@@ -2,14 +2,21 @@
 //! have all chunks.
 
 use super::cause::Cause;
-use super::{Job, Transition, join_words};
+use super::standbys::CALLS_WITHIN_S;
+use super::{Job, LastContact, Transition, join_words};
 use crate::membership::Now;
 use crate::service::JobState;
 use crate::standbys::{Role, Share};
 
 impl Job {
-    /// Leaves a hub that is drained, if others have all that it has; one at a time.
-    pub(crate) fn leave_drained_hub(&mut self, is_drained: impl Fn(u32) -> bool, now: Now) -> Transition {
+    /// Leaves a hub that is drained, if others have all that it has; one at a time. `last_contact` says what is known of a hub that
+    /// has not been forgotten: one that may have just been lost takes nothing over.
+    pub(crate) fn leave_drained_hub(
+        &mut self,
+        is_drained: impl Fn(u32) -> bool,
+        last_contact: impl Fn(u32) -> Option<LastContact>,
+        now: Now,
+    ) -> Transition {
         if self.shares.is_empty()
             || self.state != JobState::Running
             || self.is_concluding()
@@ -17,9 +24,20 @@ impl Job {
         {
             return Transition::None;
         }
+        let calls = |position: u16| {
+            let contact = last_contact(self.job_hubs[usize::from(position)].hub);
+            contact.is_some_and(|contact| {
+                !contact.has_hung_up && now.seconds_since(contact.call) < CALLS_WITHIN_S
+            })
+        };
+        let can_leave = |index: usize| {
+            let mut served = self.shares.iter().filter(|share| usize::from(share.served_by) == index);
+            self.awaited_to_leave(index as u16).is_empty()
+                && served.all(|share| share.standby.is_none_or(calls))
+        };
         let drained = (0..self.job_hubs.len()).find(|&index| {
             let job_hub = &self.job_hubs[index];
-            !job_hub.ended && is_drained(job_hub.hub) && self.awaited_to_leave(index as u16).is_empty()
+            !job_hub.ended && is_drained(job_hub.hub) && can_leave(index)
         });
         let Some(index) = drained else { return Transition::None };
         if self.job_hubs[index].asked_standby.is_some() {

@@ -115,6 +115,9 @@ fn a_drained_hub_gets_no_jobs_and_is_left_by_those_with_standbys_also_under_the_
     let record = state.hub_record(hubs[0]).unwrap();
     let record: HubRecord = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
 
+    for hub in [hubs[1], free] {
+        state.admit_hub(hub, Some("token"), at(1.0)).unwrap();
+    }
     // The standby of all that the hub has takes over at the next tick, and a hub without a part becomes the new standby.
     let [(hub, plan)] = &asked(&mut state, at(1.0))[..] else { panic!("one hub is asked") };
     assert_eq!((*hub, plan.shares.len()), (free, 2));
