@@ -154,7 +154,15 @@ impl Membership {
         }
         let hubs = self.hubs.shapes();
         let Some((namespace, job)) = self.job_of(call) else { return };
-        if let Some((answer, transition)) = job.call_expired(call, &hubs, now) {
+        let lacks_hubs = !job.suffice(&hubs);
+        if let Some((mut answer, transition)) = job.call_expired(call, &hubs, now) {
+            if let Answer::Connected(Err(refused)) = &mut answer
+                && lacks_hubs
+                && let Some(drained) = self.hubs.first_drained()
+            {
+                refused.message +=
+                    &format!("; {drained} is here, but an operator drains it (`paramhub hubs`)");
+            }
             self.calls.remove(&call);
             self.outputs.push(Output::Answer { call, namespace: Some(namespace), answer });
             self.follow(namespace, transition);

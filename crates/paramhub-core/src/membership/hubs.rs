@@ -203,6 +203,12 @@ impl Hubs {
         self.hubs.get(&hub).is_some_and(|joined| joined.drained)
     }
 
+    /// The first hub that an operator drains, for messages.
+    pub(crate) fn first_drained(&self) -> Option<String> {
+        let (&hub, joined) = self.hubs.iter().find(|(_, joined)| joined.drained)?;
+        Some(describe_hub(hub, &joined.offer.shape))
+    }
+
     /// The hubs that are not heard, those first that have been silent for longest, if no further hub can join.
     pub(crate) fn unheard_if_full(&self) -> Vec<u32> {
         if self.hubs.len() < HUBS_MAX {

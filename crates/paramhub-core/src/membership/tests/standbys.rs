@@ -135,3 +135,27 @@ fn a_drained_hub_gets_no_jobs_and_is_left_by_those_with_standbys_also_under_the_
     state.drain_hub(hubs[0], false, at(61.0)).unwrap();
     assert_eq!(asked(&mut state, at(100.0)).len(), 1, "it may be asked again");
 }
+
+#[test]
+fn a_rank_that_waits_in_vain_for_hubs_hears_of_one_that_is_drained() {
+    let now = at(0.0);
+    let mut state = new(now);
+    let hub = hub_on(&mut state, 1, now).unwrap();
+    state.drain_hub(hub, true, now).unwrap();
+    let job = create(&mut state, "waits", 1).unwrap();
+    let begun_after_waiting = |state: &mut Membership| {
+        connect(state, job, 0, "", now);
+        let call = state.calls.keys().next().copied();
+        call.into_iter().for_each(|call| state.expire(call, at(100.0)));
+        state.take_outputs(at(100.0)).into_iter().find_map(|output| match output {
+            Output::Answer { answer: Answer::Connected(answer), .. } => {
+                Some(answer.map(drop).map_err(|refused| refused.message))
+            }
+            _ => None,
+        })
+    };
+    let refused = begun_after_waiting(&mut state).unwrap().unwrap_err();
+    assert!(refused.contains("hub 0 (127.0.0.1:1) is here, but an operator drains it"), "{refused}");
+    state.drain_hub(hub, false, now).unwrap();
+    assert_eq!(begun_after_waiting(&mut state), Some(Ok(())));
+}
