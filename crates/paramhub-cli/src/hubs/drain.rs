@@ -32,22 +32,43 @@ pub(super) fn drain(client: &ManagerClient, flags: DrainFlags, json: bool) -> an
         Usage(format!("--timeout {} is no number of seconds", flags.timeout.unwrap_or_default()))
     })?;
     let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-    let mut status = client.drain_hub(number, !flags.cancel)?;
-    let mut told = Told::default();
     let say = |line: String| {
         if !json {
             println!("{line}");
         }
     };
-    say(match flags.cancel {
-        true => format!("{} is not drained, and takes new jobs", status.name),
-        false => format!("{} takes no new jobs; {}", status.name, jobs(status.jobs.len())),
-    });
-    let has_left = loop {
-        if flags.cancel {
-            break true;
-        }
-        told.news(&status).into_iter().for_each(say);
+    let mut status = client.drain_hub(number, !flags.cancel)?;
+    if flags.cancel {
+        say(format!("{} is not drained, and takes new jobs", status.name));
+    } else {
+        say(format!("{} takes no new jobs", status.name));
+        status = wait_until_left(client, status, until, say)?;
+    }
+    if json {
+        println!("{}", serde_json::to_string_pretty(&status)?);
+    }
+    if !flags.cancel && !status.jobs.is_empty() {
+        let names: Vec<&str> = status.jobs.iter().map(|job| job.name.as_str()).collect();
+        anyhow::bail!(
+            "{} still has jobs ({}), and stays drained: wait with `paramhub hubs drain {number}`, or let it take jobs again with \
+             --cancel",
+            status.name,
+            names.join(", ")
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Waits until all jobs have left a hub that is drained, or that time has come. Returns what is left then.
+fn wait_until_left(
+    client: &ManagerClient,
+    mut status: DrainStatus,
+    until: Option<Instant>,
+    say: impl Fn(String),
+) -> anyhow::Result<DrainStatus> {
+    let mut told = Told::default();
+    loop {
+        told.news(&status).into_iter().for_each(&say);
         anyhow::ensure!(
             status.drained,
             "{} is not drained any more: another operator has ended that",
@@ -55,35 +76,13 @@ pub(super) fn drain(client: &ManagerClient, flags: DrainFlags, json: bool) -> an
         );
         if status.jobs.is_empty() {
             say(format!("{} has no jobs: it can be stopped", status.name));
-            break true;
+            return Ok(status);
         }
         if until.is_some_and(|until| Instant::now() >= until) {
-            break false;
+            return Ok(status);
         }
         std::thread::sleep(PAUSE);
-        status = client.drain_status(number)?;
-    };
-    if json {
-        println!("{}", serde_json::to_string_pretty(&status)?);
-    }
-    if !has_left {
-        let names: Vec<&str> = status.jobs.iter().map(|job| job.name.as_str()).collect();
-        anyhow::bail!(
-            "{} still has {} ({}), and stays drained: wait with `paramhub hubs drain {number}`, or let it take jobs again with \
-             --cancel",
-            status.name,
-            jobs(names.len()),
-            names.join(", ")
-        );
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn jobs(count: usize) -> String {
-    match count {
-        0 => "it has no jobs".into(),
-        1 => "1 job".into(),
-        _ => format!("{count} jobs"),
+        status = client.drain_status(status.hub)?;
     }
 }
 
