@@ -49,13 +49,14 @@ impl JobControl {
     /// the job has allocated.
     pub(super) fn link(&mut self, namespace: Namespace, now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        // A manager that restarts before the ranks have their answers says so once more, and only then do they come.
+        if let Phase::Connecting { until } = &mut job.phase
+            && job.terms.min_workers.is_some()
+        {
+            *until = now.saturating_add(job.terms.opening());
+        }
         // A command can come twice, since the answer to the first may have been lost.
         if !std::mem::replace(&mut job.is_linked, true) {
-            if let Phase::Connecting { until } = &mut job.phase
-                && job.terms.min_workers.is_some()
-            {
-                *until = now.saturating_add(job.terms.opening());
-            }
             let until = now.saturating_add(job.terms.rendezvous);
             self.outputs.push(Output::Link { namespace, until });
         }

@@ -60,7 +60,7 @@ impl Membership {
         // The counters come first, so that a job that ends is recorded with its last ones.
         for counted in &report.jobs {
             match self.jobs.get_mut(&counted.namespace) {
-                Some(job) if job.is_served_by(hub) => {
+                Some(job) if job.is_served_by(hub) && !job.is_over_at(hub) => {
                     job.hub_counted(hub, counted.counters, &counted.left_out);
                 }
                 // With the end of a job come its last counters.

@@ -147,6 +147,22 @@ fn processes_that_die_before_they_open_their_streams_are_lost_soon_after_all_hub
 }
 
 #[test]
+fn ranks_have_their_time_to_come_once_more_if_the_manager_restarts_before_it_has_answered_them() {
+    let mut hub = Hub::new();
+    hub.streams.missing.extend(RANKS);
+    let terms = JobTerms { min_workers: Some(1), ..terms(1) };
+    hub.handle(Event::Planned(Box::new(terms)));
+    for _ in ROUTES {
+        hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: false });
+    }
+    let link = Event::Link { namespace: job(1) };
+    assert!(has!(hub.handle(link.clone()), Output::Link { .. }));
+    assert!(hub.reach(OPENING - OPENING / 8).is_empty());
+    assert!(hub.handle(link).is_empty(), "the streams between hubs are ordered once");
+    assert!(matches!(reports(&hub.reach(OPENING))[..], [HubEvent::WorkerLost { .. }, ..]));
+}
+
+#[test]
 fn a_process_that_has_joined_must_open_its_streams_in_time() {
     let mut hub = replaced();
     let outputs = hub.reach(OPENING);

@@ -159,9 +159,8 @@ impl Job {
     /// What is known of the newest checkpoint. Of several hubs each has written its part, and parts of different steps
     /// are no checkpoint.
     fn describe_newest_checkpoint(&self) -> String {
-        let with_chunks = self.job_hubs.iter().filter(|job_hub| job_hub.has_streams());
-        let mut steps =
-            with_chunks.map(|job_hub| job_hub.checkpoints.as_ref().and_then(|status| status.step));
+        let step_of = |job_hub: &JobHub| job_hub.checkpoints.as_ref().and_then(|status| status.step);
+        let mut steps = self.hubs_that_write().filter(|job_hub| job_hub.has_streams()).map(step_of);
         let first = steps.next().flatten();
         match first {
             Some(step) if steps.all(|other| other == first) => format!(
@@ -189,8 +188,8 @@ impl Job {
 
     /// A hub has taken its part of the last checkpoint, or will not take it.
     pub(crate) fn hub_kept_last(&mut self, hub: u32) {
-        if let Some(job_hub) = self.job_hubs.iter_mut().find(|job_hub| job_hub.hub == hub) {
-            job_hub.keeps = false;
+        if let Some(index) = self.job_hub_index(hub) {
+            self.job_hubs[index].keeps = false;
         }
     }
 

@@ -233,9 +233,20 @@ impl Job {
     /// The state of the job's checkpoints, if it takes any.
     pub fn checkpoints(&self) -> Option<CheckpointStatus> {
         let of_hubs = CheckpointStatus::of_hubs(
-            self.job_hubs.iter().filter_map(|job_hub| job_hub.checkpoints.as_ref()),
+            self.hubs_that_write().filter_map(|job_hub| job_hub.checkpoints.as_ref()),
         );
         of_hubs.or_else(|| self.recorded_checkpoints.clone())
+    }
+
+    /// The hubs that write parts of the job's checkpoints: in a job with standbys, those that serve chunks.
+    pub(super) fn hubs_that_write(&self) -> impl Iterator<Item = &JobHub> {
+        let serves = |position: u16| {
+            let mut shares = (0..).zip(&self.shares);
+            shares.any(|(number, share)| share.served_by == position && !self.is_empty_share(number))
+        };
+        let all = (0..).zip(&self.job_hubs);
+        all.filter(move |&(position, _)| self.shares.is_empty() || serves(position))
+            .map(|(_, job_hub)| job_hub)
     }
 
     /// A hub has a message for people.
@@ -372,6 +383,12 @@ impl Job {
     /// Returns whether this hub was asked to hold part of the job.
     pub(crate) fn is_served_by(&self, hub: u32) -> bool {
         self.job_hub_index(hub).is_some()
+    }
+
+    /// Whether the job has ended, and nothing of it is known to be left at this hub. One that the job went on without may have
+    /// been frozen then, and still have its part when it calls again.
+    pub(crate) fn is_over_at(&self, hub: u32) -> bool {
+        self.state.has_ended() && self.job_hub_index(hub).is_some_and(|index| self.job_hubs[index].ended)
     }
 
     /// The hubs that have not yet reported that they freed the job, for a message.

@@ -1,7 +1,7 @@
 //! The choice of hubs that become standbys of jobs which run.
 
 use super::*;
-use crate::service::JobPlan;
+use crate::service::{HubJobCounters, JobCounters, JobPlan};
 
 /// A job of a team, with standbys, that runs at two hubs.
 fn with_standbys(state: &mut Membership, hubs: [u32; 2], now: Now) -> Namespace {
@@ -158,4 +158,32 @@ fn a_rank_that_waits_in_vain_for_hubs_hears_of_one_that_is_drained() {
     assert!(refused.contains("hub 0 (127.0.0.1:1) is here, but an operator drains it"), "{refused}");
     state.drain_hub(hub, false, now).unwrap();
     assert_eq!(begun_after_waiting(&mut state), Some(Ok(())));
+}
+
+#[test]
+fn a_standby_that_was_frozen_until_the_job_had_finished_without_it_frees_its_part() {
+    let now = at(0.0);
+    let mut state = teams(["vision", "speech"], TeamQuotas::default());
+    let [serving, standby] = [1, 2].map(|port| hub_on(&mut state, port, now).unwrap());
+    let job = with_standbys(&mut state, [serving, standby], now);
+    let lost = HubEvent::HubLost {
+        namespace: job,
+        share: 0,
+        hub: 1,
+        number: 0,
+        reason: "it has not been heard for 25 s".into(),
+    };
+    state.admit_hub(serving, Some("token"), at(25.0)).unwrap();
+    reports(&mut state, serving, vec![lost], at(25.0));
+    reports(&mut state, serving, vec![HubEvent::Ended(JobEnd::finished(job))], at(26.0));
+    assert_eq!(state.job(job).unwrap().state(), JobState::Finished);
+    drop(state.take_outputs(at(26.0)));
+
+    let counted = HubJobCounters { namespace: job, counters: JobCounters::default(), left_out: Vec::new() };
+    let report = HubReport { jobs: vec![counted], ..HubReport::default() };
+    state.report(standby, Some("token"), report, at(40.0)).unwrap();
+    let stops = state.take_outputs(at(40.0)).into_iter().filter(|output| {
+        matches!(output, Output::Command { hub, command: HubCommand::Stop { .. }, .. } if *hub == standby)
+    });
+    assert_eq!(stops.count(), 1);
 }
