@@ -175,6 +175,8 @@ struct World<'a> {
     hub_losses: usize,
     /// How often an operator has drained a hub.
     drains: usize,
+    /// How many hubs are drained at present.
+    draining: usize,
     /// Whether a hub was killed, after another, while not all shares had two hubs.
     has_risked_chunks: bool,
     /// The events that wait for processes which stand still.
@@ -211,6 +213,7 @@ pub fn run(scenario: &Scenario) -> Result<Summary, String> {
         killed: BTreeSet::new(),
         hub_losses: 0,
         drains: 0,
+        draining: 0,
         has_risked_chunks: false,
         paused: BTreeMap::new(),
         broken: 0,

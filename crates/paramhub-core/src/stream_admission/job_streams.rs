@@ -299,6 +299,14 @@ impl JobStreams {
             let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
         }
+        // The hub that serves dials an address again at which another process has become the standby meanwhile, and does not know.
+        let is_of_standby = matches!(hello.caller, Caller::Hub { .. }) && hello.standby_route.is_some();
+        if is_of_standby && taken.is_none() && resumes {
+            let why = format!(
+                "{who} of job `{name}` resumes a stream that this hub has never had: it has only become the standby of these chunks"
+            );
+            return refused(Refusal::Stale, why);
+        }
         let attempt = match check_attempt(epoch, taken.map(|taken| taken.attempt), hello.attempt) {
             Ok(attempt) => attempt,
             Err(stale) => return refused(Refusal::Stale, format!("{who} of job `{name}`: {stale}")),
@@ -419,6 +427,11 @@ mod tests {
             placed.map(|place| (place.port, place.resumed_by.is_some())).map_err(|(refusal, _)| refusal)
         };
         assert_eq!(streams.missing(), [Neighbour::Counterpart(ROUTE)]);
+        assert_eq!(
+            place(&mut streams, hub, 4),
+            Err(Refusal::Stale),
+            "it takes this hub for an earlier standby"
+        );
         assert_eq!(place(&mut streams, hub, 0), Ok((1, false)));
         assert!(streams.missing().is_empty());
         assert_eq!(place(&mut streams, worker, 1), Err(Refusal::Busy));

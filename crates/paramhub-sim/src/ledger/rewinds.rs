@@ -70,6 +70,7 @@ impl Rewinds {
         if others != workers || rank >= workers {
             return Err(format!("rank {rank} of {workers} joins, and others were started as {others} ranks"));
         }
+        let newest = self.newest();
         let before = self.steps.range(..epoch).filter_map(|(_, &step)| step.flatten()).max().unwrap_or(0);
         let Some((rewound_in, of_rewind)) = self.steps.range_mut(..epoch).next_back() else {
             return match step {
@@ -89,7 +90,9 @@ impl Rewinds {
                 reached => Err(format!("rank {rank} begins anew, although a rank has had step {reached}")),
             };
         };
-        match step < before || step + every <= self.reached {
+        // A process that stood still hears late of the way before last, and is refused then.
+        let is_past = *rewound_in < newest;
+        match step < before || (!is_past && step + every <= self.reached) {
             false => Ok(()),
             true => Err(format!(
                 "rank {rank} goes back to step {step}, although the job has gone back to step {before}, and a rank has had \

@@ -39,7 +39,9 @@ impl World<'_> {
                 self.network.block(b, a, true, &mut self.agenda);
             }
             Fault::Drain(hub, _) => {
-                self.drains += 1;
+                // The manager may not know yet that the hub is lost which has the other copy of some chunks.
+                self.has_risked_chunks |= self.hub_losses > 0 && !self.has_all_standbys();
+                (self.drains, self.draining) = (self.drains + 1, self.draining + 1);
                 self.drain(hub, true);
             }
             Fault::Kill(process) => self.kill(process),
@@ -92,7 +94,10 @@ impl World<'_> {
                 }
             }
             Fault::Reboot(hub, _) => self.start_hub_again(hub),
-            Fault::Drain(hub, _) => self.drain(hub, false),
+            Fault::Drain(hub, _) => {
+                self.draining -= 1;
+                self.drain(hub, false);
+            }
             Fault::Crash { .. } => {
                 self.crashes -= 1;
                 if self.crashes == 0 {
@@ -151,7 +156,8 @@ impl World<'_> {
         }
         if matches!(process, Process::Hub(_)) {
             let is_first = self.hub_losses == 0 && self.drains == 0;
-            self.has_risked_chunks |= !is_first && !self.has_all_standbys();
+            // A hub that is being drained may be left before the manager knows of this loss.
+            self.has_risked_chunks |= !is_first && (self.draining > 0 || !self.has_all_standbys());
             self.hub_losses += 1;
         }
         if self.killed.insert(process) {

@@ -10,7 +10,7 @@ use crate::standbys::{Role, Share};
 
 impl Job {
     /// Leaves a hub that is drained, if others have all that it has; one at a time. `last_contact` says what is known of a hub that
-    /// has not been forgotten: one that may have just been lost takes nothing over.
+    /// has not been forgotten: one that may have just been lost does not go on alone with chunks that the drained hub has, too.
     pub(crate) fn leave_drained_hub(
         &mut self,
         is_drained: impl Fn(u32) -> bool,
@@ -31,9 +31,8 @@ impl Job {
             })
         };
         let can_leave = |index: usize| {
-            let mut served = self.shares.iter().filter(|share| usize::from(share.served_by) == index);
-            self.awaited_to_leave(index as u16).is_empty()
-                && served.all(|share| share.standby.is_none_or(calls))
+            let mut others = self.shares.iter().filter_map(|share| share.counterpart(index as u16));
+            self.awaited_to_leave(index as u16).is_empty() && others.all(calls)
         };
         let drained = (0..self.job_hubs.len()).find(|&index| {
             let job_hub = &self.job_hubs[index];

@@ -102,3 +102,15 @@ fn a_hub_is_not_left_for_one_that_may_be_lost() {
     let left = job.leave_drained_hub(|hub| hub == 1, known(later(3.0), false), later(4.0));
     assert!(matches!(left, Transition::SharesChanged { .. }), "{left:?}");
 }
+
+#[test]
+fn a_drained_standby_is_left_only_for_a_hub_that_calls() {
+    let mut job = at_three_hubs();
+    let silent = |hub| {
+        let call = if hub == 0 { now() } else { later(10.0) };
+        Some(LastContact { call, has_hung_up: false })
+    };
+    // Hub 0 serves what hub 1 follows.
+    assert_eq!(job.leave_drained_hub(|hub| hub == 1, silent, later(10.0)), Transition::None);
+    assert!(matches!(leave(&mut job, |hub| hub == 1, later(11.0)), Transition::SharesChanged { .. }));
+}
