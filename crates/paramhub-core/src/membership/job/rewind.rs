@@ -131,7 +131,9 @@ impl Job {
             let holder = self.assignments.holder(rank)?;
             Some(MembershipChange::Expect { rank, epoch: holder.since })
         };
-        let told = self.joins.keys().filter(|_| rewind.is_told).filter_map(expected);
+        // Hubs begin with as many ranks as they hear of together. So a manager that has restarted waits until all have called again.
+        let are_told = rewind.is_told && self.ranks_without_process().is_empty();
+        let told = self.joins.keys().filter(|_| are_told).filter_map(expected);
         std::iter::once(rewind.change()).chain(told).collect()
     }
 
