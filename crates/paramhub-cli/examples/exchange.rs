@@ -121,9 +121,12 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     println!("rank {rank} of {} exchanges {} keys", job.workers(), parameters.len());
 
     let begun = Instant::now();
-    let mut expected = 0.0f32;
+    // A job that resumes goes on at the step of its checkpoint.
+    let first_step = job.resumed_step().unwrap_or(0);
+    let lower = |expected: f32, step: u32| expected - LEARNING_RATE * (step + 1) as f32;
+    let mut expected = (0..first_step).fold(0.0f32, lower);
     let factor = arguments.slow.filter(|&(slow, _)| slow == rank).map_or(1, |(_, factor)| factor);
-    let (mut step, mut taken) = (0, 0);
+    let (mut step, mut taken) = (first_step, 0);
     while step < arguments.steps {
         std::thread::sleep(Duration::from_millis(arguments.compute_ms) * factor);
         // Keys are pushed back to front, as gradients come. The front layers still overtake.
@@ -169,7 +172,7 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
             step = job.next_step(0)?;
             continue;
         }
-        expected -= LEARNING_RATE * (step + 1) as f32;
+        expected = lower(expected, step);
         if arguments.seed.is_none() {
             check(&parameters, expected, arguments.consistency, step)?;
         }

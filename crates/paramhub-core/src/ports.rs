@@ -232,6 +232,11 @@ impl Ports {
         Some(self.above[slot as usize]).filter(|&port| port != NONE)
     }
 
+    /// Returns whether the slot's chunk is updated here, and not at a site above.
+    pub fn updates_here(&self, slot: u32) -> bool {
+        self.above(slot).is_none_or(|port| self.side(port) == Side::Standby)
+    }
+
     /// Returns whether frames about a slot may arrive by a port, at whose other end is `side`.
     pub fn carries(&self, port: u32, side: Side, slot: u32) -> bool {
         match side {

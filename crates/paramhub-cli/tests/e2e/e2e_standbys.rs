@@ -1,10 +1,13 @@
 //! Jobs whose hubs have standbys, of which hubs are killed, frozen and shut down, and whose manager may be away meanwhile. The
 //! numbers stay those of an undisturbed job, to the bit.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use paramhub::ManagerClient;
+use paramhub::checkpoint::Resume;
 use paramhub::service::{CreateService, JobOptions, JobState, JobStatus};
+use paramhub_hub::{FoundCheckpoint, list_checkpoints};
 use rustix::process::Signal;
 
 use crate::common::{Process, example, free_address, paramhub, wait_until};
@@ -32,11 +35,17 @@ fn manager(address: &str, state: &tempfile::TempDir) -> Process {
     manager
 }
 
-/// A hub with an address of its own, or one to come back at.
-fn hub(url: &str, address: &str) -> Process {
-    let hub = paramhub(["hub", "--listen", address, "--manager", url, "--cores", "2"]).start();
+/// A hub with an address of its own, or one to come back at. All hubs have the same folder of checkpoints.
+fn hub(url: &str, address: &str, state: &tempfile::TempDir) -> Process {
+    let (url, folder) = (["--manager", url], checkpoints_in(state));
+    let own = ["--listen", address, "--cores", "2", "--checkpoints", folder.to_str().unwrap()];
+    let hub = paramhub(["hub"].into_iter().chain(url).chain(own)).start();
     hub.wait_for("hub ready: ");
     hub
+}
+
+fn checkpoints_in(state: &tempfile::TempDir) -> PathBuf {
+    state.path().join("checkpoints")
 }
 
 impl Job {
@@ -45,11 +54,15 @@ impl Job {
     }
 
     fn start_with(hubs: usize, options: JobOptions, flags: &[&str]) -> Job {
-        let (address, state) = (free_address(), tempfile::tempdir().unwrap());
+        Job::start_in(tempfile::tempdir().unwrap(), hubs, options, flags)
+    }
+
+    fn start_in(state: tempfile::TempDir, hubs: usize, options: JobOptions, flags: &[&str]) -> Job {
+        let address = free_address();
         let manager = manager(&address, &state);
         let url = format!("http://{address}");
         // They join one after the other, so that their numbers are their positions.
-        let hubs: Vec<Option<Process>> = (0..hubs).map(|_| Some(hub(&url, "127.0.0.1:0"))).collect();
+        let hubs: Vec<Option<Process>> = (0..hubs).map(|_| Some(hub(&url, "127.0.0.1:0", &state))).collect();
         let client = ManagerClient::new(&url, None).unwrap();
         let options = JobOptions { hubs: Some(hubs.len() as u32), replicas: 1, ..options };
         let created =
@@ -94,7 +107,7 @@ impl Job {
     /// Lets another hub join, and waits until every share has a standby.
     fn add_hub(&mut self, address: &str) {
         let url = format!("http://{}", self.address);
-        self.hubs.push(Some(hub(&url, address)));
+        self.hubs.push(Some(hub(&url, address, &self.state)));
         self.await_standbys();
     }
 
@@ -107,6 +120,23 @@ impl Job {
             standbys.ready == standbys.shares
         });
         eprintln!("all standbys after {:.2} s", begun.elapsed().as_secs_f64());
+    }
+
+    /// The newest checkpoint of which all parts are there.
+    fn newest_checkpoint(&self) -> Option<FoundCheckpoint> {
+        let found = list_checkpoints(&checkpoints_in(&self.state)).ok()?.remove("kept")?;
+        found.into_iter().find(|found| found.flaw.is_none())
+    }
+
+    /// Waits until there is a later checkpoint, written by these hubs.
+    fn await_checkpoint_by(&self, positions: &[u32]) {
+        let newest = |job: &Job| job.newest_checkpoint().map_or(0, |found| found.step);
+        let before = newest(self);
+        wait_until("a later checkpoint", || {
+            assert_ne!(self.status().state, JobState::Failed, "{}", self.status().message);
+            let found = self.newest_checkpoint().filter(|found| found.step > before);
+            found.is_some_and(|found| found.parts.iter().map(|part| part.hub).eq(positions.iter().copied()))
+        });
     }
 
     /// Kills a hub, and waits until its standby has taken over.
@@ -234,7 +264,7 @@ fn a_drained_hub_is_left_without_a_lost_step() {
     // The manager that is started again goes on with it.
     drop(job.manager.take());
     job.manager = Some(manager(&job.address, &job.state));
-    job.hubs.push(Some(hub(&url, "127.0.0.1:0")));
+    job.hubs.push(Some(hub(&url, "127.0.0.1:0", &job.state)));
     let drained = drain(&["1"]).expect_code(0).stdout;
     assert!(drained.contains("job kept has left"), "{drained}");
     for number in [0, 1] {
@@ -304,6 +334,45 @@ fn a_drained_hub_gets_no_new_jobs_and_keeps_those_without_standbys() {
 }
 
 #[test]
+fn checkpoints_outlive_hubs_and_a_job_resumes_from_them_with_standbys() {
+    let flags = [lasting("1200"), vec!["--optimizer", "adamw"]].concat();
+    let expected = Job::start_with(2, JobOptions::default(), &flags).parameters();
+    let options = JobOptions { checkpoint_every: Some("20".parse().unwrap()), ..Default::default() };
+    let mut job = Job::start_with(2, options, &flags);
+    job.await_checkpoint_by(&[0, 1]);
+    job.kill(0);
+    // The hub that has taken over writes all of it, and the new standby nothing.
+    job.await_checkpoint_by(&[1]);
+    job.add_hub("127.0.0.1:0");
+    job.await_checkpoint_by(&[1]);
+    // One that shuts down hands its part over, and waits for no last checkpoint.
+    job.hub(1).signal(Signal::TERM);
+    job.hubs[1].take().expect("it was not killed").finish().expect_code(0);
+    job.await_checkpoint_by(&[2]);
+    let newest = job.newest_checkpoint().expect("there are some");
+    newest.verify().unwrap();
+    wait_until("the manager hears of it", || {
+        job.status().checkpoints.is_some_and(|status| status.step >= Some(newest.step) && status.failed == 0)
+    });
+
+    // A power cut: nothing is left but the disk.
+    let Job { mut manager, mut hubs, mut workers, state, .. } = job;
+    let all = manager.iter().chain(hubs.iter().flatten()).chain(&workers);
+    all.for_each(|process| process.signal(Signal::KILL));
+    manager.take();
+    hubs.clear();
+    workers.clear();
+    std::fs::remove_dir_all(state.path().join("state")).unwrap();
+    let options = JobOptions { resume: Some(Resume::Auto), ..options };
+    let mut job = Job::start_in(state, 2, options, &flags);
+    let hub_0 = job.hub(0).stderr();
+    assert!(hub_0.contains("goes on from its checkpoint of step"), "{hub_0}");
+    job.kill(1);
+    job.await_checkpoint_by(&[0]);
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
 fn a_job_whose_hub_and_manager_are_gone_waits_for_the_manager() {
     let expected = Job::start(2, JobOptions::default()).parameters();
     let mut job = Job::start(2, JobOptions::default());
@@ -353,8 +422,7 @@ fn standbys_need_another_hub_and_a_job_that_a_standby_can_follow() {
     let replicas = JobOptions { replicas: 1, ..Default::default() };
     let one = refused(JobOptions { hubs: Some(1), ..replicas });
     assert!(one.contains("ask for 2 hubs or more, or leave `replicas` out"), "{one}");
-    let with_checkpoints =
-        refused(JobOptions { resume: Some(paramhub::checkpoint::Resume::Latest), ..replicas });
-    assert!(with_checkpoints.contains("leave one of the two out"), "{with_checkpoints}");
+    let with_states = refused(JobOptions { program_state_bytes: 1 << 20, ..replicas });
+    assert!(with_states.contains("leave one of the two out"), "{with_states}");
     drop(hub);
 }

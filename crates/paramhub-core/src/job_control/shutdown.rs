@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use super::job::Job;
 use super::{Event, JobControl, LastCheckpoint, Output};
 use crate::auth::Namespace;
 use crate::wire::Notice;
@@ -53,9 +54,13 @@ impl JobControl {
     pub(super) fn shut_down(&mut self, now: Duration) {
         self.outputs.push(Output::ReportLeaving);
         let mut of = BTreeSet::new();
-        for (&namespace, job) in
-            self.jobs.iter().filter(|(_, job)| job.writes_checkpoints && !job.has_last_checkpoint)
-        {
+        // A job that goes on at its standbys has its next checkpoint there.
+        let takes_one = |job: &Job| {
+            job.writes_checkpoints
+                && !job.has_last_checkpoint
+                && (job.is_finishing() || !job.can_be_replaced())
+        };
+        for (&namespace, job) in self.jobs.iter().filter(|(_, job)| takes_one(job)) {
             of.insert(namespace);
             // That of a job that finishes is being taken already.
             if !job.is_finishing() {

@@ -75,7 +75,7 @@ impl Job {
 
     /// Whether another hub can take over all that this one serves. The manager may know of a standby that it has all chunks, and
     /// this hub not yet that the manager does.
-    fn can_be_replaced(&self) -> bool {
+    pub(super) fn can_be_replaced(&self) -> bool {
         let is_alone = |(number, share): (u16, &Share)| {
             let has_standby = share.ready_standby().is_some() || self.copied_to(number).is_some();
             share.served_by == self.terms.hub && !has_standby
@@ -288,6 +288,9 @@ impl JobControl {
         let end = JobEnd::failed(namespace, message.clone(), CauseKind::Hearsay);
         job.phase = Phase::Ending { routes, end, since: now };
         job.is_retired = true;
+        if std::mem::take(&mut job.writes_checkpoints) {
+            self.outputs.push(Output::StopCheckpoints(namespace));
+        }
         self.warn(message.clone());
         self.outputs.push(Output::SendElsewhere { namespace, message });
         self.outputs.extend(cores.into_iter().map(|core| Output::End { namespace, core, failure: None }));

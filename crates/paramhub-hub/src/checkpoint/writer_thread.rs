@@ -4,8 +4,11 @@
 //! checkpoints that are due meanwhile are skipped. The version of a checkpoint of "now" cannot be known from
 //! outside, so the thread tries. A version that the job has passed comes back as missed, with the version
 //! that the job has reached, and the next try aims a little further.
+//!
+//! In a job with standbys the hub that serves a route writes its chunks. A hub that takes a route over writes them from the next
+//! checkpoint on; that of a step for which the lost hub has not written its part is not whole.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::num::NonZeroU32;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -38,6 +41,8 @@ const STREAK: u32 = 4;
 pub(crate) enum CheckpointCommand {
     /// A core has ended a snapshot.
     Snapshot(Box<Snapshot>),
+    /// The hub serves these routes now.
+    Serve(HashSet<u16>),
     /// Take a last checkpoint; the writer drops `taken` as soon as the job may end.
     Finish { taken: NotifyOnDrop, before: LastCheckpoint },
     /// The job is over.
@@ -80,6 +85,10 @@ pub(crate) struct CheckpointTask {
     /// The cores that take the snapshots, by the snapshots' routes.
     pub(crate) cores: HashMap<u16, CoreHandle>,
     pub(crate) snapshots: Vec<Snapshot>,
+    /// The routes for which the hub is the standby.
+    pub(crate) standby_routes: HashSet<u16>,
+    /// Whether the hub is there from the job's beginning, and records that.
+    pub(crate) records_begin: bool,
 }
 
 /// The state of each job's checkpoints, for reports to the manager.
@@ -121,8 +130,8 @@ impl CheckpointWriter {
         task: CheckpointTask,
         statuses: CheckpointStatuses,
     ) -> std::io::Result<CheckpointWriter> {
-        // There may be one snapshot per route, and the two ends of a job.
-        let (commands, inbox) = sync_channel(task.snapshots.len() + 4);
+        // There may be one snapshot per route, changes of the routes that the hub serves, and the two ends of a job.
+        let (commands, inbox) = sync_channel(2 * task.snapshots.len() + 4);
         let thread = std::thread::Builder::new().name("hub-checkpoints".into()).spawn(move || {
             let namespace = task.namespace;
             statuses.change(namespace, |_| {});
@@ -147,9 +156,16 @@ struct CheckpointLoop {
     task: CheckpointTask,
     inbox: Receiver<CheckpointCommand>,
     statuses: CheckpointStatuses,
-    /// The snapshots that are not with the cores.
+    /// The snapshots of the routes that the hub serves, except those that are with the cores.
     here: Vec<Snapshot>,
+    /// The number of these routes.
     routes: usize,
+    /// The snapshots of routes for which it is the standby.
+    of_standbys: Vec<Snapshot>,
+    /// The routes that it has taken over since it last began a snapshot.
+    taken_over: HashSet<u16>,
+    /// Whether it has begun no snapshot since, so that it may not know how far the job has come.
+    is_new_here: bool,
     is_synchronous: bool,
     /// The newest version known.
     newest: u32,
@@ -187,10 +203,15 @@ impl CheckpointLoop {
         inbox: Receiver<CheckpointCommand>,
         statuses: CheckpointStatuses,
     ) -> Self {
-        let here = std::mem::take(&mut task.snapshots);
+        let snapshots = std::mem::take(&mut task.snapshots).into_iter();
+        let stands_by = |snapshot: &Snapshot| task.standby_routes.contains(&snapshot.route);
+        let (of_standbys, here): (Vec<_>, Vec<_>) = snapshots.partition(stands_by);
         CheckpointLoop {
             routes: here.len(),
             here,
+            of_standbys,
+            taken_over: HashSet::new(),
+            is_new_here: false,
             is_synchronous: task.settings.consistency == Consistency::Synchronous,
             newest: task.resumed_step.unwrap_or(0),
             last: task.resumed_step,
@@ -198,7 +219,7 @@ impl CheckpointLoop {
             finish: None,
             last_before: LastCheckpoint::Finish,
             goes_back_to: None,
-            has_noted_begin: false,
+            has_noted_begin: !task.records_begin,
             is_over: false,
             lagging: None,
             inbox,
@@ -224,16 +245,45 @@ impl CheckpointLoop {
         self.finish.is_none() && !self.is_over
     }
 
+    /// Has the next snapshot be one of the routes, too, that the hub has taken over. Returns whether it serves any.
+    fn serve_taken_over(&mut self) -> bool {
+        if self.taken_over.is_empty() {
+            return self.routes > 0;
+        }
+        let taken_over = std::mem::take(&mut self.taken_over);
+        self.here.extend(self.of_standbys.extract_if(.., |snapshot| taken_over.contains(&snapshot.route)));
+        (self.routes, self.is_new_here) = (self.here.len(), true);
+        self.report_newest_on_disk();
+        self.routes > 0
+    }
+
+    /// Reports the newest checkpoint that is whole: the hub before this one may not have written its part of the last.
+    fn report_newest_on_disk(&self) {
+        let CheckpointTask { name, namespace, folder, .. } = &self.task;
+        match folder.newest_of(*namespace) {
+            Ok(newest) => self.statuses.change(*namespace, |status| {
+                status.step = newest.as_ref().map(|found| found.step);
+                status.written_at = newest.as_ref().map_or(0, |found| found.written_ms() / 1000);
+            }),
+            Err(error) => warn!("job `{name}`: {} cannot be read: {error}", folder.path().display()),
+        }
+    }
+
     /// Takes checkpoints at multiples of `steps`. If the job is too fast for all of them, it takes every
     /// second, fourth and so on: several hubs then skip the same ones, and those of the slowest hub are
     /// complete.
     fn every_steps(&mut self, steps: NonZeroU32) {
         let (mut shift, mut streak) = (0_u32, 0);
         while self.goes_on() {
+            if !self.serve_taken_over() {
+                self.receive(None);
+                continue;
+            }
             let stride = u64::from(steps.get()) << shift;
             let due = (u64::from(self.newest.max(self.last.unwrap_or(0))) / stride + 1) * stride;
             let Ok(due) = u32::try_from(due) else { return self.wait_for_the_end() };
             let (begun, before) = (Instant::now(), self.last);
+            let was_new_here = std::mem::take(&mut self.is_new_here);
             match self.take(SnapshotTarget::Version(due), None) {
                 SnapshotResult::All => {
                     let skipped =
@@ -244,7 +294,7 @@ impl CheckpointLoop {
                         (shift, streak) = (shift - 1, 0);
                     }
                 }
-                SnapshotResult::Missed if self.report_lagging_key() => {}
+                SnapshotResult::Missed if self.report_lagging_key() || was_new_here => {}
                 SnapshotResult::Missed if self.goes_on() => (shift, streak) = ((shift + 1).min(31), 0),
                 SnapshotResult::Missed | SnapshotResult::Nothing => {}
             }
@@ -271,6 +321,10 @@ impl CheckpointLoop {
     fn every_seconds(&mut self, pause: Duration) {
         let mut due = Instant::now() + pause;
         while self.goes_on() {
+            if !self.serve_taken_over() {
+                self.receive(None);
+                continue;
+            }
             if !self.wait_until(due) {
                 continue;
             }
@@ -295,6 +349,10 @@ impl CheckpointLoop {
 
     /// Takes a checkpoint before the job ends, if the workers reach a step together within some time.
     fn take_last(&mut self) {
+        if !self.serve_taken_over() {
+            self.finish = None;
+            return;
+        }
         let deadline = Instant::now() + LAST_CHECKPOINT;
         let (begun, mut tries, mut ahead, mut result) = (Instant::now(), 0, 0, SnapshotResult::Missed);
         let mut version = None;
@@ -432,6 +490,10 @@ impl CheckpointLoop {
         };
         match command {
             Ok(CheckpointCommand::Snapshot(snapshot)) => return Some(*snapshot),
+            Ok(CheckpointCommand::Serve(routes)) => {
+                let waiting = self.of_standbys.iter().map(|snapshot| snapshot.route);
+                self.taken_over = waiting.filter(|route| routes.contains(route)).collect();
+            }
             Ok(CheckpointCommand::Finish { taken, before }) => {
                 (self.finish, self.last_before) = (Some(taken), before);
             }

@@ -105,8 +105,7 @@ impl Snapshot {
     ) -> Result<Option<Box<Snapshot>>, OutOfMemory> {
         let (mut offset, mut received, mut pieces) = (0, 0, Vec::new());
         let mut piece_of = vec![NONE; layout.slots.len()];
-        for (index, slot) in (0..).zip(&layout.slots).filter(|(index, _)| plan.ports.above(*index).is_none())
-        {
+        for (index, slot) in (0..).zip(&layout.slots).filter(|(index, _)| plan.ports.updates_here(*index)) {
             piece_of[index as usize] = pieces.len() as u32;
             pieces.push(Piece {
                 slot: ChunkPlace { array_offset: offset, quantised_offset: received, ..*slot },
@@ -145,7 +144,7 @@ impl Snapshot {
 
     /// Bytes that a snapshot of this plan takes.
     pub(super) fn memory_bytes(plan: &ShardPlan, layout: &Layout) -> u64 {
-        let here = |(index, _): &(u32, &ChunkPlace)| plan.ports.above(*index).is_none();
+        let here = |(index, _): &(u32, &ChunkPlace)| plan.ports.updates_here(*index);
         let of_a_chunk = |(_, slot): (u32, &ChunkPlace)| {
             (whole_lines(slot.elements as usize) * size_of::<f32>() * (1 + layout.state_slots)
                 + received_elements(slot) * size_of::<f32>()

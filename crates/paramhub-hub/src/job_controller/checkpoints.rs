@@ -30,6 +30,9 @@ pub(super) struct CheckpointPlan {
     keep: usize,
     /// The hub's number among all hubs of the job.
     hub: u32,
+    /// Whether the hub is there from the job's beginning. Another one becomes a standby later, and gets its chunks from the hub
+    /// that serves them.
+    is_first: bool,
 }
 
 impl CheckpointPlan {
@@ -39,7 +42,10 @@ impl CheckpointPlan {
         config: Option<&CheckpointConfig>,
     ) -> Result<Option<CheckpointPlan>, String> {
         let (every, resume) = (plan.options.checkpoint_every, plan.options.resume);
+        let sites = &plan.composition.sites;
+        let is_first = (plan.hub as usize) < sites[usize::from(plan.site)].hubs.len();
         let start = match plan.epoch.begins_again() {
+            _ if !is_first => None,
             true => Some(Start::Again { run: plan.namespace, from: resume }),
             false => resume.map(Start::From),
         };
@@ -53,7 +59,6 @@ impl CheckpointPlan {
                 Err(format!("job `{name}`: this hub keeps no checkpoints: {conflict}"))
             });
         };
-        let sites = &plan.composition.sites;
         let before: usize = sites[..usize::from(plan.site)].iter().map(|site| site.hubs.len()).sum();
         Ok(Some(CheckpointPlan {
             every,
@@ -61,6 +66,7 @@ impl CheckpointPlan {
             folder: JobFolder::new(&config.folder, name).in_epoch(plan.epoch.number),
             keep: config.keep,
             hub: before as u32 + plan.hub,
+            is_first,
         }))
     }
 
@@ -118,7 +124,8 @@ impl JobController {
     pub(super) fn start_checkpoint_writer(&mut self, namespace: Namespace) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         let snapshots = std::mem::take(&mut job.snapshots);
-        let Some(CheckpointPlan { every: Some(every), folder, keep, hub, .. }) = job.checkpoints.clone()
+        let Some(CheckpointPlan { every: Some(every), folder, keep, hub, is_first, .. }) =
+            job.checkpoints.clone()
         else {
             return;
         };
@@ -139,6 +146,8 @@ impl JobController {
             resumed_step: job.resumed_step,
             resumed_from: job.resumed_from.clone(),
             cores: cores.collect(),
+            standby_routes: job.standby_routes().map(|(id, _)| id).collect(),
+            records_begin: is_first,
             snapshots,
         };
         match CheckpointWriter::start(task, self.checkpoint_statuses.clone()) {

@@ -1,6 +1,6 @@
 //! A job as this hub has planned it, besides its phase.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,8 @@ pub(crate) struct HubJob {
     pub(super) first_workers: u32,
     /// The hub's site in the composition.
     pub(super) site: SiteId,
+    /// The hub's position among the hubs of the job at its site.
+    pub(super) position: u16,
     /// The hubs of each share, if the chunks have standbys, and the hubs that the job has got since it began.
     pub(super) shares: Vec<Share>,
     pub(super) later_hubs: Vec<HubShape>,
@@ -97,6 +99,7 @@ impl HubJob {
             composed: placed.composed,
             first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
             site: job_plan.site,
+            position: job_plan.hub as u16,
             shares: job_plan.shares.clone(),
             later_hubs: job_plan.later_hubs.clone(),
             roles: if job_plan.shares.is_empty() { HashMap::new() } else { placed.roles },
@@ -128,7 +131,15 @@ impl HubJob {
         shape.map_or(String::new(), hub_name)
     }
 
-    /// The routes that this hub serves.
+    /// The routes of a job with standbys that this hub serves now.
+    pub(super) fn served_routes(&self) -> HashSet<RouteId> {
+        let serves = |route: &Route| {
+            self.shares.get(usize::from(route.hub)).is_some_and(|share| share.served_by == self.position)
+        };
+        self.routes.iter().filter(|(_, route)| serves(route)).map(|&(id, _)| id).collect()
+    }
+
+    /// The routes that this hub serves when it opens the job.
     pub(super) fn own_routes(&self) -> impl Iterator<Item = (RouteId, Route)> + '_ {
         self.routes.iter().copied().filter(|(id, _)| self.roles.get(id) != Some(&Role::StandsBy))
     }

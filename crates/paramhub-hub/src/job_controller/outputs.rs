@@ -12,6 +12,7 @@ use tracing::{info, warn};
 
 use super::JobController;
 use super::job::HubJob;
+use crate::checkpoint::CheckpointCommand;
 use crate::core::CoreCommand;
 use crate::directory::JobEntry;
 use crate::events::{ControllerEvent, ReportEvent};
@@ -67,6 +68,8 @@ impl JobController {
             Output::NoteShares { namespace, shares, later_hubs } => {
                 if let Some(job) = self.jobs.get_mut(&namespace) {
                     (job.shares, job.later_hubs) = (shares, later_hubs);
+                    let served = job.served_routes();
+                    self.pass_to_writer(namespace, CheckpointCommand::Serve(served));
                 }
             }
             Output::LinkStandbys { namespace, routes, until } => {

@@ -2,10 +2,10 @@
 
 use crate::combinations::Caller::{CommandLine, CreateService, InitService, Worker};
 use crate::combinations::Feature::{
-    Asynchronous, BoundedStaleness, CheckpointEvery, ContinuesOverInterfaces, ContinuesWithoutWorkers,
-    Elastic, Factors, FactorsToHub, FailsWithWorkers, LateLeftOut, Linger, MaxRestarts, MinWorkers,
-    NoOptimizer, NoRewind, Quantised, Replicas, Reproducible, Resume, RewindEvery, Rewinds,
-    SavesProgramStates, SeveralSites, SharedMemory, SharedParameters, TwoPhase,
+    Asynchronous, BoundedStaleness, ContinuesOverInterfaces, ContinuesWithoutWorkers, Elastic, Factors,
+    FactorsToHub, FailsWithWorkers, LateLeftOut, Linger, MaxRestarts, MinWorkers, NoOptimizer, NoRewind,
+    Quantised, Replicas, Reproducible, RewindEvery, Rewinds, SavesProgramStates, SeveralSites, SharedMemory,
+    SharedParameters, TwoPhase,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -172,14 +172,6 @@ pub(super) const REPLICAS: &[Rule] = &[
         verdict: Refused,
         why: "a standby does not hear yet which ranks are lost and which step is made again",
         remedy: "use `on_worker_loss = fail`, or leave `replicas` out",
-        callers: &[CreateService],
-    },
-    Rule {
-        these: &[Replicas],
-        those: &[CheckpointEvery, Resume],
-        verdict: Refused,
-        why: "a chunk's part of a checkpoint would be lost with the hub that was to write it",
-        remedy: "leave one of the two out",
         callers: &[CreateService],
     },
     Rule {

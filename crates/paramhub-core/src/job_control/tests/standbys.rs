@@ -246,6 +246,23 @@ fn a_hub_that_shuts_down_hands_over_what_has_standbys() {
     assert!(has_failed(&hub.handle(Event::ShutDown)), "no other hub has share 0");
 }
 
+#[test]
+fn a_hub_that_hands_over_waits_for_no_last_checkpoint_and_one_that_cannot_takes_it() {
+    let with_checkpoints = |shares: Vec<Share>| {
+        let mut hub = running();
+        change(&mut hub, 1, shares);
+        let job = hub.control.jobs.get_mut(&job(1)).expect("it runs");
+        job.writes_checkpoints = true;
+        let outputs = hub.handle(Event::ShutDown);
+        let takes_last = outputs.iter().any(|output| matches!(output, Output::TakeLastCheckpoint { .. }));
+        let stops_writer = outputs.iter().any(|output| matches!(output, Output::StopCheckpoints(_)));
+        (takes_last, stops_writer, reported(&outputs))
+    };
+    assert_eq!(with_checkpoints(whole()), (false, true, vec![(0, 0, 1)]));
+    let alone = shares([(0, None), (1, Some(0))]);
+    assert_eq!(with_checkpoints(alone), (true, false, Vec::new()));
+}
+
 fn lose_worker(hub: &mut Hub) -> Vec<Output> {
     let cause = FaultCause::Kind(CauseKind::PeerLost);
     let culprit = Neighbour::Worker(0);

@@ -112,6 +112,10 @@ impl Shard {
         // when they were read.
         let known = self.exchange.initialise_state(index, None, restored.updates[index as usize]);
         known.and_then(|_| self.exchange.initialise(index, None, restored.step)).expect("a new chunk");
+        if self.exchange.has_standby() {
+            // The standby has read the same checkpoint: the job does not begin before all its hubs have.
+            self.exchange.acknowledged(index, restored.step).expect("it is the chunk's version");
+        }
         if slot.gradient.is_quantised() {
             self.quantised.start(&slot, restored.received(index));
         }
