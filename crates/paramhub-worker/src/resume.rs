@@ -239,6 +239,14 @@ impl Redialler {
                 ended = None;
                 continue;
             }
+            // A hub that is about to serve or to end its part says more about how the job ended than the manager does.
+            if let Some(Asked::Over(why)) = &asked
+                && ended.is_none()
+                && !is_waited_for
+                && !are_gone
+            {
+                return Err(self.lost_error(failure, why));
+            }
             // If the manager is away, another hub may have become the standby, and take over when it is back.
             let are_known = asked != Some(Asked::NoAnswer);
             // Whatever the hubs that are there have said is said by all of them, or by one for long, and none is about to serve.

@@ -45,14 +45,14 @@ struct KnownHubs {
 }
 
 /// What a question to the manager has brought.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Asked {
     /// The chunks are at other hubs than this worker knew.
     Elsewhere,
     /// They are where this worker knew.
     Unchanged,
-    /// The job has ended.
-    Over,
+    /// The job has ended. The text says why.
+    Over(String),
     /// The manager has not answered.
     NoAnswer,
 }
@@ -103,7 +103,7 @@ impl ShareHubs {
         }
         match asker.manager.connect_service(asker.namespace, &asker.call, ASK_TIMEOUT) {
             Ok(answer) => known.learn(answer.shares, answer.later_hubs),
-            Err(error) if error.code() == Some(ErrorCode::JobEnded) => Asked::Over,
+            Err(error) if error.code() == Some(ErrorCode::JobEnded) => Asked::Over(error.to_string()),
             Err(_) => Asked::NoAnswer,
         }
     }

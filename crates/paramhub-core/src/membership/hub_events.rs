@@ -230,6 +230,10 @@ impl Membership {
     fn disown(&mut self, hub: u32, namespace: Namespace) {
         if let Some(job) = self.jobs.get_mut(&namespace) {
             job.former_part_reported(hub);
+            if job.went_on_without(hub) {
+                let command = job.shares_command();
+                return self.command_once(hub, command);
+            }
         }
         let ended =
             self.jobs.get(&namespace).filter(|job| job.state().has_ended() && !job.message().is_empty());

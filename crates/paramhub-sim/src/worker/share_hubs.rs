@@ -50,6 +50,8 @@ pub(super) enum Asked {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asking {
     pub(super) attempts: Attempts,
+    /// Whether one of the hubs is about to serve the route, or to end its part.
+    pub(super) is_waited_for: bool,
     /// How many hubs were tried, and how many of them do not run.
     pub(super) tried: usize,
     pub(super) gone: usize,

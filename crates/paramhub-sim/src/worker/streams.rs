@@ -89,6 +89,8 @@ struct Round {
     ended: Option<(Instant, FailureCause<String>)>,
     /// Whether another hub has come to the address of one of them: it does not know the job, or has another part in it.
     is_strange: bool,
+    /// Whether one of them is about to serve the route, or to end its part.
+    is_waited_for: bool,
     /// When the first of them was dialled.
     begun: Option<Instant>,
 }
@@ -228,6 +230,7 @@ impl Worker {
             }
             (LaneState::Resuming(attempts, _), Arrival::Message(Message::Refused(refusal, why))) => {
                 if refusal == Refusal::Busy {
+                    self.lanes[index].round.is_waited_for = true;
                     return self.dialled_in_vain(index, attempts, false, context);
                 }
                 if self.plan.resuming.has_standbys {
@@ -315,12 +318,13 @@ impl Worker {
         if lane.round.tried < lane.places.len() && !attempts.are_over(context.instant()) {
             return self.redial(index, attempts, context);
         }
-        let Round { tried, gone, is_strange, begun, .. } = lane.round;
-        (lane.round.tried, lane.round.gone, lane.round.is_strange) = (0, 0, false);
+        let Round { tried, gone, is_strange, is_waited_for, begun, .. } = lane.round;
+        (lane.round.tried, lane.round.gone) = (0, 0);
+        (lane.round.is_strange, lane.round.is_waited_for) = (false, false);
         let now = context.instant();
         let is_in_vain = gone == tried || is_strange || lane.round.ended.is_some();
         let since = begun.filter(|_| is_in_vain).unwrap_or(lane.resuming_since);
-        let asking = Asking { attempts, tried, gone, since };
+        let asking = Asking { attempts, tried, gone, is_waited_for, since };
         // The other hub mostly takes over within some time. Before this worker gives up, it asks once more.
         let asks = is_in_vain || now.duration_since(lane.resuming_since) >= ASKS_AFTER;
         if self.plan.resuming.has_standbys && asks {
@@ -333,7 +337,7 @@ impl Worker {
     pub(super) fn asked(
         &mut self,
         index: usize,
-        Asking { attempts, tried, gone, .. }: Asking,
+        Asking { attempts, tried, gone, is_waited_for, .. }: Asking,
         asked: Option<Asked>,
         context: &mut Context<'_>,
     ) {
@@ -341,6 +345,11 @@ impl Worker {
         if asked == Some(Asked::Elsewhere) {
             lane.round.ended = None;
             return self.redial(index, attempts, context);
+        }
+        if asked == Some(Asked::Over) && lane.round.ended.is_none() && !is_waited_for {
+            let hub = lane.hub;
+            let cause = self.loss(hub, format!("it is cut off from {hub:?}, and the job has ended"), None);
+            return self.reopened(index, Reopening::Failed(cause), context);
         }
         // If the manager is away, another hub may have become the standby, and take over when it is back.
         let are_known = asked != Some(Asked::NoAnswer);

@@ -83,6 +83,23 @@ fn all_ranks_connect_anew_and_go_on_from_the_checkpoint_when_no_hub_has_the_job_
 }
 
 #[test]
+fn the_answer_to_a_stop_of_the_former_part_ends_nothing() {
+    let mut job = running();
+    assert_eq!(told(job.hub_lost(1, cause("hub 1 was lost"), later(1.0)), 2), [0]);
+    connect(&mut job);
+    assert!(job.former_part_over(0));
+    assert_eq!(begin(&mut job, 1), Transition::Advanced);
+    // The hub was told twice to stop, and had ended its part after the first time.
+    let end = JobEnd::failed(job.namespace, "it is not known any more".into(), CauseKind::Hearsay);
+    assert_eq!(job.hub_ended(0, &end, later(3.0)), Transition::None);
+    initialise(&mut job, 40);
+    assert!(
+        matches!(job.hub_ended(0, &end, later(5.0)), Transition::Ended { .. }),
+        "this is its present part"
+    );
+}
+
+#[test]
 fn a_job_is_deserted_until_a_rank_comes() {
     let mut job = running();
     assert!(!job.is_deserted());

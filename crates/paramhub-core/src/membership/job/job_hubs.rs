@@ -6,7 +6,7 @@ use crate::checkpoint::CheckpointStatus;
 use crate::composition::SiteId;
 use crate::limits::MESSAGE_BYTES_MAX;
 use crate::placement::HubShape;
-use crate::service::{AwaitedRanks, ErrorCode, JobCounters, JobEnd, JobState, add_by_rank};
+use crate::service::{AwaitedRanks, CauseKind, ErrorCode, JobCounters, JobEnd, JobState, add_by_rank};
 
 use super::cause::Cause;
 use super::new_standbys::AskedStandby;
@@ -290,6 +290,11 @@ impl Job {
         if end.finished && !self.job_hubs[index].allocated && !self.state.has_ended() {
             return Transition::None;
         }
+        // The hub was told to stop its part from before the job began again, and had none any more.
+        let is_of_former = self.has_begun_again() && !self.job_hubs[index].allocated;
+        if is_of_former && end.cause == CauseKind::Hearsay && !self.state.has_ended() {
+            return Transition::None;
+        }
         if self.state == JobState::Running && !end.finished && self.is_dispensable(index) {
             return self.drop_dispensable(index, &cause_of(end, now).message, now);
         }
@@ -389,6 +394,11 @@ impl Job {
     /// been frozen then, and still have its part when it calls again.
     pub(crate) fn is_over_at(&self, hub: u32) -> bool {
         self.state.has_ended() && self.job_hub_index(hub).is_some_and(|index| self.job_hubs[index].ended)
+    }
+
+    /// Whether the job has ended after it had gone on at other hubs than this one, which may not have heard of that.
+    pub(crate) fn went_on_without(&self, hub: u32) -> bool {
+        self.is_over_at(hub) && self.shares_number > 0
     }
 
     /// The hubs that have not yet reported that they freed the job, for a message.

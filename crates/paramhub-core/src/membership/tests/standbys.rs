@@ -182,8 +182,8 @@ fn a_standby_that_was_frozen_until_the_job_had_finished_without_it_frees_its_par
     let counted = HubJobCounters { namespace: job, counters: JobCounters::default(), left_out: Vec::new() };
     let report = HubReport { jobs: vec![counted], ..HubReport::default() };
     state.report(standby, Some("token"), report, at(40.0)).unwrap();
-    let stops = state.take_outputs(at(40.0)).into_iter().filter(|output| {
-        matches!(output, Output::Command { hub, command: HubCommand::Stop { .. }, .. } if *hub == standby)
+    let told = state.take_outputs(at(40.0)).into_iter().filter(|output| {
+        matches!(output, Output::Command { hub, command: HubCommand::ChangeShares { .. }, .. } if *hub == standby)
     });
-    assert_eq!(stops.count(), 1);
+    assert_eq!(told.count(), 1, "it ends its part as the job goes on elsewhere");
 }
