@@ -2,10 +2,10 @@
 
     python bench/soak/faults.py --paramhub target/release/paramhub --runs 100 --faults 10 --seed 1
 
-Each run has a connection manager that keeps its state, two hubs with checkpoints, and ``paramhub run --on-worker-loss`` with
-four workers in Python, which needs the package and numpy. A third of the jobs go on with any one worker (``continue``), a third
-need all of them, and in a third all go back when one is lost (``rewind``). The seed chooses what befalls them, one fault after
-the other:
+Each run has a connection manager that keeps its state, two or three hubs with checkpoints, and ``paramhub run`` with four workers
+in Python, which needs the package and numpy. A quarter of the jobs go on with any one worker (``--on-worker-loss continue``), a
+quarter need all of them, in a quarter all go back when a worker or a hub is lost (``rewind``), and a quarter have standbys
+(``--replicas 1``). The seed chooses what befalls them, one fault after the other:
 
 - kill: SIGKILL for a worker.
 - stop: SIGSTOP for a worker, for up to four seconds. It counts as lost after two.
@@ -15,9 +15,14 @@ the other:
 - cut: the connections of a worker to one hub or both are reset, at one of their ends. The worker dials again within the step.
 - partition: packets to a worker's host, from it, or both are dropped without a word, for up to four seconds.
 - disk: the disk of the manager's state or that of the checkpoints is full, for up to three seconds.
+- hub: SIGKILL for a hub, which is started again up to three seconds later.
+- freeze: SIGSTOP for a hub, for up to four seconds.
 
-The last three need root and are left out without it. Cuts and partitions also need workers on hosts of their own, which are
-network namespaces. The seed puts a third of the runs on one host, where workers and hubs share memory.
+A job outlives its hubs if it has standbys, or goes back and has a checkpoint. One with standbys ends with the first worker that
+it loses, so no worker is lost then. The next hub is struck when all chunks have standbys again.
+
+Cuts, partitions and disks need root and are left out without it. Cuts and partitions also need workers on hosts of their own,
+which are network namespaces. The seed puts a third of the runs on one host, where workers and hubs share memory.
 
 Each worker contributes a value of its own. So the change of a chunk tells who is in the mean: the worker itself, once. In jobs
 that need all workers, each kill, stop and partition may cost a part of one step, and all other steps have every worker; in those
@@ -27,10 +32,10 @@ that go back every step has every worker, and the parameters at the end are know
 - the launcher ends well within a bound;
 - a worker whose connections were cut goes on in the same process;
 - a job that is launched again goes on from the newest checkpoint that was whole, or a later one;
-- a line of hub, manager, launcher or worker names each fault within five seconds of when it can be noticed: at once, or when
-  the silent worker counts as lost. A stop, a partition or an absence of the manager that was over before may go without. So may a
-  full disk on which nothing was to be written, and a worker's second cut within ten seconds. The program counts the runs in which
-  the manager could not write.
+- a line of hub, manager, launcher or worker names each fault within five seconds of when it can be noticed: at once, when
+  the silent worker or hub counts as lost, or when the hub that was killed runs again. A stop, a freeze, a partition
+  or an absence of the manager that was over before may go without. So may a full disk on which nothing was to be written, and a
+  worker's second cut within ten seconds. The program counts the runs in which the manager could not write.
 
 Each run prints its seed; one with the same seed draws the same faults. The exit code is 1 if any run was wrong. The program
 ends all processes that it starts, and removes their namespaces and disks.
@@ -52,7 +57,7 @@ from pathlib import Path
 
 from faults_log import NAMED_WITHIN_S
 from faults_network import Network, cannot
-from faults_plan import LOSING, OF_NETWORK, OF_ROOT, WEIGHTS, WORKERS, Fault, draw
+from faults_plan import KINDS, LOSING, OF_NETWORK, OF_ROOT, WORKERS, Fault, draw
 from faults_programs import Programs
 from faults_run import Run
 
@@ -77,7 +82,6 @@ def disturbed(arguments: argparse.Namespace, seed: int, is_root: bool, totals: T
     chooser = random.Random(f"faults of {seed}")
     has_hosts = chooser.random() < 2 / 3 and is_root
     left_out = () if has_hosts else OF_NETWORK if is_root else OF_ROOT
-    plan = draw(chooser, arguments.faults, [kind for kind in WEIGHTS if kind not in left_out])
     done: Counter[str] = Counter()
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -85,6 +89,8 @@ def disturbed(arguments: argparse.Namespace, seed: int, is_root: bool, totals: T
         network = stack.enter_context(contextlib.closing(Network(WORKERS))) if has_hosts else None
         programs = Programs(arguments.paramhub, seed, folder, network)
         stack.enter_context(contextlib.closing(programs))
+        kinds = [kind for kind in KINDS[programs.policy] if kind not in left_out]
+        plan = draw(chooser, arguments.faults, kinds)
         if is_root:
             programs.make_disks()
         run = stack.enter_context(contextlib.closing(Run(programs)))

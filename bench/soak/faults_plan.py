@@ -8,16 +8,43 @@ from dataclasses import dataclass
 WORKERS = 4
 PAUSES_S = (0.05, 1.0)
 """Seconds between two faults, at least and at most."""
-LONGEST_S = {"stop": 4.0, "partition": 4.0, "manager": 3.0, "launcher": 3.0, "disk": 3.0}
+HUBS = 3
+LONGEST_S = {
+    "stop": 4.0,
+    "partition": 4.0,
+    "manager": 3.0,
+    "launcher": 3.0,
+    "disk": 3.0,
+    "hub": 3.0,
+    "freeze": 4.0,
+}
 """Seconds that a fault lasts at most. The others are over at once."""
-WEIGHTS = {"kill": 3, "stop": 2, "manager": 2, "launcher": 1, "cut": 3, "partition": 2, "disk": 2}
+WEIGHTS = {
+    "kill": 3,
+    "stop": 2,
+    "manager": 2,
+    "launcher": 1,
+    "cut": 3,
+    "partition": 2,
+    "disk": 2,
+    "hub": 3,
+    "freeze": 2,
+}
+OF_HUBS = ("hub", "freeze")
+"""Kinds that befall a hub."""
 OF_ROOT = ("cut", "partition", "disk")
 """Kinds that need what only root may do: mounts, namespaces and the end of other processes' connections."""
 OF_NETWORK = ("cut", "partition")
 """Kinds that need the workers to be on hosts of their own."""
 OF_WORKERS = ("kill", "stop", "cut", "partition")
 LOSING = ("kill", "stop", "partition")
-"""Kinds that may cost a worker's part of one step."""
+"""Kinds that may cost a worker's part of one step, and end a job that fails with a worker."""
+KINDS = {
+    "continue": tuple(kind for kind in WEIGHTS if kind not in OF_HUBS),
+    "rewind": tuple(WEIGHTS),
+    "replicas": tuple(kind for kind in WEIGHTS if kind not in LOSING),
+}
+"""What a job outlives, by what becomes of it."""
 WAYS = ("both", "to", "from")
 DISKS = ("state", "checkpoints")
 
@@ -38,7 +65,9 @@ class Fault:
     at_hub: bool
     """Whether a connection is cut at the hub's end."""
     hubs: int
-    """How many hubs lose their connections by a cut: the first, or both."""
+    """How many hubs lose their connections by a cut, counted from the first."""
+    hub: int
+    """The hub that it befalls, if its kind is one of hubs."""
 
     @property
     def befalls_worker(self) -> bool:
@@ -62,4 +91,5 @@ def draw_one(chooser: random.Random, kinds: list[str]) -> Fault:
         disk=chooser.choice(DISKS),
         at_hub=chooser.random() < 0.5,
         hubs=chooser.choice((1, 2)),
+        hub=chooser.randrange(HUBS),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,12 @@ from pathlib import Path
 
 from faults_disk import Disk
 from faults_network import Network
-from faults_plan import DISKS, WORKERS
+from faults_plan import DISKS, HUBS, WORKERS
 from kills import free_ports
 from processes import end_all
 
-POLICIES = (("continue", 1), ("continue", WORKERS), ("rewind", WORKERS))
-"""What becomes of a job that loses a worker, and the workers that it needs for a step."""
+POLICIES = (("continue", 1), ("continue", WORKERS), ("rewind", WORKERS), ("replicas", WORKERS))
+"""What becomes of a job that loses a worker or a hub, and the workers that it needs for a step."""
 DEAD_AFTER_S = 2.0
 WORKERS_END_S = 5.0
 """Seconds within which the workers of a launcher that was killed have ended."""
@@ -37,7 +38,7 @@ class Programs:
         self.policy, self.least = chooser.choice(POLICIES)
         self.rewind_every, self.checkpoint_every = chooser.choice((1, 5)), chooser.choice((50, 200))
         self.environment = {**os.environ, "PARAMHUB_TEST_FAULTS": str(folder)}
-        self.ports = free_ports(3)
+        self.ports = free_ports(1 + HUBS)
         host, scheme = "127.0.0.1", "http"
         if network is not None:
             host, scheme = network.address, "https"
@@ -45,8 +46,8 @@ class Programs:
         self.addresses = [f"{host}:{port}" for port in self.ports]
         self.url = f"{scheme}://{self.addresses[0]}"
         self.disks: dict[str, Disk] = {}
-        self.servers: list[subprocess.Popen[bytes]] = []
-        """The hubs, and behind them the manager."""
+        self.manager: subprocess.Popen[bytes] | None = None
+        self.hubs: dict[int, subprocess.Popen[bytes]] = {}
         self.launcher: subprocess.Popen[bytes] | None = None
         self.output = self.log.open("wb")
 
@@ -55,8 +56,17 @@ class Programs:
         return self.folder / "log"
 
     @property
-    def manager(self) -> subprocess.Popen[bytes]:
-        return self.servers[-1]
+    def outlives_hubs(self) -> bool:
+        return self.policy in ("rewind", "replicas")
+
+    @property
+    def manager_runs(self) -> bool:
+        return self.manager is not None and self.manager.poll() is None
+
+    @property
+    def hub_count(self) -> int:
+        """A third hub takes the place of one that is lost as a standby."""
+        return HUBS if self.policy == "replicas" else 2
 
     def make_disks(self) -> None:
         for name in DISKS:
@@ -65,22 +75,25 @@ class Programs:
     def start_manager(self) -> None:
         """Starts the manager, or another one in place of one that has ended."""
         state = ["--state", str(self.folder / "state")]
-        self.servers[-1:] = [self._start(["manager", "--listen", self.addresses[0], *state])]
+        self.manager = self._start(["manager", "--listen", self.addresses[0], *state])
 
-    def start_hubs(self) -> None:
+    def start_hub(self, number: int) -> None:
+        """Starts a hub, or another one at the address of one that has ended."""
         kept = ["--checkpoints", str(self.folder / "checkpoints")]
-        for address in self.addresses[1:]:
-            hub = self._start(["hub", "--listen", address, "--join", self.url, *kept])
-            self.servers.insert(0, hub)
+        address = self.addresses[1 + number]
+        self.hubs[number] = self._start(["hub", "--listen", address, "--join", self.url, *kept])
 
     def launch(self) -> None:
-        how = ["--on-worker-loss", self.policy, "--dead-after", f"{DEAD_AFTER_S:.0f}"]
+        how = ["--dead-after", f"{DEAD_AFTER_S:.0f}"]
+        if self.policy == "replicas":
+            how += ["--replicas", "1"]
+        else:
+            how += ["--on-worker-loss", self.policy, "--linger", "60", "--max-restarts", "1000"]
         if self.policy == "continue":
             how += ["--min-workers", str(self.least)]
-        else:
+        if self.policy == "rewind":
             how += ["--rewind-every", str(self.rewind_every)]
         job = ["run", "--hub", self.url, "--hubs", "2", "-n", str(WORKERS), "--name", NAME, *how]
-        again = ["--linger", "60", "--max-restarts", "1000"]
         kept = ["--checkpoint-every", str(self.checkpoint_every), "--resume=auto"]
         own = [] if self.network is None else self.network.inside_own()
         worker = [
@@ -90,7 +103,7 @@ class Programs:
             self.policy,
             str(self.checkpoint_every),
         ]
-        self.launcher = self._start([*job, *again, *kept, "--", *own, *worker])
+        self.launcher = self._start([*job, *kept, "--", *own, *worker])
 
     def _start(self, arguments: list[str]) -> subprocess.Popen[bytes]:
         inside = [] if self.network is None else self.network.inside("servers")
@@ -122,14 +135,29 @@ class Programs:
         return found
 
     def newest_checkpoint(self) -> int:
-        """The newest step of which both hubs have written a checkpoint. 0 if there is none."""
-        steps = (self.folder / "checkpoints" / NAME).glob("step-*")
-        whole = [step for step in steps if all((step / f"hub-{hub}.json").exists() for hub in range(2))]
-        return max((int(step.name.partition("-")[2].partition(".")[0]) for step in whole), default=0)
+        """The newest step of which there is a whole checkpoint. 0 if there is none."""
+        folder = self.folder / "checkpoints"
+        listed = subprocess.run(
+            [self.paramhub, "checkpoints", "list", str(folder)], check=False, capture_output=True, text=True
+        )
+        return max((int(step) for step in re.findall(r" (\d+) .* complete ", listed.stdout)), default=0)
+
+    def has_all_standbys(self) -> bool:
+        """Whether each chunk of the job has a standby that can take over, as far as a manager says so."""
+        inside = [] if self.network is None else self.network.inside("servers")
+        shown = subprocess.run(
+            [*inside, self.paramhub, "jobs", "show", NAME, "--hub", self.url],
+            check=False,
+            capture_output=True,
+            text=True,
+            env=self.environment,
+        )
+        return re.search(r"standbys +of all chunks", shown.stdout) is not None
 
     def close(self) -> None:
         """Ends all that this run has started, and removes its disks."""
-        end_all([each for each in (self.launcher, *self.servers) if each is not None])
+        servers = (*self.hubs.values(), self.manager)
+        end_all([each for each in (self.launcher, *servers) if each is not None])
         until = time.monotonic() + WORKERS_END_S
         while self.workers() and time.monotonic() < until:
             time.sleep(0.05)

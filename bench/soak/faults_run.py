@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from faults_log import NO_MANAGER, Log
-from faults_plan import LOSING, WORKERS, Fault
+from faults_plan import LOSING, OF_HUBS, WORKERS, Fault
 from faults_programs import DEAD_AFTER_S, NAME, Programs
 
 SURELY_LOST_S = 3.0
@@ -29,6 +29,10 @@ CUT_IS_OVER_S = 3.0
 """Seconds after which a worker whose connections were cut has gone on, or will not."""
 CUTS_NAMED_AGAIN_S = 11.0
 """Seconds without a cut after which hubs name a worker's next one for sure. They do not repeat themselves sooner."""
+HUB_IS_BACK_S = 2.0
+"""Seconds after which every program has noticed that a hub runs again, or that it was frozen."""
+ASKS_AGAIN_S = 0.5
+"""Seconds between two questions to the manager."""
 LOSS_IS_OVER_S = 10.0
 """Seconds after which nothing that happens to a worker is due to an earlier fault any more."""
 
@@ -68,6 +72,14 @@ class Run:
         """The newest step of which a worker has said that it has made it."""
         self.filled_at = self.not_written_at = 0.0
         """When a disk was filled last, and when a hub has said last that it cannot write a checkpoint."""
+        self.hubs_back_at: dict[int, float] = {}
+        """When a hub that was killed is to be started again."""
+        self.frozen: set[int] = set()
+        """The hubs that are frozen."""
+        self.hubs_whole_at = 0.0
+        """From when on it makes sense to ask whether another hub may be lost."""
+        self.may_lose_hub = False
+        """Whether the job outlives the loss of a hub now."""
         self.problems: list[str] = []
         self.full_states = 0
         """How often the manager has said that it cannot write its state."""
@@ -79,7 +91,8 @@ class Run:
         while not any("manager ready" in line for line in self.log.lines) and time.monotonic() < until:
             self.log.poll(self._heed)
             time.sleep(0.02)
-        self.programs.start_hubs()
+        for number in range(self.programs.hub_count):
+            self.programs.start_hub(number)
         self._launch()
 
     def _start_manager(self) -> None:
@@ -113,11 +126,29 @@ class Run:
             self.cuts.remove((at, rank, process))
             if self.programs.workers().get(rank) != process and not self.has_ended():
                 self.problems.append(f"process {process} of rank {rank} has not gone on after a cut")
-        if self.programs.manager.poll() is not None and now >= self.manager_back_at:
+        if not self.programs.manager_runs and now >= self.manager_back_at:
             self._start_manager()
+        for number, hub in self.programs.hubs.items():
+            if hub.poll() is not None and now >= self.hubs_back_at.get(number, 0.0):
+                # A port that another process has for a moment keeps it from starting.
+                self.hubs_back_at[number] = now + START_PAUSE_S
+                self.programs.start_hub(number)
+                self.hubs_whole_at = now + HUB_IS_BACK_S
+        self._ask_for_hubs(now)
         is_gone = self.programs.launcher_has_ended() and not self.has_ended()
         if is_gone and now >= self.launcher_back_at:
             self._launch()
+
+    def _ask_for_hubs(self, now: float) -> None:
+        """Finds out, now and then, whether the job outlives the loss of a hub."""
+        runs = all(hub.poll() is None for hub in self.programs.hubs.values()) and not self.frozen
+        if not self.programs.outlives_hubs or self.may_lose_hub or not runs or now < self.hubs_whole_at:
+            return
+        self.hubs_whole_at = now + ASKS_AGAIN_S
+        if self.has_begun() and not self.has_ended():
+            has_standbys = self.programs.policy == "replicas" and self.programs.has_all_standbys()
+            goes_back = self.programs.policy == "rewind" and self.programs.newest_checkpoint() > 0
+            self.may_lose_hub = has_standbys or goes_back
 
     def end_after(self, steps: int) -> None:
         """Lets the job end when it has made about so many more steps. Workers say after every checkpoint where they are."""
@@ -185,10 +216,13 @@ class Run:
             self.filled_at = now
             self.undoes.append(Undo(now + fault.seconds, None, disk.free))
             return True
-        if self.programs.manager.poll() is not None or now < self.manager_back_at:
+        if fault.kind in OF_HUBS:
+            return self._strike_hub(fault, now)
+        manager = self.programs.manager
+        if manager is None or manager.poll() is not None or now < self.manager_back_at:
             return False
         if fault.kind == "manager":
-            kill(self.programs.manager)
+            kill(manager)
             self.manager_back_at = now + fault.seconds
             if fault.seconds > SURELY_AWAY_S:
                 # A hub that has said so, and has not heard a manager since, says nothing again.
@@ -196,7 +230,32 @@ class Run:
             return True
         return self._strike_launcher(fault)
 
+    def _strike_hub(self, fault: Fault, now: float) -> bool:
+        number = fault.hub % self.programs.hub_count
+        hub = self.programs.hubs[number]
+        if not self.may_lose_hub or hub.poll() is not None:
+            return False
+        self.may_lose_hub, self.hubs_whole_at = False, now + fault.seconds + HUB_IS_BACK_S
+        if fault.kind == "hub":
+            kill(hub)
+            self.hubs_back_at[number] = now + fault.seconds
+        else:
+            hub.send_signal(signal.SIGSTOP)
+            self.frozen.add(number)
+            self.undoes.append(Undo(now + fault.seconds, None, lambda: self._wake(number, hub)))
+        if fault.kind == "hub" or fault.seconds > SURELY_LOST_S:
+            # One that has no part in the job is missed when it does not call, or joins again at its address.
+            address = re.escape(self.programs.addresses[1 + number])
+            after = DEAD_AFTER_S if fault.kind == "freeze" else fault.seconds
+            self.log.expect(fault.kind, None, rf"hub \d+ \({address}\)|{address}", after)
+        return True
+
+    def _wake(self, number: int, hub: subprocess.Popen[bytes]) -> None:
+        self.frozen.discard(number)
+        hub.send_signal(signal.SIGCONT)
+
     def _strike_launcher(self, fault: Fault) -> bool:
+        self.may_lose_hub = False
         self.least_step = self.programs.newest_checkpoint()
         if self.programs.launcher is not None:
             kill(self.programs.launcher)

@@ -36,10 +36,10 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    end, goes_back, every = Path(sys.argv[1]), sys.argv[2] == "rewind", int(sys.argv[3])
+    end, is_exact, every = Path(sys.argv[1]), sys.argv[2] in ("rewind", "replicas"), int(sys.argv[3])
     while True:
         try:
-            return train(end, goes_back, every)
+            return train(end, is_exact, every)
         except paramhub.Rewound as rewound:
             say(f"rank {os.environ['RANK']} goes back: {rewound}")
 
@@ -52,9 +52,10 @@ def last_step(end: Path) -> float:
         return math.inf
 
 
-def train(end: Path, goes_back: bool, every: int) -> None:
+def train(end: Path, is_exact: bool, every: int) -> None:
     """Makes all steps from the one at which this rank joins the job. It says when it has made the first one, and each one after
-    which a checkpoint is due. Raises Rewound when another rank is lost."""
+    which a checkpoint is due. ``is_exact`` says that each step has every worker, whatever is lost. Raises Rewound when another
+    rank is lost, or a hub without a standby."""
     values = {name: numpy.zeros(elements, "f4") for name, elements in SHAPES.items()}
     with paramhub.connect() as job:
         job.init(values, optimizer=paramhub.SGD(lr=1.0))
@@ -62,7 +63,7 @@ def train(end: Path, goes_back: bool, every: int) -> None:
         ranks = int(os.environ["WORLD_SIZE"])
         allowed, own = changes(job.rank, ranks), 4.0**job.rank
         complete = sum(4.0**rank for rank in range(ranks)) / ranks
-        if goes_back:
+        if is_exact:
             allowed = numpy.array([complete])
         has_begun = False
         while (step := job.next_step("first")) < last_step(end):
@@ -94,7 +95,7 @@ def train(end: Path, goes_back: bool, every: int) -> None:
             if (step + 1) % every == 0:
                 say(f"rank {job.rank} has made step {step + 1}")
             time.sleep(0.002)
-        if goes_back:
+        if is_exact:
             # Steps of both signs cancel each other, whatever has been made twice.
             for name, value in values.items():
                 if (value != -complete * (step % 2)).any():
