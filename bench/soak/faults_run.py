@@ -243,7 +243,8 @@ class Run:
             hub.send_signal(signal.SIGSTOP)
             self.frozen.add(number)
             self.undoes.append(Undo(now + fault.seconds, None, lambda: self._wake(number, hub)))
-        if fault.kind == "hub" or fault.seconds > SURELY_LOST_S:
+        is_missed = fault.seconds > SURELY_LOST_S and len(self.begun) == WORKERS
+        if fault.kind == "hub" or is_missed:
             # One that has no part in the job is missed when it does not call, or joins again at its address.
             address = re.escape(self.programs.addresses[1 + number])
             after = DEAD_AFTER_S if fault.kind == "freeze" else fault.seconds
@@ -273,6 +274,8 @@ class Run:
         takes_part = self.begun.get(rank) == process
         lost = rf"rank {rank} was lost|rank {rank} gave up|worker {rank} (was killed|exited|had ended)"
         if fault.kind in LOSING:
+            # While all ranks go back nobody misses a hub.
+            self.log.excuse(("freeze",))
             self.last_loss[rank] = now
             self._forget_cuts(rank)
         network = self.programs.network

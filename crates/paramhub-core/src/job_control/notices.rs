@@ -54,6 +54,8 @@ impl JobControl {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         // A resumed stream also shows that the neighbour is heard again.
         job.announced.silent.remove(&neighbour);
+        // And that what has ended was an older stream of it, which this hub has heard of late.
+        job.lost_worker.take_if(|lost| lost.is_of(neighbour));
         let before = job.announced.moved.insert((neighbour, by), now);
         if before.is_some_and(|before| now.saturating_sub(before) < RESUME) {
             return;

@@ -46,6 +46,13 @@ pub(super) struct LostWorker {
     message: String,
 }
 
+impl LostWorker {
+    /// Whether it is this neighbour.
+    pub(super) fn is_of(&self, neighbour: Neighbour) -> bool {
+        self.rank.is_some() && self.rank == neighbour.rank()
+    }
+}
+
 impl Job {
     /// What this hub is for a route.
     pub(super) fn role(&self, route: &RouteTerms) -> Role {

@@ -278,6 +278,18 @@ fn a_worker_that_is_lost_ends_the_job_once_the_hub_can_know_that_it_was_not_repl
 }
 
 #[test]
+fn a_worker_that_comes_by_a_newer_stream_is_not_lost_with_an_older_one() {
+    let mut hub = running();
+    assert!(!has_failed(&lose_worker(&mut hub)));
+    hub.core(1, CoreEvent::Moved { neighbour: Neighbour::Worker(1), by: 0 });
+    hub.core(1, CoreEvent::Moved { neighbour: Neighbour::Worker(0), by: 0 });
+    assert!(!has_failed(&wait(&mut hub, LOSS_CERTAIN * 2)));
+    assert!(!has_failed(&lose_worker(&mut hub)));
+    hub.core(1, CoreEvent::Moved { neighbour: Neighbour::Worker(1), by: 0 });
+    assert!(has_failed(&wait(&mut hub, LOSS_CERTAIN)), "that was another one");
+}
+
+#[test]
 fn a_hub_that_was_frozen_ends_its_part_alone_although_its_workers_are_gone() {
     let mut hub = running();
     assert!(!has_failed(&lose_worker(&mut hub)));
