@@ -35,6 +35,19 @@ pub struct Nonce(pub [u8; 32]);
 #[serde(try_from = "String", into = "String")]
 pub struct Incarnation(pub [u8; 16]);
 
+impl Incarnation {
+    /// In the hello of a hub: it says nothing of the hub that it calls.
+    pub const NONE: Incarnation = Incarnation([0; 16]);
+
+    /// In the hello of a hub to a standby: the position that the standby has in the job. Another process may have come to its
+    /// address since, with another position.
+    pub fn of_standby(position: u16) -> Incarnation {
+        let mut bytes = [0; 16];
+        bytes[..4].copy_from_slice(&(u32::from(position) + 1).to_le_bytes());
+        Incarnation(bytes)
+    }
+}
+
 /// Known to one process alone, which repeats it to the manager with every ConnectService: whoever has it holds
 /// the rank. 256 random bits, written as 64 hexadecimal digits.
 #[derive(Clone, Copy, Serialize, Deserialize)]

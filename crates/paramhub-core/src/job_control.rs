@@ -49,7 +49,7 @@ pub use ranks::chosen_step;
 use reports::KeptEnd;
 pub use reports::{ENDS_KEPT, EndReport};
 use shutdown::Shutdown;
-pub use shutdown::{LAST_CHECKPOINT, SHUTDOWN};
+pub use shutdown::{LAST_CHECKPOINT, LAST_COPIES, SHUTDOWN};
 pub use standbys::RoleChange;
 use streams::Down;
 pub use streams::{AdmittedStreams, CUT_OFF, OUTCOME_TIMEOUT, RESUME};

@@ -161,7 +161,7 @@ impl ParentDialler {
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: self.secrets.epoch.number, number: attempt },
             namespace: self.namespace,
-            incarnation: Incarnation([0; 16]),
+            incarnation: above.standby.map_or(Incarnation::NONE, Incarnation::of_standby),
             placement: *self.composed.hash().as_bytes(),
             challenge: [0; CHALLENGE_BYTES],
         };

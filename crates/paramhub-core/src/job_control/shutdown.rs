@@ -1,5 +1,5 @@
-//! How a hub shuts down: the last checkpoints are taken while the jobs go on, then the jobs end, and the cores
-//! last. The hub waits for neither longer than for a fixed time.
+//! How a hub shuts down: while the jobs go on, the last checkpoints are taken, and standbys get the rest of their chunks. Then the
+//! jobs end or go on at their standbys, and the cores end last. The hub waits for nothing longer than for a fixed time.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,6 +11,8 @@ use crate::wire::Notice;
 
 /// How long the last checkpoint of a job may wait for its workers.
 pub const LAST_CHECKPOINT: Duration = Duration::from_secs(5);
+/// How long a hub that shuts down waits for standbys that still receive their chunks.
+pub const LAST_COPIES: Duration = Duration::from_secs(25);
 /// How long ending jobs may take when the hub shuts down.
 pub const SHUTDOWN: Duration = Duration::from_millis(600);
 /// How long after that a hub that shuts down waits for the report of a last checkpoint.
@@ -21,8 +23,8 @@ const REPORT_DELAY: Duration = Duration::from_millis(500);
 pub(super) enum Shutdown {
     /// It has not begun.
     Serving,
-    /// The last checkpoints of these jobs are being taken.
-    LastCheckpoints { of: BTreeSet<Namespace>, until: Duration },
+    /// The last checkpoints of some jobs are being taken, and the standbys of others receive their chunks.
+    Preparing { checkpoints: BTreeSet<Namespace>, checkpoints_until: Duration, copies_until: Duration },
     /// The cores free what jobs have.
     EndingJobs { until: Duration },
     /// The cores are to end.
@@ -34,7 +36,10 @@ impl Shutdown {
     pub(super) fn deadline(&self) -> Option<Duration> {
         match self {
             Shutdown::Serving => None,
-            Shutdown::LastCheckpoints { until, .. } | Shutdown::EndingJobs { until } => Some(*until),
+            Shutdown::Preparing { checkpoints, checkpoints_until, copies_until } => {
+                Some(if checkpoints.is_empty() { *copies_until } else { *checkpoints_until })
+            }
+            Shutdown::EndingJobs { until } => Some(*until),
             Shutdown::Done => Some(Duration::ZERO),
         }
     }
@@ -53,21 +58,24 @@ impl JobControl {
     /// Begins to shut down.
     pub(super) fn shut_down(&mut self, now: Duration) {
         self.outputs.push(Output::ReportLeaving);
-        let mut of = BTreeSet::new();
+        let mut checkpoints = BTreeSet::new();
         // A job that goes on at its standbys has its next checkpoint there.
         let takes_one = |job: &Job| {
-            job.writes_checkpoints
-                && !job.has_last_checkpoint
-                && (job.is_finishing() || !job.can_be_replaced())
+            let goes_on = job.can_be_replaced() || job.copies_all();
+            job.writes_checkpoints && !job.has_last_checkpoint && (job.is_finishing() || !goes_on)
         };
         for (&namespace, job) in self.jobs.iter().filter(|(_, job)| takes_one(job)) {
-            of.insert(namespace);
+            checkpoints.insert(namespace);
             // That of a job that finishes is being taken already.
             if !job.is_finishing() {
                 self.outputs.push(Output::TakeLastCheckpoint { namespace, before: LastCheckpoint::Shutdown });
             }
         }
-        self.shutdown = Shutdown::LastCheckpoints { of, until: now + LAST_CHECKPOINT + REPORT_DELAY };
+        self.shutdown = Shutdown::Preparing {
+            checkpoints,
+            checkpoints_until: now + LAST_CHECKPOINT + REPORT_DELAY,
+            copies_until: now + LAST_COPIES,
+        };
         self.check_shutdown(now);
     }
 
@@ -75,9 +83,16 @@ impl JobControl {
     pub(super) fn handle_stopping(&mut self, event: Event, now: Duration) {
         match event {
             Event::Core { namespace, event } if !self.is_done() => self.handle_core(namespace, event, now),
+            // The manager has heard that a standby has all chunks, or that one is lost.
+            Event::ChangeShares { namespace, number, shares, later_hubs, reason } if !self.is_done() => {
+                self.change_shares(namespace, (number, shares), later_hubs, &reason, now);
+            }
+            Event::StandbyUnreachable { namespace, route, standby, reason } if !self.is_done() => {
+                self.standby_unreachable(namespace, (route, standby), reason, now);
+            }
             Event::LastCheckpointTaken { namespace } => {
-                if let Shutdown::LastCheckpoints { of, .. } = &mut self.shutdown {
-                    of.remove(&namespace);
+                if let Shutdown::Preparing { checkpoints, .. } = &mut self.shutdown {
+                    checkpoints.remove(&namespace);
                     self.last_checkpoint_taken(namespace, now);
                 }
             }
@@ -88,9 +103,14 @@ impl JobControl {
 
     /// Goes on to the next phase of shutting down, if nothing is left to wait for or the wait was long enough.
     pub(super) fn check_shutdown(&mut self, now: Duration) {
-        if let Shutdown::LastCheckpoints { of, until } = &mut self.shutdown {
-            of.retain(|namespace| self.jobs.get(namespace).is_some_and(|job| job.writes_checkpoints));
-            if of.is_empty() || now >= *until {
+        if let Shutdown::Preparing { checkpoints, checkpoints_until, copies_until } = &mut self.shutdown {
+            checkpoints
+                .retain(|namespace| self.jobs.get(namespace).is_some_and(|job| job.writes_checkpoints));
+            if now >= *checkpoints_until {
+                checkpoints.clear();
+            }
+            let awaits_copies = now < *copies_until && self.jobs.values().any(Job::copies_all);
+            if checkpoints.is_empty() && !awaits_copies {
                 self.end_jobs(now);
             }
         }

@@ -90,6 +90,19 @@ impl Job {
         !self.shares.is_empty() && !(0..).zip(&self.shares).any(is_alone)
     }
 
+    /// Whether all that this hub serves has a standby, and one of them still receives its chunks.
+    pub(super) fn copies_all(&self) -> bool {
+        let mut served =
+            (0..).zip(&self.shares).filter(|(_, share): &(u16, &Share)| share.served_by == self.terms.hub);
+        let is_lost = |number: u16| self.lost_counterparts.contains_key(&number);
+        let has_standbys = served.all(|(number, share)| share.standby.is_some() && !is_lost(number));
+        !self.shares.is_empty()
+            && has_standbys
+            && self.has_opened
+            && !self.is_ending()
+            && !self.can_be_replaced()
+    }
+
     pub(super) fn routes_of(&self, share: u16) -> impl Iterator<Item = &RouteTerms> {
         self.terms.routes.iter().filter(move |route| route.share == share)
     }

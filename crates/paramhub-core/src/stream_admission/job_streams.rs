@@ -26,6 +26,8 @@ pub struct StreamTerms {
     pub first_workers: u32,
     /// The hub's site.
     pub site: SiteId,
+    /// The hub's position in the job.
+    pub position: u16,
     /// The ports of each of the hub's routes.
     pub ports: HashMap<RouteId, Arc<Ports>>,
     /// Routes with chunks, by interface and core number.
@@ -299,11 +301,12 @@ impl JobStreams {
             let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
         }
-        // The hub that serves dials an address again at which another process has become the standby meanwhile, and does not know.
-        let is_of_standby = matches!(hello.caller, Caller::Hub { .. }) && hello.standby_route.is_some();
-        if is_of_standby && taken.is_none() && resumes {
+        // The hub that serves may still dial an earlier standby, at whose address another process has become one since.
+        let is_for_standby = matches!(hello.caller, Caller::Hub { .. }) && hello.standby_route.is_some();
+        let fitting = [Incarnation::NONE, Incarnation::of_standby(terms.position)];
+        if is_for_standby && !fitting.contains(&hello.incarnation) {
             let why = format!(
-                "{who} of job `{name}` resumes a stream that this hub has never had: it has only become the standby of these chunks"
+                "{who} of job `{name}` calls an earlier standby of these chunks, which was at this address"
             );
             return refused(Refusal::Stale, why);
         }
@@ -384,6 +387,7 @@ mod tests {
             composed,
             first_workers: 1,
             site: 0,
+            position: 1,
             ports: [(ROUTE, Arc::new(ports))].into(),
             routes: HashMap::new(),
             standby_routes: [(ROUTE, (0, 5))].into(),
@@ -408,7 +412,10 @@ mod tests {
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: 1, number },
             namespace: Namespace([1; 16]),
-            incarnation: Incarnation([2; 16]),
+            incarnation: match caller {
+                Caller::Worker { .. } => Incarnation([2; 16]),
+                _ => Incarnation::of_standby(1),
+            },
             placement: *placement.as_bytes(),
             challenge: [4; 32],
         }
@@ -427,11 +434,9 @@ mod tests {
             placed.map(|place| (place.port, place.resumed_by.is_some())).map_err(|(refusal, _)| refusal)
         };
         assert_eq!(streams.missing(), [Neighbour::Counterpart(ROUTE)]);
-        assert_eq!(
-            place(&mut streams, hub, 4),
-            Err(Refusal::Stale),
-            "it takes this hub for an earlier standby"
-        );
+        let former = Hello { incarnation: Incarnation::of_standby(0), ..hello(&streams, hub, 4) };
+        let refused = streams.place(&former, &origin).map_err(|(refusal, _)| refusal);
+        assert_eq!(refused, Err(Refusal::Stale), "it takes this hub for an earlier standby");
         assert_eq!(place(&mut streams, hub, 0), Ok((1, false)));
         assert!(streams.missing().is_empty());
         assert_eq!(place(&mut streams, worker, 1), Err(Refusal::Busy));

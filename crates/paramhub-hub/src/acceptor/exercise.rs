@@ -131,6 +131,7 @@ fn job(encrypts: bool) -> (Directory, Hello) {
         composed: plan.composed.clone(),
         first_workers: 1,
         site: 0,
+        position: 0,
         ports: [(0, plan.ports.clone())].into(),
         routes: [((0, 0), 0)].into(),
         standby_routes: [].into(),

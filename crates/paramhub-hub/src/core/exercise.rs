@@ -163,6 +163,7 @@ impl FuzzJob {
             composed: plan.composed.clone(),
             first_workers: plan.workers(),
             site: 0,
+            position: 0,
             ports: [(0, plan.ports.clone())].into(),
             routes: [((0, 0), 0)].into(),
             standby_routes: [].into(),

@@ -111,6 +111,7 @@ impl JobController {
             composed: job.composed.clone(),
             first_workers: job.first_workers,
             site: job.site,
+            position: job.position,
             ports: job.ports.clone(),
             routes: job.own_routes().map(|(id, route)| ((route.interface, route.core), id)).collect(),
             standby_routes: job

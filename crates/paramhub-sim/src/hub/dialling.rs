@@ -107,7 +107,7 @@ impl HubJob {
             required: Capabilities::default(),
             attempt: Attempt::Numbered { epoch: self.epoch, number: attempt },
             namespace: NAMESPACE,
-            incarnation: Incarnation([0; 16]),
+            incarnation: link.standby.map_or(Incarnation::NONE, Incarnation::of_standby),
             placement: *self.composed.hash().as_bytes(),
             challenge: [0; CHALLENGE_BYTES],
         }

@@ -138,6 +138,7 @@ impl HubJob {
             composed: composed.clone(),
             first_workers,
             site: ordered.site,
+            position: ordered.hub as u16,
             ports: own.iter().map(|own| (own.id, own.ports.clone())).collect(),
             routes: own
                 .iter()

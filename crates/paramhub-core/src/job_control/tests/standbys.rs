@@ -1,6 +1,7 @@
 //! A hub of two, which serves share 0 by route 0 and is the standby of share 1 by route 1.
 
 use super::*;
+use crate::job_control::shutdown::LAST_COPIES;
 use crate::job_control::standbys::LOSS_CERTAIN;
 use crate::service::HubEvent;
 use crate::standbys::Share;
@@ -213,7 +214,7 @@ fn a_hub_that_misses_a_change_does_what_both_say() {
 #[test]
 fn a_hub_whose_standby_has_not_all_chunks_does_not_hand_over() {
     let (mut hub, _) = with_new_standby();
-    assert!(has_failed(&hub.handle(Event::ShutDown)));
+    assert!(has_failed(&hub.handle(Event::ShutDown)), "another share has no standby at all");
     // The manager may have heard already that the standby has them.
     let (mut hub, _) = with_new_standby();
     let copying = Share { copying: true, ..Share::new(0, Some(2)) };
@@ -221,6 +222,25 @@ fn a_hub_whose_standby_has_not_all_chunks_does_not_hand_over() {
     hub.core(1, CoreEvent::Copied { route: 0 });
     let outputs = hub.handle(Event::ShutDown);
     assert_eq!((reported(&outputs), has_failed(&outputs)), (vec![(0, 0, 3)], false));
+}
+
+#[test]
+fn a_hub_that_shuts_down_waits_until_its_standbys_have_all_chunks_but_not_long() {
+    let copying = || {
+        let (mut hub, _) = with_new_standby();
+        change(&mut hub, 3, vec![Share { copying: true, ..Share::new(0, Some(2)) }, Share::new(1, None)]);
+        assert!(!has_failed(&hub.handle(Event::ShutDown)));
+        hub
+    };
+    let mut hub = copying();
+    let outputs = hub.core(1, CoreEvent::Copied { route: 0 });
+    assert_eq!((reported(&outputs), has_failed(&outputs)), (vec![(0, 0, 3)], false));
+    let mut hub = copying();
+    assert!(!has_failed(&wait(&mut hub, LAST_COPIES / 2)));
+    assert!(has_failed(&wait(&mut hub, LAST_COPIES)));
+    let mut hub = copying();
+    let outputs = change(&mut hub, 4, vec![Share::new(0, None), Share::new(1, None)]);
+    assert!(has_failed(&outputs), "the standby is lost");
 }
 
 #[test]
