@@ -38,7 +38,7 @@ class Programs:
         self.policy, self.least = chooser.choice(POLICIES)
         self.rewind_every, self.checkpoint_every = chooser.choice((1, 5)), chooser.choice((50, 200))
         self.environment = {**os.environ, "PARAMHUB_TEST_FAULTS": str(folder)}
-        self.ports = free_ports(1 + HUBS)
+        self.ports = free_ports(1 + HUBS + 1)
         host, scheme = "127.0.0.1", "http"
         if network is not None:
             host, scheme = network.address, "https"
@@ -64,8 +64,13 @@ class Programs:
         return self.manager is not None and self.manager.poll() is None
 
     @property
+    def spare_hub(self) -> int | None:
+        """The hub that an operator adds to a job that does not get standbys again by itself; None once it is there."""
+        return None if HUBS in self.hubs else HUBS
+
+    @property
     def hub_count(self) -> int:
-        """A third hub takes the place of one that is lost as a standby."""
+        """The hubs of a job at its beginning. One that comes back takes the place of one that is lost as a standby."""
         return HUBS if self.policy == "replicas" else 2
 
     def make_disks(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -31,6 +32,9 @@ CUTS_NAMED_AGAIN_S = 11.0
 """Seconds without a cut after which hubs name a worker's next one for sure. They do not repeat themselves sooner."""
 HUB_IS_BACK_S = 2.0
 """Seconds after which every program has noticed that a hub runs again, or that it was frozen."""
+ADDS_HUB_AFTER_S = 10.0
+"""Seconds for which a job may lack standbys although all hubs run: two hubs that have a part in it may have lost each other, and
+neither takes a further share."""
 ASKS_AGAIN_S = 0.5
 """Seconds between two questions to the manager."""
 LOSS_IS_OVER_S = 10.0
@@ -80,6 +84,8 @@ class Run:
         """From when on it makes sense to ask whether another hub may be lost."""
         self.may_lose_hub = False
         """Whether the job outlives the loss of a hub now."""
+        self.adds_hub_at = math.inf
+        """When an operator adds a hub if the job has not got all standbys again."""
         self.problems: list[str] = []
         self.full_states = 0
         """How often the manager has said that it cannot write its state."""
@@ -146,6 +152,9 @@ class Run:
             return
         self.hubs_whole_at = now + ASKS_AGAIN_S
         if self.has_begun() and not self.has_ended():
+            spare = self.programs.spare_hub
+            if self.programs.policy == "replicas" and spare is not None and now > self.adds_hub_at:
+                self.programs.start_hub(spare)
             has_standbys = self.programs.policy == "replicas" and self.programs.has_all_standbys()
             goes_back = self.programs.policy == "rewind" and self.programs.newest_checkpoint() > 0
             self.may_lose_hub = has_standbys or goes_back
@@ -236,6 +245,7 @@ class Run:
         if not self.may_lose_hub or hub.poll() is not None:
             return False
         self.may_lose_hub, self.hubs_whole_at = False, now + fault.seconds + HUB_IS_BACK_S
+        self.adds_hub_at = self.hubs_whole_at + ADDS_HUB_AFTER_S
         if fault.kind == "hub":
             kill(hub)
             self.hubs_back_at[number] = now + fault.seconds
