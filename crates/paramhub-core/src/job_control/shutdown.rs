@@ -15,7 +15,7 @@ pub const LAST_CHECKPOINT: Duration = Duration::from_secs(5);
 pub const LAST_COPIES: Duration = Duration::from_secs(25);
 /// How long ending jobs may take when the hub shuts down.
 pub const SHUTDOWN: Duration = Duration::from_millis(600);
-/// How long after that a hub that shuts down waits for the report of a last checkpoint.
+/// How long beyond [`LAST_CHECKPOINT`] a hub that shuts down waits for the report of a last checkpoint.
 const REPORT_DELAY: Duration = Duration::from_millis(500);
 
 /// How far a hub has come with shutting down.
