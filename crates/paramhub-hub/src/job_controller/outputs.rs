@@ -67,9 +67,13 @@ impl JobController {
             }
             Output::NoteShares { namespace, shares, later_hubs } => {
                 if let Some(job) = self.jobs.get_mut(&namespace) {
+                    let before = job.served_routes();
                     (job.shares, job.later_hubs) = (shares, later_hubs);
                     let served = job.served_routes();
-                    self.pass_to_writer(namespace, CheckpointCommand::Serve(served));
+                    // The writer's channel has room for one such change of each route.
+                    if served != before {
+                        self.pass_to_writer(namespace, CheckpointCommand::Serve(served));
+                    }
                 }
             }
             Output::LinkStandbys { namespace, routes, until } => {
