@@ -14,13 +14,14 @@
 //! reason for the case that it does not finish.
 //!
 //! `admission` has what a job may take, `opening`, `streams` and `ending` the way of a job, `ranks` the workers that
-//! are lost and replaced, `standbys` the hubs, `shutdown` the way of the hub, `notices` and `awaited` what ranks and the manager hear of
+//! are lost and replaced, `standbys`, `new_standbys` and `further_shares` the hubs, `shutdown` the way of the hub, `notices` and `awaited` what ranks and the manager hear of
 //! a job that goes on, and `reports` what a manager hears that has restarted.
 
 mod admission;
 mod awaited;
 mod ending;
 mod event;
+mod further_shares;
 mod job;
 mod new_standbys;
 mod notices;
@@ -42,7 +43,7 @@ use crate::auth::Namespace;
 use crate::service::HubEvent;
 pub use ending::LAST_CHECKPOINT_TIMEOUT;
 pub use event::{Beginning, CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNeighbours};
-use job::Job;
+use job::{Job, Phase};
 pub use opening::READING_SHARE;
 pub use output::{LastCheckpoint, Output, RankChange, Recipient};
 pub use ranks::chosen_step;
@@ -138,6 +139,7 @@ impl JobControl {
     fn handle_serving(&mut self, event: Event, now: Duration) {
         match event {
             Event::Planned(terms) => self.admit(*terms, now),
+            Event::PlannedFurther { terms, further } => self.take_further(*terms, further),
             Event::AllocateAgain { namespace, epoch, hub } => self.allocated_before(namespace, epoch, hub),
             Event::ReportJobs { question } => self.report_jobs(question),
             Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
@@ -202,7 +204,10 @@ impl JobControl {
             CoreEvent::Closed { counters, left_out } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.count(counters, &left_out);
-                self.route_closed(namespace);
+                match job.phase {
+                    Phase::Ending { .. } => self.route_closed(namespace),
+                    _ => self.further_closed(namespace),
+                }
             }
         }
     }

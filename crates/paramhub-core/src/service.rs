@@ -27,7 +27,8 @@ use crate::standbys::Share;
 pub use authority::{AuthorityStatus, ReplaceAuthority};
 pub use error::{ErrorCode, ServiceError, refusal};
 pub use hub::{
-    Commands, DrainHub, HubCommand, HubJobCheckpoints, HubJobCounters, HubRegistered, HubReport, JobPlan,
+    Commands, DrainHub, FurtherShares, HubCommand, HubJobCheckpoints, HubJobCounters, HubRegistered,
+    HubReport, JobPlan,
 };
 pub use hub::{NumberedCommand, PollCommands, Presence, RegisterHub};
 pub use hub_events::{CauseKind, HubEvent, JobEnd, StopWhen, add_by_rank};

@@ -3,12 +3,13 @@
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use paramhub_core::auth::{Namespace, StreamSecret};
 use paramhub_core::composition::Neighbour;
 use paramhub_core::job_control::AdmittedStreams;
 use paramhub_core::placement::RouteId;
+use paramhub_core::ports::Ports;
 use paramhub_core::standbys::Role;
 use paramhub_core::stream_admission::{JobStreams, StreamOrigin, StreamPlace, StreamSecrets};
 use paramhub_core::wire::{Caller, Hello, Refusal};
@@ -106,6 +107,19 @@ impl Directory {
     pub(crate) fn change_role(&self, namespace: Namespace, route: RouteId, role: Role) {
         if let Some(entry) = self.jobs().living.get_mut(&namespace) {
             entry.streams.change_role(route, role);
+        }
+    }
+
+    /// Admits the streams of the hub that serves a further route, whose standby this hub is.
+    pub(crate) fn add_standby_route(
+        &self,
+        namespace: Namespace,
+        route: RouteId,
+        at: (u16, u16),
+        ports: Arc<Ports>,
+    ) {
+        if let Some(entry) = self.jobs().living.get_mut(&namespace) {
+            entry.streams.add_standby_route(route, at, ports);
         }
     }
 

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::{self, Event, JobControl, JobTerms};
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{HubCommand, JobPlan};
+use paramhub_core::service::{FurtherShares, HubCommand, JobPlan};
 use paramhub_kernels::Registry;
 
 use crate::checkpoint::{CheckpointCommand, CheckpointConfig, CheckpointStatuses};
@@ -116,6 +116,9 @@ impl JobController {
         Some(match command {
             HubCommand::Allocate(plan) => {
                 let (namespace, epoch, hub) = (plan.namespace, plan.epoch.number, plan.hub as u16);
+                if let Some(further) = &plan.further {
+                    return Some(self.plan_further(&plan, further));
+                }
                 if !self.control.wants(namespace, epoch, hub) {
                     return Some(Event::AllocateAgain { namespace, epoch, hub });
                 }
@@ -149,6 +152,22 @@ impl JobController {
         })
     }
 
+    /// Plans further shares of a job that this hub has.
+    fn plan_further(&mut self, plan: &JobPlan, further: &FurtherShares) -> Event {
+        let (namespace, epoch, hub) = (plan.namespace, plan.epoch.number, plan.hub as u16);
+        if !self.control.wants_further(namespace, epoch, hub, further) {
+            return Event::AllocateAgain { namespace, epoch, hub };
+        }
+        match (self.plan(plan), self.jobs.get_mut(&namespace)) {
+            (Ok((planned, terms)), Some(job)) => {
+                job.further = Some(Box::new(planned));
+                Event::PlannedFurther { terms: Box::new(terms), further: further.clone() }
+            }
+            (Err(reason), _) => Event::CannotPlan { namespace, reason },
+            (Ok(_), None) => Event::AllocateAgain { namespace, epoch, hub },
+        }
+    }
+
     fn plan(&self, plan: &JobPlan) -> Result<(HubJob, JobTerms), String> {
         let checkpoints = CheckpointPlan::of(plan, self.checkpoints.as_ref())?;
         // The plan calls optimizers that were registered with the hub, whose own code may panic.
@@ -173,8 +192,8 @@ impl JobController {
             }
             CoreEvent::Opened { namespace, missing_bytes, snapshot } => {
                 let has_snapshot = snapshot.is_some();
-                if let Some(job) = self.jobs.get_mut(&namespace) {
-                    job.snapshots.extend(snapshot.map(|snapshot| *snapshot));
+                if let Some(snapshot) = snapshot {
+                    self.keep_snapshot(namespace, *snapshot);
                 }
                 (namespace, Reported::Opened { missing_bytes, has_snapshot })
             }

@@ -81,6 +81,7 @@ fn plan_of(
             hub: 0,
             shares,
             later_hubs: Vec::new(),
+            further: None,
             cluster,
             settings,
             team,

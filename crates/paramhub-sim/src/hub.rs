@@ -1,6 +1,7 @@
 //! A hub: the production state machines of its jobs and chunks, and what its threads do around them.
 
 mod dialling;
+mod further;
 mod job;
 mod link;
 mod new_standby;
@@ -139,6 +140,11 @@ impl Hub {
                     self.opened(route, context);
                 }
             }
+            Wake::Freed { allocation } => {
+                if allocation == self.allocations {
+                    self.given_up(context);
+                }
+            }
             Wake::GoBack { allocation, route } => {
                 if allocation == self.allocations {
                     self.go_back(route, context);
@@ -181,6 +187,10 @@ impl Hub {
     /// Passes a command of the manager to the job control.
     fn command(&mut self, command: HubCommand, context: &mut Context<'_>) {
         let event = match command {
+            HubCommand::Allocate(ordered) if ordered.further.is_some() => {
+                let further = ordered.further.clone().unwrap_or_default();
+                self.plan_further(&ordered, &further)
+            }
             HubCommand::Allocate(ordered)
                 if self.control.wants(ordered.namespace, ordered.epoch.number, ordered.hub as u16) =>
             {
@@ -251,6 +261,7 @@ impl Hub {
             for output in outputs {
                 match output {
                     Output::Open(_) => self.open(context),
+                    Output::OpenFurther { .. } => self.open_further(context),
                     Output::AdmitStreams(_) => {
                         if let Some(job) = &mut self.job {
                             job.is_open = true;

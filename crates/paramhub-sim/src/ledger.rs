@@ -90,6 +90,12 @@ impl Ledger {
         digest
     }
 
+    /// A hub has new memory for a chunk that it had given up.
+    pub(crate) fn begins_anew(&mut self, chunk: SiteChunk) {
+        self.versions.remove(&chunk);
+        self.behind.remove(&chunk);
+    }
+
     /// A hub has taken the parameters of a version of a chunk from the one that serves it. Returns their digest.
     pub(crate) fn copied(&mut self, chunk: SiteChunk, version: u32, digest: u64) -> u64 {
         if self.versions.contains_key(&chunk) {
@@ -213,10 +219,12 @@ impl Ledger {
         self.check(checked);
     }
 
-    /// How often a hub that has joined a running job had all chunks of a share, and how many such hubs have taken over.
-    pub(crate) fn new_standbys(&self) -> (usize, usize) {
-        let standbys = self.standbys.as_ref();
-        standbys.map_or((0, 0), |standbys| (standbys.became_ready(), standbys.later_took_over()))
+    /// How often a hub had all chunks of a share that it got while the job ran, how often it served another then, and how many
+    /// hubs that have joined the running job have taken over.
+    pub(crate) fn new_standbys(&self) -> (usize, usize, usize) {
+        self.standbys.as_ref().map_or((0, 0, 0), |standbys| {
+            (standbys.became_ready(), standbys.became_ready_further(), standbys.later_took_over())
+        })
     }
 
     /// A hub with these copies of chunks exchanges with a worker by a stream.

@@ -70,6 +70,8 @@ pub struct Explored {
     pub without_hubs: u64,
     /// How often hubs that have joined running jobs had all chunks of a share as its standby.
     pub new_standbys: u64,
+    /// How often a hub that served a share became the standby of a further one.
+    pub further_standbys: u64,
     /// How many such hubs have taken over.
     pub took_over_later: u64,
     /// Jobs that had to finish although hubs were killed twice or more, each time after the standbys were complete again.
@@ -121,6 +123,7 @@ pub fn explore(seeds: Range<u64>) -> Result<Explored, String> {
         let loses_hub = scenario.replicas && scenario.faults.iter().any(is_hub_killed);
         explored.without_hubs += u64::from(had_to_finish && loses_hub);
         explored.new_standbys += summary.new_standbys as u64;
+        explored.further_standbys += summary.further_standbys as u64;
         explored.took_over_later += summary.took_over_later as u64;
         explored.left_drained += summary.left_drained as u64;
         let loses_several = scenario.replicas && summary.hub_losses > 1;

@@ -67,6 +67,8 @@ pub(crate) enum Wake {
     DialTimeout { lane: usize, stream: StreamId },
     /// A hub's core has allocated a route, after the hub was asked to allocate for the time of this number.
     Opened { allocation: u32, route: RouteId },
+    /// A core has freed a route with which its hub has nothing more to do.
+    Freed { allocation: u32 },
     /// A hub's core takes the next chunk of a route back to an earlier step.
     GoBack { allocation: u32, route: RouteId },
     /// A hub has waited long enough for another stream in place of one that was cut.
@@ -142,6 +144,8 @@ pub struct Summary {
     pub begun_anew: usize,
     /// How often a hub that has joined the running job had all chunks of a share as its standby.
     pub new_standbys: usize,
+    /// How often a hub that served a share became the standby of a further one.
+    pub further_standbys: usize,
     /// How many such hubs have taken over.
     pub took_over_later: usize,
     /// How often a hub was killed.
@@ -461,7 +465,8 @@ impl World<'_> {
             rewinds: self.ledger.rewinds(),
             begun_anew: self.ledger.begun_anew(),
             new_standbys: self.ledger.new_standbys().0,
-            took_over_later: self.ledger.new_standbys().1,
+            further_standbys: self.ledger.new_standbys().1,
+            took_over_later: self.ledger.new_standbys().2,
             hub_losses: self.hub_losses,
             left_drained: self.manager.as_ref().map_or(0, Manager::left_drained),
             took: self.agenda.now(),

@@ -142,6 +142,7 @@ fn job(settings: Settings, options: JobOptions, composition: Composition) -> Job
         hub: 0,
         shares: Vec::new(),
         later_hubs: Vec::new(),
+        further: None,
         cluster: Cluster::beside_workers(2),
         settings,
         team: Default::default(),

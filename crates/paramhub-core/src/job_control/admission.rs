@@ -10,9 +10,22 @@ const DESCRIPTORS_SPARE: u64 = 32;
 impl JobControl {
     /// Checks that the hub can take the job besides its others, or returns what would fit.
     pub(super) fn check_admission(&self, job: &JobTerms) -> Result<(), String> {
-        let others = || self.jobs.values().map(|job| &job.terms);
-        self.hub.job_limits.admit(job, others)?;
         check_team(job)?;
+        self.check_room(job)
+    }
+
+    /// Checks that the hub can take further routes of a job that it has: `all` has all routes, `added` these.
+    pub(super) fn check_admission_of_further(&self, all: &JobTerms, added: &JobTerms) -> Result<(), String> {
+        check_team(added)?;
+        self.check_room(all)
+    }
+
+    fn check_room(&self, job: &JobTerms) -> Result<(), String> {
+        let others = || {
+            let all = self.jobs.values().map(|other| &other.terms);
+            all.filter(|other| other.namespace != job.namespace)
+        };
+        self.hub.job_limits.admit(job, others)?;
         check_descriptors(job, others(), self.hub.descriptors_max)?;
         check_memory(job, others(), self.hub.memory_bytes)?;
         let down = job.routes.iter().find_map(|route| self.interfaces_down.get(&route.interface));
@@ -30,8 +43,8 @@ impl JobControl {
 /// all hubs when they have opened.
 fn check_team(job: &JobTerms) -> Result<(), String> {
     let (name, streams) = (&job.name, job.streams());
-    Allowance::check(job.team.memory_bytes.as_ref(), job.memory_bytes).map_err(|terms| {
-        format!("job `{name}` needs {} MiB at this hub, and {terms}", mebibytes(job.memory_bytes))
+    Allowance::check(job.team.memory_bytes.as_ref(), job.memory_bytes()).map_err(|terms| {
+        format!("job `{name}` needs {} MiB at this hub, and {terms}", mebibytes(job.memory_bytes()))
     })?;
     Allowance::check(job.team.streams.as_ref(), streams)
         .map_err(|terms| format!("job `{name}` would open {streams} streams to this hub, and {terms}"))
@@ -62,12 +75,12 @@ fn check_memory<'a>(
     others: impl Iterator<Item = &'a JobTerms>,
     all: u64,
 ) -> Result<(), String> {
-    let taken: u64 = others.map(|other| other.memory_bytes).sum();
+    let taken: u64 = others.map(|other| other.memory_bytes()).sum();
     let free = all.saturating_sub(taken);
-    if job.memory_bytes <= free {
+    if job.memory_bytes() <= free {
         return Ok(());
     }
-    let [needed, free, all] = [job.memory_bytes, free, all].map(mebibytes);
+    let [needed, free, all] = [job.memory_bytes(), free, all].map(mebibytes);
     Err(format!(
         "job `{}` needs {needed} MiB at this hub, which has {free} of {all} MiB free: use more hubs, end other \
          jobs, or give the hub more with --memory",
@@ -88,11 +101,11 @@ impl JobLimits {
 
     fn memory(&self, job: &JobTerms) -> Result<(), String> {
         match self.memory_bytes {
-            Some(most) if job.memory_bytes > most => Err(format!(
+            Some(most) if job.memory_bytes() > most => Err(format!(
                 "job `{}` needs {} MiB at this hub, which gives {} MiB to a job: use more hubs, an optimizer with less state \
                  or a smaller model, or raise the hub's --job-memory",
                 job.name,
-                mebibytes(job.memory_bytes),
+                mebibytes(job.memory_bytes()),
                 most >> 20
             )),
             _ => Ok(()),

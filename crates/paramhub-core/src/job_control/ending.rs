@@ -163,7 +163,7 @@ impl JobControl {
 
     fn end(&mut self, namespace: Namespace, failure: Option<Failure>, end: JobEnd, now: Duration) {
         let job = self.jobs.get_mut(&namespace).expect("an ending job is here");
-        let routes = job.terms.routes.len();
+        let routes = job.routes_here();
         job.phase = Phase::Ending { routes, end, since: now };
         if std::mem::take(&mut job.writes_checkpoints) {
             self.outputs.push(Output::StopCheckpoints(namespace));

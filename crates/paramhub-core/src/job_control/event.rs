@@ -8,7 +8,7 @@ use crate::auth::Namespace;
 use crate::composition::Neighbour;
 use crate::exchange::Awaited;
 use crate::placement::{HubShape, RouteId};
-use crate::service::{CauseKind, JobCounters, ProbeOrder, ProbeReport, StopWhen};
+use crate::service::{CauseKind, FurtherShares, JobCounters, ProbeOrder, ProbeReport, StopWhen};
 use crate::standbys::Share;
 
 /// With what a job begins that was to look for a checkpoint.
@@ -26,6 +26,13 @@ pub enum Beginning {
 pub enum Event {
     /// The manager wants a job allocated, and the hub has planned it.
     Planned(Box<JobTerms>),
+    /// The manager wants further shares of a job allocated, and the hub has planned them.
+    PlannedFurther {
+        /// The job, with the routes of these shares only.
+        terms: Box<JobTerms>,
+        /// The shares.
+        further: FurtherShares,
+    },
     /// The manager wants a job allocated that the hub has planned before.
     AllocateAgain {
         /// The job.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::JobTerms;
 use super::awaited::Waits;
+use super::further_shares::AllocatedFurther;
 use super::notices::Announced;
 use super::ranks::ChangedRanks;
 use super::standbys::{LostCounterpart, LostWorker};
@@ -28,6 +29,10 @@ pub(super) struct Job {
     pub(super) shares_number: u32,
     /// The shares whose other hub is lost to this one.
     pub(super) lost_counterparts: BTreeMap<u16, LostCounterpart>,
+    /// The further shares whose standby this hub may become.
+    pub(super) further: Option<AllocatedFurther>,
+    /// The number of routes that cores free while the job goes on.
+    pub(super) routes_closing: usize,
     /// The routes whose new standby has all chunks.
     pub(super) copied: BTreeSet<RouteId>,
     /// The first worker that is lost to this hub, while it is not certain that the job goes on here.
@@ -110,6 +115,8 @@ impl Job {
             shares: terms.shares.clone(),
             shares_number: 0,
             lost_counterparts: BTreeMap::new(),
+            further: None,
+            routes_closing: 0,
             copied: BTreeSet::new(),
             lost_worker: None,
             awaits_workers_until: None,

@@ -122,7 +122,10 @@ impl JobControl {
             }
             // The job was stopped before it was open, and this route has nothing to close.
             (Phase::Ending { .. }, Some(_)) => self.route_closed(namespace),
-            _ => {}
+            (Phase::Ending { .. } | Phase::Loading { .. } | Phase::Refused, _) => {}
+            (Phase::Connecting { .. } | Phase::Running | Phase::Finishing { .. }, missing_bytes) => {
+                self.further_opened(namespace, missing_bytes);
+            }
         }
     }
 
@@ -143,7 +146,7 @@ impl JobControl {
     /// Frees what was allocated, because some core could not allocate.
     fn refuse_opened(&mut self, namespace: Namespace, missing_bytes: u64) {
         let terms = &self.jobs[&namespace].terms;
-        let (missing, needed) = (mebibytes(missing_bytes), mebibytes(terms.memory_bytes));
+        let (missing, needed) = (mebibytes(missing_bytes), mebibytes(terms.memory_bytes()));
         let reason = format!(
             "job `{}` needs {needed} MiB at this hub, but the operating system had no {missing} MiB left for one part",
             terms.name
@@ -188,7 +191,7 @@ fn admitted(terms: &JobTerms) -> String {
         terms.name,
         terms.composed.composition.workers(),
         terms.routes.len(),
-        mebibytes(terms.memory_bytes),
+        mebibytes(terms.memory_bytes()),
         uneven.hubs,
         uneven.interfaces,
         uneven.cores

@@ -38,6 +38,14 @@ pub enum Output {
     /// Let the cores allocate all routes of the job, with the checkpoint if one was read.
     /// [`CoreEvent::Opened`](super::CoreEvent::Opened) answers for each route.
     Open(Namespace),
+    /// Let the cores allocate further routes of the job, for which this hub is a standby, and admit the streams of the hubs that
+    /// serve them. [`CoreEvent::Opened`](super::CoreEvent::Opened) answers for each route.
+    OpenFurther {
+        /// The job.
+        namespace: Namespace,
+        /// The routes.
+        routes: Vec<RouteId>,
+    },
     /// Admit streams of the job.
     AdmitStreams(Namespace),
     /// Refuse further streams of the job, with this message.

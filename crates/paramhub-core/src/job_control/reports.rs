@@ -60,9 +60,16 @@ impl JobControl {
     pub(super) fn report_allocated(&mut self, namespace: Namespace) {
         let job = &self.jobs[&namespace];
         let placement_hash = job.terms.placement().hash().to_hex().to_string();
-        let (memory_bytes, streams) = (job.terms.memory_bytes, job.terms.streams());
-        let resumed_step = job.resumed_step;
-        self.report(HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes, streams });
+        let (memory_bytes, streams) = (job.terms.memory_bytes(), job.terms.streams());
+        let (resumed_step, further) = (job.resumed_step, job.allocated_further());
+        self.report(HubEvent::Allocated {
+            namespace,
+            placement_hash,
+            resumed_step,
+            memory_bytes,
+            streams,
+            further,
+        });
     }
 
     /// Reports how a job has ended, and keeps that for a manager that restarts.

@@ -229,6 +229,7 @@ impl JobControl {
         if !job.shares.iter().any(|share| share.role(hub) != Role::None) {
             return self.retire(namespace, reason, now);
         }
+        let mut to_give_up = job.refused_further();
         let (mut changes, mut to_link) = (Vec::new(), Vec::new());
         for (share, (was, is)) in (0..).zip(before.iter().zip(&job.shares)) {
             let roles = role_changes(was, is, hub);
@@ -240,6 +241,10 @@ impl JobControl {
             if come_again && roles[0] != RoleChange::Stop {
                 let until = now.saturating_add(job.terms.dead_after).saturating_add(COME_OVER);
                 job.awaits_workers_until = job.awaits_workers_until.max(Some(until));
+            }
+            if roles.contains(&RoleChange::Stop) {
+                to_give_up.extend(job.routes_of(share).copied());
+                continue;
             }
             for route in job.terms.routes.iter().filter(|route| route.share == share) {
                 job.copied.remove(&route.id);
@@ -254,6 +259,11 @@ impl JobControl {
         self.outputs.push(Output::NoteShares { namespace, shares, later_hubs });
         for (route, core, role) in changes {
             self.outputs.push(Output::ChangeRole { namespace, core, route, role });
+        }
+        if !to_give_up.is_empty() {
+            self.give_up_routes(namespace, &to_give_up);
+            // The job has less here than the manager knows.
+            self.report_allocated(namespace);
         }
         if !to_link.is_empty() {
             self.outputs.push(Output::LinkStandbys { namespace, routes: to_link, until });
@@ -303,7 +313,7 @@ impl JobControl {
     /// Ends a job here that goes on at other hubs. Its workers hear nothing but the end of their streams, and dial the others.
     fn retire(&mut self, namespace: Namespace, reason: &str, now: Duration) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        let (routes, cores) = (job.terms.routes.len(), job.terms.cores());
+        let (routes, cores) = (job.routes_here(), job.terms.cores());
         let message = format!("job `{}` goes on at other hubs: {reason}", job.terms.name);
         let end = JobEnd::failed(namespace, message.clone(), CauseKind::Hearsay);
         job.phase = Phase::Ending { routes, end, since: now };
@@ -350,6 +360,7 @@ pub enum RoleChange {
     /// The standby is lost, and it is not known yet which of the two hubs serves the route: the streams of workers are closed
     /// and others refused.
     Doubt,
-    /// This hub has nothing more to do with the route.
+    /// This hub has nothing more to do with the route: its memory is freed.
+    /// [`CoreEvent::Closed`](super::CoreEvent::Closed) answers.
     Stop,
 }

@@ -81,8 +81,6 @@ pub struct JobTerms {
     pub stragglers: Stragglers,
     /// The job's share of a core's time, relative to other jobs' weights.
     pub weight: u32,
-    /// Bytes of all its buffers at this hub.
-    pub memory_bytes: u64,
     /// What its team may still have.
     pub team: TeamAllowance,
     /// Whether its chunks begin with a checkpoint.
@@ -107,9 +105,16 @@ pub struct RouteTerms {
     /// Number of its streams: one for each worker, and one for each route of another site that has chunks in
     /// common with this one or, last, one for the other hub of the share.
     pub streams: u32,
+    /// Bytes of its buffers.
+    pub memory_bytes: u64,
 }
 
 impl JobTerms {
+    /// Bytes of all its buffers at this hub.
+    pub(super) fn memory_bytes(&self) -> u64 {
+        self.routes.iter().map(|route| route.memory_bytes).sum()
+    }
+
     /// The cores that serve the job, each once, ascending.
     pub(super) fn cores(&self) -> Vec<u16> {
         let mut cores: Vec<u16> = self.routes.iter().map(|route| route.core).collect();

@@ -43,7 +43,7 @@ fn terms(number: u8) -> JobTerms {
     let hub = HubShape { interfaces: vec![interface(0), interface(1)], local: None };
     let keys = KeyTable::new(vec![Key::new("w", [100_000])]).unwrap();
     let map = ChunkMap::new(&keys, 4096).unwrap();
-    let route = |id| RouteTerms { id, core: id, interface: id, share: 0, streams: 2 };
+    let route = |id| RouteTerms { id, core: id, interface: id, share: 0, streams: 2, memory_bytes: 5 << 20 };
     JobTerms {
         namespace: job(number),
         name: format!("job-{number}"),
@@ -62,7 +62,6 @@ fn terms(number: u8) -> JobTerms {
         continues: false,
         stragglers: Stragglers::Wait,
         weight: 1,
-        memory_bytes: 10 << 20,
         team: TeamAllowance::default(),
         resumes: false,
         writes_checkpoints: false,

@@ -95,14 +95,21 @@ impl Membership {
             matches!(event, HubEvent::Refused { .. } | HubEvent::Ended(JobEnd { finished: false, .. }));
         let (namespace, transition) = match event {
             HubEvent::Probed(report) => return self.probes.record_answer(hub, report),
-            HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes, streams } => {
+            HubEvent::Allocated {
+                namespace,
+                placement_hash,
+                resumed_step,
+                memory_bytes,
+                streams,
+                further,
+            } => {
                 let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
                     return self.disown(hub, namespace);
                 };
                 job.hub_reserved(hub, memory_bytes, streams);
                 self.check_team_of(namespace, hub, now);
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
-                (namespace, job.hub_allocated(hub, bounded(&placement_hash), resumed_step, now))
+                (namespace, job.hub_allocated(hub, bounded(&placement_hash), (resumed_step, further), now))
             }
             HubEvent::Refused { namespace, reason } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };

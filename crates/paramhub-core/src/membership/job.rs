@@ -13,13 +13,14 @@ mod drain;
 #[cfg(test)]
 mod drain_tests;
 mod ending;
+mod further_shares;
 mod information_book;
 pub(crate) mod job_hubs;
 mod loss_tally;
 #[cfg(test)]
 mod loss_tests;
 mod losses;
-mod new_standbys;
+pub(super) mod new_standbys;
 #[cfg(test)]
 mod new_standbys_tests;
 mod rank_assignments;
@@ -163,6 +164,8 @@ pub struct Job {
     /// The number of the last change of the shares, and why they have changed.
     shares_number: u32,
     shares_reason: String,
+    /// Since when shares have had no standby.
+    lacking_since: BTreeMap<u16, Now>,
     /// The hubs that their standbys have lost, until it is known whether they are still there.
     suspected_hubs: Vec<SuspectedHub>,
     /// The hubs that may still have a part of the job from before it began again, and whether they have said so to this
@@ -289,6 +292,7 @@ impl Job {
             shares: Vec::new(),
             shares_number: 0,
             shares_reason: String::new(),
+            lacking_since: BTreeMap::new(),
             suspected_hubs: Vec::new(),
             former_hubs: BTreeMap::new(),
             former_members: None,

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::job::Transition;
+use super::job::new_standbys::LackingShare;
 use super::{Membership, Now, Output};
 use crate::auth::Namespace;
 use crate::composition::Place;
@@ -13,13 +14,14 @@ impl Membership {
     pub(super) fn check_new_standbys(&mut self, namespace: Namespace, now: Now) {
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.shares().is_empty()) else { return };
         let late = job.check_asked_standbys(now);
+        job.note_lacking(now);
         let lacking = job.lacking_shares();
         if late != Transition::None {
             self.follow(namespace, late);
         }
         let mut asked: BTreeMap<u32, Vec<u16>> = BTreeMap::new();
         for lacking in lacking {
-            if let Some(hub) = self.new_standby(namespace, lacking.served_by, &asked, now) {
+            if let Some(hub) = self.new_standby(namespace, lacking, &asked, now) {
                 asked.entry(hub).or_default().push(lacking.share);
             }
         }
@@ -29,7 +31,11 @@ impl Membership {
             else {
                 continue;
             };
-            if let Some(command) = job.ask_standby(hub, shape, shares, team, now) {
+            let command = match job.parts_of(hub) {
+                0 => job.ask_standby(hub, shape, shares, team, now),
+                _ => job.ask_further(hub, shares, team, now),
+            };
+            if let Some(command) = command {
                 self.outputs.push(Output::Save(namespace));
                 self.outputs.push(Output::ChangeMembership { hub, namespace, command });
             }
@@ -40,24 +46,26 @@ impl Membership {
     fn new_standby(
         &self,
         namespace: Namespace,
-        served_by: u32,
+        lacking: LackingShare,
         asked: &BTreeMap<u32, Vec<u16>>,
         now: Now,
     ) -> Option<u32> {
         let job = self.jobs.get(&namespace)?;
+        let served_by = lacking.served_by;
         let (serving, place) = (self.hubs.location(served_by), self.hubs.place(served_by)?);
         let mut free = self.hubs.shapes();
         free.retain(|(hub, (_, offered))| {
             // The job's workers must be served there, and as the hub demands.
             let may_serve = job.options.encrypt || !self.hubs.demand_encryption(|other| other == *hub);
-            (*offered == Place::default() || offered == place) && may_serve && job.may_ask_standby(*hub, now)
+            let may_ask = job.may_ask_standby(*hub, now) || job.may_ask_further(*hub, lacking, now);
+            (*offered == Place::default() || offered == place) && may_serve && may_ask
         });
         let candidates: Vec<Candidate> = free
             .iter()
             .map(|(hub, _)| {
                 let elsewhere = self.jobs.values().filter(|job| !job.state().has_ended());
                 let parts = (
-                    asked.get(hub).map_or(0, Vec::len),
+                    job.parts_of(*hub) + asked.get(hub).map_or(0, Vec::len),
                     elsewhere.filter(|job| job.is_served_by(*hub)).count(),
                 );
                 Candidate { location: self.hubs.location(*hub), parts }

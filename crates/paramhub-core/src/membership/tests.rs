@@ -170,7 +170,14 @@ fn place(state: &mut Membership, namespace: Namespace, now: Now) {
 
 fn allocated(namespace: Namespace) -> HubEvent {
     let (placement_hash, resumed_step) = ("hash".into(), None);
-    HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes: 1, streams: 1 }
+    HubEvent::Allocated {
+        namespace,
+        placement_hash,
+        resumed_step,
+        memory_bytes: 1,
+        streams: 1,
+        further: None,
+    }
 }
 
 fn reports(state: &mut Membership, hub: u32, events: Vec<HubEvent>, now: Now) {

@@ -207,6 +207,16 @@ pub enum HubCommand {
     },
 }
 
+/// Shares whose standby a hub is to become that has a part in the job already.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct FurtherShares {
+    /// The number of the last change of the shares. With the next change the hub becomes their standby, or gives them up.
+    pub number: u32,
+    /// The shares.
+    pub shares: Vec<u16>,
+}
+
 /// All that a hub must know of a job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -236,6 +246,10 @@ pub struct JobPlan {
     /// The hubs that a job with standbys has got since it began.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub later_hubs: Vec<HubShape>,
+    /// Set if the receiver has a part in the job already, and is to allocate further shares. A hub of an earlier release does not
+    /// know it, and answers that it has the job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub further: Option<FurtherShares>,
     /// The cluster for which the [plan](crate::scheme::Plan) of schemes is made.
     pub cluster: Cluster,
     /// The settings on which the ranks agreed.

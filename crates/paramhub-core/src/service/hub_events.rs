@@ -28,6 +28,10 @@ pub enum HubEvent {
         /// Streams of the job to this hub. A hub of an earlier release does not say it.
         #[serde(default, skip_serializing_if = "is_default")]
         streams: u64,
+        /// The number of the [further shares](super::FurtherShares) that it has allocated, while it is not known whether it
+        /// becomes their standby.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        further: Option<u32>,
     },
     /// The hub cannot serve the job.
     Refused {

@@ -142,6 +142,15 @@ impl JobStreams {
         self.lost.remove(&rank);
     }
 
+    /// Notes that the hub is the standby of a route from now on, which it has at this interface and core, and with which it had
+    /// nothing to do.
+    pub fn add_standby_route(&mut self, route: RouteId, at: (u16, u16), ports: Arc<Ports>) {
+        self.terms.ports.insert(route, ports);
+        self.terms.standby_routes.insert(route, at);
+        self.terms.roles.insert(route, Role::StandsBy);
+        self.taken.retain(|&(of, _), _| of != route);
+    }
+
     /// Notes what the hub is for a route from now on. Streams of the callers that it has to do with no more are forgotten.
     pub fn change_role(&mut self, route: RouteId, role: Role) {
         let Some(held) = self.terms.roles.get_mut(&route) else { return };

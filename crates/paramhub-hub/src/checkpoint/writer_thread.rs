@@ -43,6 +43,10 @@ pub(crate) enum CheckpointCommand {
     Snapshot(Box<Snapshot>),
     /// The hub serves these routes now.
     Serve(HashSet<u16>),
+    /// The hub has become the standby of a further route, whose snapshots this core takes.
+    StandBy { snapshot: Box<Snapshot>, core: CoreHandle },
+    /// The hub has nothing more to do with a route of which it was the standby.
+    GiveUp(u16),
     /// Take a last checkpoint; the writer drops `taken` as soon as the job may end.
     Finish { taken: NotifyOnDrop, before: LastCheckpoint },
     /// The job is over.
@@ -87,6 +91,8 @@ pub(crate) struct CheckpointTask {
     pub(crate) snapshots: Vec<Snapshot>,
     /// The routes for which the hub is the standby.
     pub(crate) standby_routes: HashSet<u16>,
+    /// The number of routes that the hub may have to do with.
+    pub(crate) routes_max: usize,
     /// Whether the hub is there from the job's beginning, and records that.
     pub(crate) records_begin: bool,
 }
@@ -130,8 +136,8 @@ impl CheckpointWriter {
         task: CheckpointTask,
         statuses: CheckpointStatuses,
     ) -> std::io::Result<CheckpointWriter> {
-        // There may be one snapshot per route, changes of the routes that the hub serves, and the two ends of a job.
-        let (commands, inbox) = sync_channel(2 * task.snapshots.len() + 4);
+        // There may be one snapshot per route, changes of what the hub is for each, and the two ends of a job.
+        let (commands, inbox) = sync_channel(4 * task.routes_max + 4);
         let thread = std::thread::Builder::new().name("hub-checkpoints".into()).spawn(move || {
             let namespace = task.namespace;
             statuses.change(namespace, |_| {});
@@ -490,6 +496,14 @@ impl CheckpointLoop {
         };
         match command {
             Ok(CheckpointCommand::Snapshot(snapshot)) => return Some(*snapshot),
+            Ok(CheckpointCommand::StandBy { snapshot, core }) => {
+                self.task.cores.insert(snapshot.route, core);
+                self.of_standbys.retain(|other| other.route != snapshot.route);
+                self.of_standbys.push(*snapshot);
+            }
+            Ok(CheckpointCommand::GiveUp(route)) => {
+                self.of_standbys.retain(|snapshot| snapshot.route != route);
+            }
             Ok(CheckpointCommand::Serve(routes)) => {
                 let waiting = self.of_standbys.iter().map(|snapshot| snapshot.route);
                 self.taken_over = waiting.filter(|route| routes.contains(route)).collect();

@@ -44,7 +44,10 @@ impl Core {
                 }
             }
             RoleChange::Doubt => self.close_streams(index, |side| matches!(side, Side::Worker(_))),
-            RoleChange::Stop => self.close_streams(index, |_| true),
+            RoleChange::Stop => {
+                self.close_streams(index, |_| true);
+                return self.end_shard(index, None, now);
+            }
         }
         self.shards.index_mut(index).serves = match change {
             RoleChange::TakeOver | RoleChange::GoOnAlone | RoleChange::TakeStandby { .. } => true,

@@ -95,37 +95,40 @@ impl Core {
         }
         let here: Vec<usize> =
             self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index).collect();
-        for index in here {
-            let hosted = self.shards.index_mut(index);
-            if std::mem::replace(&mut hosted.ending, true) {
-                continue;
+        here.into_iter().for_each(|index| self.end_shard(index, failure, now));
+    }
+
+    /// Begins to free a route.
+    pub(super) fn end_shard(&mut self, index: usize, failure: Option<&Failure>, now: Instant) {
+        let hosted = self.shards.index_mut(index);
+        if std::mem::replace(&mut hosted.ending, true) {
+            return;
+        }
+        let arenas = hosted.shard.close();
+        if arenas.has_any() {
+            // The last owner unmaps it, which takes long for large memory. If no thread can be started,
+            // this one does it.
+            let _ = std::thread::Builder::new().name("hub-unmap".into()).spawn(move || drop(arenas));
+        }
+        // A shard that is opening already waits for a turn.
+        if std::mem::replace(&mut hosted.memory, MemoryState::Freeing) == MemoryState::Open {
+            self.scheduler.add(hosted.job, WorkUnit::Memory(index));
+        }
+        let lanes: Vec<(usize, u64)> = hosted
+            .lane_of
+            .iter()
+            .enumerate()
+            .filter_map(|(port, lane)| lane.map(|lane| (port, lane)))
+            .collect();
+        for (port, token) in lanes {
+            if let Some(failure) = failure {
+                let shard = &mut self.shards.index_mut(index).shard;
+                shard.message(port as u32, Operation::Failure, failure.encode());
             }
-            let arenas = hosted.shard.close();
-            if arenas.has_any() {
-                // The last owner unmaps it, which takes long for large memory. If no thread can be started,
-                // this one does it.
-                let _ = std::thread::Builder::new().name("hub-unmap".into()).spawn(move || drop(arenas));
+            if let Some(lane) = self.lanes.at_mut(token) {
+                lane.drain(now);
             }
-            // A shard that is opening already waits for a turn.
-            if std::mem::replace(&mut hosted.memory, MemoryState::Freeing) == MemoryState::Open {
-                self.scheduler.add(hosted.job, WorkUnit::Memory(index));
-            }
-            let lanes: Vec<(usize, u64)> = hosted
-                .lane_of
-                .iter()
-                .enumerate()
-                .filter_map(|(port, lane)| lane.map(|lane| (port, lane)))
-                .collect();
-            for (port, token) in lanes {
-                if let Some(failure) = failure {
-                    let shard = &mut self.shards.index_mut(index).shard;
-                    shard.message(port as u32, Operation::Failure, failure.encode());
-                }
-                if let Some(lane) = self.lanes.at_mut(token) {
-                    lane.drain(now);
-                }
-                self.flush(token, now);
-            }
+            self.flush(token, now);
         }
     }
 

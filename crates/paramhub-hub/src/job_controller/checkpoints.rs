@@ -15,7 +15,7 @@ use crate::checkpoint::{
     CheckpointCommand, CheckpointConfig, CheckpointTask, CheckpointWriter, JobFolder, Loaded, NotifyOnDrop,
     Start, load,
 };
-use crate::core::ShardPlan;
+use crate::core::{ShardPlan, Snapshot};
 use crate::events::ControllerEvent;
 
 /// How long a stopping hub waits for the checkpoints that are being written.
@@ -148,6 +148,7 @@ impl JobController {
             cores: cores.collect(),
             standby_routes: job.standby_routes().map(|(id, _)| id).collect(),
             records_begin: is_first,
+            routes_max: job.composed.placements[usize::from(job.site)].routes().len(),
             snapshots,
         };
         match CheckpointWriter::start(task, self.checkpoint_statuses.clone()) {
@@ -156,6 +157,18 @@ impl JobController {
                 warn!("job `{}` has no checkpoints: the hub cannot start a thread: {error}", job.name)
             }
         }
+    }
+
+    /// Keeps the memory for snapshots of a route until the checkpoint writer starts, or passes it on if that runs: the route is a
+    /// further one, for which this hub is a standby.
+    pub(super) fn keep_snapshot(&mut self, namespace: Namespace, snapshot: Snapshot) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        if job.checkpoint_writer.is_none() {
+            return job.snapshots.push(snapshot);
+        }
+        let route = job.routes.iter().find(|(id, _)| *id == snapshot.route);
+        let Some(core) = route.map(|(_, route)| self.cores[usize::from(route.core)].clone()) else { return };
+        self.pass_to_writer(namespace, CheckpointCommand::StandBy { snapshot: Box::new(snapshot), core });
     }
 
     /// Sends a command to a job's checkpoint writer. If there is none any more, the command is dropped: a copy

@@ -43,6 +43,7 @@ fn job(consistency: Consistency, options: JobOptions) -> JobPlan {
         hub: 0,
         shares: Vec::new(),
         later_hubs: Vec::new(),
+        further: None,
         cluster: Cluster::beside_workers(2),
         settings: Settings { consistency, optimizer: OptimizerChoice::named("sgd"), ..Settings::new(keys) },
         team: Default::default(),

@@ -68,6 +68,8 @@ pub(crate) struct HubJob {
     pub(super) resumed_step: Option<u32>,
     /// The name of that checkpoint's folder.
     pub(super) resumed_from: Option<String>,
+    /// What is planned of further shares, until the rules accept it.
+    pub(super) further: Option<Box<HubJob>>,
 }
 
 impl HubJob {
@@ -82,7 +84,10 @@ impl HubJob {
         let timeouts = Timeouts::of(job_plan)?;
         let schemes = checked_schemes(job_plan, shape)?;
         let update_method = UpdateMethod::of(&job_plan.settings, registry)?;
-        let placed = PlacedChunks::of(job_plan, &schemes)?;
+        let mut placed = PlacedChunks::of(job_plan, &schemes)?;
+        if let Some(further) = &job_plan.further {
+            placed.routes.retain(|(_, route)| further.shares.contains(&route.hub));
+        }
         let resuming = ResumeTerms::of(&job_plan.options, features_of(job_plan), &schemes);
         let shards = placed.shards(job_plan, &timeouts, resuming, &update_method, checkpoints.as_ref());
         let terms = placed.terms(job_plan, &timeouts, &shards, checkpoints.as_ref());
@@ -118,6 +123,7 @@ impl HubJob {
             checkpoint_writer: None,
             resumed_step: None,
             resumed_from: None,
+            further: None,
         };
         Ok((job, terms))
     }
@@ -142,6 +148,29 @@ impl HubJob {
     /// The routes that this hub serves when it opens the job.
     pub(super) fn own_routes(&self) -> impl Iterator<Item = (RouteId, Route)> + '_ {
         self.routes.iter().copied().filter(|(id, _)| self.roles.get(id) != Some(&Role::StandsBy))
+    }
+
+    /// Takes over what was planned of further shares. Returns, for each route, the core and the interface that have it, and the
+    /// plan for that core.
+    pub(super) fn take_further(&mut self) -> Vec<(RouteId, Route, ShardPlan)> {
+        let Some(HubJob { routes, shards, mut ports, .. }) = self.further.take().map(|further| *further)
+        else {
+            return Vec::new();
+        };
+        let taken = routes.into_iter().zip(shards).map(|((id, route), (_, shard))| {
+            self.routes.push((id, route));
+            self.roles.insert(id, Role::StandsBy);
+            self.ports.extend(ports.remove(&id).map(|ports| (id, ports)));
+            (id, route, shard)
+        });
+        taken.collect()
+    }
+
+    /// Forgets a route with which this hub has nothing more to do.
+    pub(super) fn give_up(&mut self, route: RouteId) {
+        self.routes.retain(|(id, _)| *id != route);
+        self.ports.remove(&route);
+        self.roles.remove(&route);
     }
 
     /// The routes for which it is the standby.
@@ -340,6 +369,10 @@ impl PlacedChunks {
             interface: route.interface,
             share: route.hub,
             streams: self.ports[&id].len(),
+            memory_bytes: shards
+                .iter()
+                .find(|(_, shard)| shard.route == id)
+                .map_or(0, |(_, shard)| memory_bytes(shard)),
         };
         JobTerms {
             namespace: job_plan.namespace,
@@ -359,7 +392,6 @@ impl PlacedChunks {
             epoch: job_plan.epoch.number,
             stragglers: job_plan.options.stragglers,
             weight: weight(job_plan),
-            memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             team: job_plan.team.clone(),
             resumes: checkpoints.is_some_and(CheckpointPlan::is_read),
             writes_checkpoints: checkpoints.is_some_and(CheckpointPlan::are_written),

@@ -35,6 +35,7 @@ impl JobController {
         match output {
             Output::Load(namespace) => self.load(namespace),
             Output::Open(namespace) => self.open(namespace),
+            Output::OpenFurther { namespace, routes } => self.open_further(namespace, &routes),
             Output::AdmitStreams(namespace) => self.admit_streams(namespace),
             Output::RefuseStreams { namespace, message } => self.directory.remove(namespace, message),
             Output::Link { namespace, until } => self.link(namespace, until),
@@ -107,6 +108,18 @@ impl JobController {
         }
     }
 
+    /// Lets cores allocate further routes, for which this hub is a standby, and admits the streams of the hubs that serve them.
+    fn open_further(&mut self, namespace: Namespace, routes: &[RouteId]) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        for (id, route, plan) in job.take_further() {
+            debug_assert!(routes.contains(&id), "the rules have accepted what was planned");
+            let ports = plan.ports.clone();
+            self.cores[usize::from(route.core)]
+                .send(CoreCommand::Open { plan: Box::new(plan), restored: None });
+            self.directory.add_standby_route(namespace, id, (route.interface, route.core), ports);
+        }
+    }
+
     fn admit_streams(&self, namespace: Namespace) {
         let Some(job) = self.jobs.get(&namespace) else { return };
         let terms = StreamTerms {
@@ -140,6 +153,12 @@ impl JobController {
             RoleChange::TakeStandby { standby } => (Role::Serves { has_standby: true }, Some(standby)),
             RoleChange::Doubt | RoleChange::Stop => (Role::None, None),
         };
+        if change == RoleChange::Stop {
+            if let Some(job) = self.jobs.get_mut(&namespace) {
+                job.give_up(route);
+            }
+            self.pass_to_writer(namespace, CheckpointCommand::GiveUp(route));
+        }
         let mut counterpart = String::new();
         if let (Some(job), Some(standby)) = (self.jobs.get_mut(&namespace), standby) {
             counterpart = job.name_of_hub(standby);

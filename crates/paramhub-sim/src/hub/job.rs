@@ -45,6 +45,8 @@ pub(super) struct HubJob {
     pub(super) joins: Vec<(u16, u32, u64)>,
     /// Nothing of the job is left here.
     pub(super) is_forgotten: bool,
+    /// The routes of further shares that are planned, until the job control accepts them.
+    pub(super) further: BTreeMap<RouteId, Route>,
 }
 
 /// A route that leads to a hub.
@@ -109,7 +111,11 @@ impl HubJob {
         let composed = plan.compose(ordered.composition.clone());
         let placement = &composed.placements[usize::from(ordered.site)];
         let placed = (0..).zip(placement.routes()).filter(|&(id, _)| !placement.chunks(id).is_empty());
-        let own: Vec<OwnRoute> = placed.filter_map(|route| OwnRoute::of(route, &composed, ordered)).collect();
+        let own = placed.filter_map(|route| OwnRoute::of(route, &composed, ordered));
+        let is_asked = |own: &OwnRoute| {
+            ordered.further.as_ref().is_none_or(|further| further.shares.contains(&own.share))
+        };
+        let own: Vec<OwnRoute> = own.filter(is_asked).collect();
         // A start with another number of workers may have come before the job began.
         let first_workers = ordered.options.first_workers(plan.workers);
         let has_standbys = !ordered.shares.is_empty();
@@ -170,6 +176,7 @@ impl HubJob {
                     interface: own.interface,
                     share: own.share,
                     streams: own.ports.len(),
+                    memory_bytes: 1 << 20,
                 })
                 .collect(),
             rendezvous: RENDEZVOUS,
@@ -184,7 +191,6 @@ impl HubJob {
             epoch: ordered.epoch.number,
             stragglers: ordered.options.stragglers,
             weight: ordered.options.weight,
-            memory_bytes: 1 << 20,
             team: ordered.team.clone(),
             resumes: false,
             writes_checkpoints: false,
@@ -205,6 +211,7 @@ impl HubJob {
             planted: 0,
             joins: Vec::new(),
             is_forgotten: false,
+            further: BTreeMap::new(),
         };
         (job, terms)
     }

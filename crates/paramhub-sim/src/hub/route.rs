@@ -27,6 +27,8 @@ use crate::world::{Context, Plant};
 pub(super) struct Route {
     pub(super) core: u16,
     pub(super) state: RouteState,
+    /// The hub has nothing more to do with it.
+    pub(super) is_given_up: bool,
     pub(super) exchange: Exchange,
     pub(super) chunks: Vec<Chunk>,
     /// Whose versions of the chunks these are: those of the site or, where two hubs have each chunk, of this hub.
@@ -168,6 +170,7 @@ impl Route {
         Route {
             core,
             state: RouteState::Opening,
+            is_given_up: false,
             exchange: Exchange::among_sites(rules, neighbours.reach()),
             chunks: composed.placements[usize::from(site)].chunks(id).iter().map(chunk).collect(),
             copy: site,

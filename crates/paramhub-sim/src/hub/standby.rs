@@ -105,6 +105,9 @@ impl Hub {
             return;
         }
         context.trace(|| format!("{:?} is to {change:?} at route {id}", self.process));
+        if change == RoleChange::Stop {
+            return self.give_up(id, context);
+        }
         self.close_streams(id, change, context);
         let Some(job) = &mut self.job else { return };
         let route = job.route(id);
@@ -137,7 +140,7 @@ impl Hub {
     }
 
     /// Closes the streams of a route of which this hub is something else from now on, without a word.
-    fn close_streams(&mut self, id: RouteId, change: RoleChange, context: &mut Context<'_>) {
+    pub(super) fn close_streams(&mut self, id: RouteId, change: RoleChange, context: &mut Context<'_>) {
         let process = self.process;
         let Some(job) = &mut self.job else { return };
         let route = job.route(id);

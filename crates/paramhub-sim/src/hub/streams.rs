@@ -89,6 +89,9 @@ impl Hub {
         // A stream of a job that was allocated before the present one is not among those that were admitted.
         let admitted = self.job.as_mut().and_then(|job| Some((job.admitted.remove(&stream)?, job)));
         let Some((arrivals, job)) = admitted else { return context.close(stream, process) };
+        if job.route(route).is_given_up {
+            return context.close(stream, process);
+        }
         if standby.is_some() && standby != job.route(route).standby {
             // It was dialled before another hub became the standby.
             return context.close(stream, process);

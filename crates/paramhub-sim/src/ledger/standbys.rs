@@ -26,6 +26,8 @@ pub(super) struct Standbys {
     decided: Option<(u32, Vec<Share>)>,
     /// How often a hub that has joined a running job had all chunks of a share.
     became_ready: usize,
+    /// How often a hub that serves a share had all chunks of a further one.
+    became_ready_further: usize,
     /// The hubs that have joined the running job and have taken over since.
     later_took_over: BTreeSet<SiteId>,
 }
@@ -50,6 +52,11 @@ impl Standbys {
     /// How often a hub that has joined a running job had all chunks of a share.
     pub(super) fn became_ready(&self) -> usize {
         self.became_ready
+    }
+
+    /// How often a hub that serves a share had all chunks of a further one.
+    pub(super) fn became_ready_further(&self) -> usize {
+        self.became_ready_further
     }
 
     /// How many hubs that have joined the running job have taken over.
@@ -83,6 +90,8 @@ impl Standbys {
             }
             if was.copying && !is.copying && is.standby == was.standby && is.standby.is_some() {
                 self.became_ready += 1;
+                let has_other = |other: &Share| other.served_by == is.standby.unwrap_or_default();
+                self.became_ready_further += usize::from(shares.iter().any(has_other));
             }
         }
         self.decided = Some((number, shares.to_vec()));

@@ -39,6 +39,7 @@ pub(super) fn place(
         hub: 0,
         shares: job.shares().to_vec(),
         later_hubs: Vec::new(),
+        further: None,
         cluster: roster.cluster(),
         settings: (**settings).clone(),
         team: membership.allowance(namespace),

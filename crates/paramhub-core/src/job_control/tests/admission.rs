@@ -23,8 +23,8 @@ fn limited(job_limits: JobLimits) -> HubTerms {
 #[test]
 fn the_memory_of_all_jobs_has_a_bound() {
     let hub = || HubTerms { memory_bytes: 30 << 20, ..hub_terms() };
-    assert_eq!(refused(hub(), |job| job.memory_bytes = 20 << 20), None);
-    let why = refused(hub(), |job| job.memory_bytes = (20 << 20) + 1).unwrap();
+    assert_eq!(refused(hub(), |job| job.routes[0].memory_bytes = 15 << 20), None);
+    let why = refused(hub(), |job| job.routes[0].memory_bytes = (15 << 20) + 1).unwrap();
     assert!(why.contains("needs 21 MiB at this hub, which has 20 of 30 MiB free"), "{why}");
 }
 
@@ -40,7 +40,7 @@ fn the_streams_of_all_jobs_need_descriptors() {
 fn one_job_has_limits_of_its_own() {
     let memory = || limited(JobLimits { memory_bytes: Some(10 << 20), ..JobLimits::default() });
     assert_eq!(refused(memory(), |_| {}), None);
-    let why = refused(memory(), |job| job.memory_bytes += 1).unwrap();
+    let why = refused(memory(), |job| job.routes[0].memory_bytes += 1).unwrap();
     assert!(why.contains("gives 10 MiB to a job"), "{why}");
 
     let streams = || limited(JobLimits { streams: Some(4), ..JobLimits::default() });

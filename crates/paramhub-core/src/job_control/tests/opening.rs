@@ -148,7 +148,7 @@ fn checkpoints_are_written_where_a_route_has_memory_for_them() {
 fn a_job_whose_checkpoint_is_not_read_in_time_is_refused_with_the_folder_and_the_limit() {
     for result in [Ok(Beginning::Checkpoint(7)), Err("no such file".to_string())] {
         let mut hub = Hub::new();
-        plan(&mut hub, |terms| (terms.resumes, terms.memory_bytes) = (true, 60 << 20));
+        plan(&mut hub, |terms| (terms.resumes, terms.routes[0].memory_bytes) = (true, 55 << 20));
         let outputs = hub.reach(RENDEZVOUS.mul_f64(READING_SHARE));
         let [HubEvent::Refused { reason, .. }] = reports(&outputs)[..] else { panic!("{outputs:?}") };
         assert!(reason.contains("in /data/job-1 was not read within 27 s"), "{reason}");
@@ -156,7 +156,7 @@ fn a_job_whose_checkpoint_is_not_read_in_time_is_refused_with_the_folder_and_the
         // What was decided stays, and the thread that reads still holds the memory.
         assert!(hub.stop(StopWhen::Now).is_empty() && !hub.control.wants(job(1), 1, 0));
         let mut other = terms(2);
-        other.memory_bytes = 60 << 20;
+        other.routes[0].memory_bytes = 55 << 20;
         let outputs = hub.handle(Event::Planned(Box::new(other.clone())));
         assert!(matches!(reports(&outputs)[..], [HubEvent::Refused { .. }]), "{outputs:?}");
         let outputs = hub.handle(Event::Loaded { namespace: job(1), result });

@@ -57,7 +57,7 @@ fn initialise(job: &mut Job, step: u32) {
     }
     let information_book = information_book(job);
     assert!(job.place(SettingsSummary::default(), vec![placed()], information_book));
-    assert_eq!(job.hub_allocated(0, "hash", Some(step), later(4.0)), Transition::Advanced);
+    assert_eq!(job.hub_allocated(0, "hash", (Some(step), None), later(4.0)), Transition::Advanced);
 }
 
 #[test]
@@ -193,9 +193,36 @@ fn a_job_that_loses_a_rank_or_a_hub_before_it_runs_again_begins_once_more() {
     assert!(told(silent, 3).is_empty());
     let mut job = initialising();
     assert!(told(job.fail_before_it_runs("hub 1 is shutting down".into(), later(3.0)), 3).is_empty());
+    let mut job = initialising();
+    assert!(told(job.init_timed_out(later(60.0)), 3).is_empty());
     let mut first = super::tests::initialising_with(WORKERS, 2, options());
     let failed = first.hub_lost(1, cause("hub 1 was lost"), later(3.0));
     assert!(matches!(failed, Transition::Ended { .. }), "it has no checkpoint: {failed:?}");
+}
+
+#[test]
+fn another_process_of_a_rank_shows_that_the_first_has_died_before_it_called_init_service() {
+    let mut job = running();
+    drop(told(job.hub_lost(1, cause("hub 1 was lost"), later(1.0)), 2));
+    let _ = job.former_part_over(0);
+    connect(&mut job);
+    assert_eq!(begin(&mut job, 2), Transition::Advanced);
+    assert_eq!(job.check_time(later(20.0)), Transition::None, "no other process has called");
+    let refused = |job: &mut Job, rank, at| job.connect(&call(rank, 20), later(at)).unwrap_err().code;
+    assert_eq!(refused(&mut job, 0, 20.0), ErrorCode::Busy);
+    // The process is there after all.
+    let Ok(InitNext::Wait { ticket }) = job.submit(0, process(10), &settings(), later(21.0)) else {
+        panic!("it waits");
+    };
+    let init = JobCall::Init { rank: 0, ticket };
+    job.wait(CallId(7), init);
+    for (rank, at) in [(0, 21.5), (1, 22.0), (1, 23.5)] {
+        assert_eq!(refused(&mut job, rank, at), ErrorCode::Busy);
+    }
+    assert_eq!(job.check_time(later(23.9)), Transition::None);
+    let transition = job.check_time(later(24.1));
+    assert!(matches!(&transition, Transition::BeganAgain { reason, .. } if reason.contains("rank 1")));
+    assert!(told(transition, 3).is_empty());
 }
 
 #[test]

@@ -47,7 +47,10 @@ fn a_hub_is_not_left_before_others_have_its_chunks() {
     let (_, (shape, _)) = super::tests::hubs(6).pop().expect("there are hubs");
     assert!(job.ask_standby(5, shape, vec![0, 1], TeamAllowance::default(), later(2.0)).is_some());
     assert_eq!(job.stays_because(2), "it leaves once another hub has all chunks");
-    assert!(matches!(job.hub_allocated(5, "hash", None, later(3.0)), Transition::SharesChanged { .. }));
+    assert!(matches!(
+        job.hub_allocated(5, "hash", (None, None), later(3.0)),
+        Transition::SharesChanged { .. }
+    ));
     assert!(job.stays_because(2).starts_with("it leaves once hub 5 ("), "{}", job.stays_because(2));
     assert_eq!(leave(&mut job, |hub| hub == 2, later(3.0)), Transition::None);
     // Hub 0 gets a standby for its share, and has none to wait for as the standby of another.
@@ -67,7 +70,10 @@ fn a_hub_that_is_to_become_a_standby_is_given_up_when_it_is_drained() {
     let given_up = leave(&mut job, |hub| hub == 5, later(2.0));
     assert!(matches!(given_up, Transition::AskHubs { ref hubs, .. } if *hubs == [5]), "{given_up:?}");
     assert!(job.ask_standby(5, shape, vec![0], TeamAllowance::default(), later(50.0)).is_some());
-    assert!(matches!(job.hub_allocated(5, "hash", None, later(51.0)), Transition::SharesChanged { .. }));
+    assert!(matches!(
+        job.hub_allocated(5, "hash", (None, None), later(51.0)),
+        Transition::SharesChanged { .. }
+    ));
     let given_up = leave(&mut job, |hub| hub == 5, later(52.0));
     assert!(matches!(given_up, Transition::SharesChanged { .. }), "{given_up:?}");
     assert_eq!((job.shares()[0], job.state()), (Share::new(0, None), JobState::Running));

@@ -9,6 +9,7 @@ use crate::placement::HubShape;
 use crate::service::{AwaitedRanks, CauseKind, ErrorCode, JobCounters, JobEnd, JobState, add_by_rank};
 
 use super::cause::Cause;
+use super::further_shares::AskedFurther;
 use super::new_standbys::AskedStandby;
 use super::silence::ReportedLoss;
 use super::{Job, JobPhase, Transition, join_words};
@@ -53,6 +54,10 @@ pub(super) struct JobHub {
     pub(super) asked_standby: Option<AskedStandby>,
     /// When it could not become a standby, or was lost as one.
     pub(super) failed_standby: Option<Now>,
+    /// The shares whose standby it is to become besides the part that it has, until it has allocated them.
+    pub(super) asked_further: Option<AskedFurther>,
+    /// When it could not take further shares.
+    pub(super) failed_further: Option<Now>,
 }
 
 impl JobHub {
@@ -79,6 +84,8 @@ impl JobHub {
             lost_by: None,
             asked_standby: None,
             failed_standby: None,
+            asked_further: None,
+            failed_further: None,
         }
     }
 
@@ -98,12 +105,12 @@ impl JobHub {
 }
 
 impl Job {
-    /// A hub has allocated its part.
+    /// A hub has allocated its part, or further shares that it was asked for when the last change of the shares had this number.
     pub(crate) fn hub_allocated(
         &mut self,
         hub: u32,
         placement_hash: &str,
-        resumed_step: Option<u32>,
+        (resumed_step, further): (Option<u32>, Option<u32>),
         now: Now,
     ) -> Transition {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
@@ -124,7 +131,10 @@ impl Job {
             JobState::Running if self.job_hubs[index].failed_standby.is_some() && self.shares_number == 0 => {
                 return self.stop_later_hub(index, "the job does not need it as a standby");
             }
-            JobState::Running if !self.shares.is_empty() => return self.repeat_shares(),
+            JobState::Running if !self.shares.is_empty() => {
+                let becomes = self.further_allocated(index, further);
+                return becomes.unwrap_or_else(|| self.repeat_shares());
+            }
             JobState::Running => return self.repeat_losses(),
             _ => return Transition::None,
         }
@@ -212,6 +222,11 @@ impl Job {
         let Some(index) = self.job_hub_index(hub) else { return Transition::None };
         if self.state == JobState::Running && self.is_dispensable(index) {
             return self.drop_dispensable(index, reason, now);
+        }
+        // It goes on with the part that it has.
+        if self.state == JobState::Running && self.parts_of(hub) > 0 {
+            let _ = self.further_refused(index, now);
+            return Transition::None;
         }
         self.job_hubs[index].ended = true;
         let message =
@@ -315,6 +330,9 @@ impl Job {
             return self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now);
         }
         if self.state != JobState::Running || !self.has_ended_everywhere() {
+            if let Some(transition) = self.needs_no_copies_of(index) {
+                return transition;
+            }
             return match self.job_hubs[index].has_streams() {
                 true => self.finish_elsewhere(),
                 false => self.go_on_without_hub(now),

@@ -260,7 +260,7 @@ fn a_manager_that_restarts_knows_who_is_lost_and_who_was_about_to_come() {
     let (mut job, _) = Job::restore(before.record(now()), later(50.0));
     assert_eq!((job.status(now()).lost, job.status(now()).epoch), (vec![1], 3));
     // A hub that has the job hears of the loss again, for it may not have heard of it.
-    let again = changes(job.hub_allocated(0, "hash", None, later(50.0)));
+    let again = changes(job.hub_allocated(0, "hash", (None, None), later(50.0)));
     assert!(matches!(&again[..], [MembershipChange::Lose { rank: 1, epoch: 2, .. }]), "{again:?}");
     // The process repeats its call.
     assert!(job.connect(&call(1, 8), later(50.0)).is_err());
@@ -268,7 +268,7 @@ fn a_manager_that_restarts_knows_who_is_lost_and_who_was_about_to_come() {
     assert!(matches!(submit(&mut job), InitNext::Join { .. }));
     changes(job.join(1));
     // The other hub, which may not have heard of the process either, has the job, too.
-    let again = changes(job.hub_allocated(1, "hash", None, later(50.0)));
+    let again = changes(job.hub_allocated(1, "hash", (None, None), later(50.0)));
     assert!(matches!(
         again[..],
         [MembershipChange::Lose { .. }, MembershipChange::Expect { rank: 1, epoch: 3 }]
@@ -281,10 +281,10 @@ fn a_manager_that_restarts_knows_who_is_lost_and_who_was_about_to_come() {
     // A rank that is lost stays so.
     changes(before.rank_lost_again(1, now()));
     let (mut job, _) = Job::restore(before.record(now()), later(50.0));
-    let again = changes(job.hub_allocated(0, "hash", None, later(50.0)));
+    let again = changes(job.hub_allocated(0, "hash", (None, None), later(50.0)));
     assert!(matches!(&again[..], [MembershipChange::Lose { rank: 1, epoch: 4, .. }]), "{again:?}");
     let (mut job, _) = Job::restore(outliving(3).record(now()), now());
-    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+    assert_eq!(job.hub_allocated(0, "hash", (None, None), now()), Transition::None);
 }
 
 /// A running job of four ranks that has begun with two.

@@ -53,7 +53,7 @@ impl Job {
         }
         let is_asked_for = |number: u16| {
             let mut asked = self.job_hubs.iter().filter_map(|job_hub| job_hub.asked_standby.as_ref());
-            asked.any(|asked| asked.shares.contains(&number))
+            asked.any(|asked| asked.shares.contains(&number)) || self.is_asked_further(number)
         };
         let lacks = |&(number, share): &(u16, &Share)| {
             let has_ended = self.job_hubs[usize::from(share.served_by)].ended;
@@ -104,36 +104,44 @@ impl Job {
         team: TeamAllowance,
         now: Now,
     ) -> Option<HubCommand> {
-        let (settings, book) = (self.settings.as_ref()?, self.information_book.as_ref()?);
-        let (settings, cluster) = (settings.as_ref().clone(), book.roster.cluster());
-        let (composition, epoch) = (self.composition.as_ref()?.as_ref().clone(), self.epoch?);
         let position = self.job_hubs.len() as u16;
         self.job_hubs.push(JobHub {
             asked: true,
             asked_standby: Some(AskedStandby { shares: shares.clone(), at: now }),
             ..JobHub::new(hub, shape, 0)
         });
-        let mut planned = self.shares.clone();
-        for share in shares {
-            let share = &mut planned[usize::from(share)];
-            (share.standby, share.copying) = (Some(position), true);
-        }
-        Some(HubCommand::Allocate(Box::new(JobPlan {
+        let Some(plan) = self.plan_of_standby(position, &shares, team) else {
+            self.job_hubs.pop();
+            return None;
+        };
+        Some(HubCommand::Allocate(Box::new(plan)))
+    }
+
+    /// What the hub at this position must know of the job to become the standby of these shares; `None` if the job has ended.
+    pub(super) fn plan_of_standby(
+        &self,
+        position: u16,
+        shares: &[u16],
+        team: TeamAllowance,
+    ) -> Option<JobPlan> {
+        let (settings, book) = (self.settings.as_ref()?, self.information_book.as_ref()?);
+        Some(JobPlan {
             name: self.name.clone(),
             namespace: self.namespace,
             nonce: self.nonce,
-            epoch,
+            epoch: self.epoch?,
             version_1_ranks: self.version_1_ranks(),
             options: self.options,
-            composition,
+            composition: self.composition.as_ref()?.as_ref().clone(),
             site: 0,
             hub: u32::from(position),
-            shares: planned,
+            shares: self.shares_with_standby(position, shares),
             later_hubs: self.later_hubs(),
-            cluster,
-            settings,
+            further: None,
+            cluster: book.roster.cluster(),
+            settings: settings.as_ref().clone(),
             team,
-        })))
+        })
     }
 
     /// The hubs that hear of the shares. One that is only asked to become a standby does not have its part yet.
@@ -152,6 +160,11 @@ impl Job {
             return Transition::None;
         };
         self.job_hubs[index].allocated = true;
+        self.follow_with(index, shares)
+    }
+
+    /// Has a hub that has allocated these shares become their standby.
+    pub(super) fn follow_with(&mut self, index: usize, shares: Vec<u16>) -> Transition {
         let mut followed = Vec::new();
         for share in shares {
             let held = &mut self.shares[usize::from(share)];
@@ -164,7 +177,13 @@ impl Job {
         followed.dedup();
         if followed.is_empty() {
             let reason = "the job needs no further standby any more";
-            return self.stop_later_hub(index, reason);
+            return match self.parts_of(self.job_hubs[index].hub) {
+                0 => self.stop_later_hub(index, reason),
+                _ => Transition::SharesChanged {
+                    message: Some(self.change_shares(reason.into())),
+                    told_later: None,
+                },
+            };
         }
         let served_by: Vec<String> =
             followed.iter().map(|&hub| self.job_hubs[usize::from(hub)].describe()).collect();
@@ -224,18 +243,24 @@ impl Job {
 
     /// Gives up hubs that do not allocate.
     pub(crate) fn check_asked_standbys(&mut self, now: Now) -> Transition {
+        let reason = format!("it has not allocated the chunks within {ALLOCATES_WITHIN_S} s");
+        if let Some(index) = self.late_further(now) {
+            return self.refuse_further(index, &reason, now).unwrap_or(Transition::None);
+        }
         let is_late = |asked: &AskedStandby| now.seconds_since(asked.at) >= ALLOCATES_WITHIN_S;
         let late =
             self.job_hubs.iter().position(|job_hub| job_hub.asked_standby.as_ref().is_some_and(is_late));
         let Some(index) = late else { return Transition::None };
-        let reason = format!("it has not allocated the chunks within {ALLOCATES_WITHIN_S} s");
         self.refuse_standby(index, &reason, now)
     }
 
     /// Does without a hub that has just allocated as a standby, since that is more than the job's team may have; `None` if the hub
     /// was not asked to become one.
     pub(crate) fn exceeds_team(&mut self, hub: u32, reason: &str, now: Now) -> Option<Transition> {
-        let index = self.job_hub_index(hub).filter(|&index| self.job_hubs[index].asked_standby.is_some())?;
+        let index = self.job_hub_index(hub)?;
+        if self.job_hubs[index].asked_standby.is_none() {
+            return self.refuse_further(index, reason, now);
+        }
         self.job_hubs[index].reserved = (0, 0);
         Some(self.refuse_standby(index, reason, now))
     }

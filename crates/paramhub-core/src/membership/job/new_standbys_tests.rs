@@ -40,7 +40,10 @@ fn ask(job: &mut Job, hub: u32, shares: &[u16], at: Now) -> JobPlan {
 fn copying() -> Job {
     let mut job = after_a_loss();
     ask(&mut job, 5, &[0, 1], later(1.0));
-    assert!(matches!(job.hub_allocated(5, "hash", None, later(2.0)), Transition::SharesChanged { .. }));
+    assert!(matches!(
+        job.hub_allocated(5, "hash", (None, None), later(2.0)),
+        Transition::SharesChanged { .. }
+    ));
     job
 }
 
@@ -62,7 +65,7 @@ fn a_hub_is_asked_allocates_gets_its_copies_and_can_then_take_over() {
     assert_eq!((job.shares().to_vec(), lacking(&job)), (vec![Share::new(1, None); 2], vec![]));
     assert!(!job.hubs_told_of_shares().contains(&5) && !job.may_ask_standby(5, later(1.0)));
 
-    let transition = job.hub_allocated(5, "hash", None, later(2.0));
+    let transition = job.hub_allocated(5, "hash", (None, None), later(2.0));
     assert!(matches!(transition, Transition::SharesChanged { message: Some(_), .. }), "{transition:?}");
     assert_eq!((job.shares(), counts(&job)), (&[followed; 2][..], (0, 2)));
     assert!(job.hubs_told_of_shares().contains(&5));
@@ -116,7 +119,10 @@ fn a_hub_that_could_not_become_a_standby_is_asked_again_after_a_while() {
     assert!(job.may_ask_standby(6, later(20.0)) && job.may_ask_standby(5, later(40.0)));
     let plan = ask(&mut job, 5, &[0, 1], later(40.0));
     assert_eq!((plan.hub, plan.later_hubs.len()), (3, 2), "it has another position than before");
-    assert!(matches!(job.hub_allocated(5, "hash", None, later(41.0)), Transition::SharesChanged { .. }));
+    assert!(matches!(
+        job.hub_allocated(5, "hash", (None, None), later(41.0)),
+        Transition::SharesChanged { .. }
+    ));
     assert_eq!(job.shares()[0].standby, Some(3));
 }
 
@@ -130,7 +136,7 @@ fn a_hub_that_does_not_allocate_is_given_up() {
     assert_eq!((job.check_asked_standbys(later(131.0)), lacking(&job)), (Transition::None, vec![0, 1]));
     let mut job = after_a_loss();
     ask(&mut job, 5, &[0], later(1.0));
-    let other = job.hub_allocated(5, "another placement", None, later(2.0));
+    let other = job.hub_allocated(5, "another placement", (None, None), later(2.0));
     assert!(matches!(other, Transition::AskHubs { ref hubs, .. } if *hubs == [5]), "{other:?}");
     assert_eq!(lacking(&job), [0, 1]);
 }
@@ -166,7 +172,7 @@ fn a_manager_that_restarts_knows_the_later_hubs_and_can_ask_others() {
     assert_eq!((restored.shares(), restored.later_hubs()), (job.shares(), vec![shape(5), shape(7)]));
     assert!(matches!(restored.standby_ready(1, 1, 2), Transition::SharesChanged { .. }), "it is said again");
     // The hub that was only asked is not needed any more, and hears that.
-    let told = restored.hub_allocated(7, "hash", None, later(31.0));
+    let told = restored.hub_allocated(7, "hash", (None, None), later(31.0));
     assert!(matches!(told, Transition::SharesChanged { message: None, .. }), "{told:?}");
     assert!(restored.hubs_told_of_shares().contains(&7));
     let cause = Cause::known("it was lost".into(), later(40.0));
@@ -180,7 +186,10 @@ fn a_manager_that_restarts_does_not_take_a_hub_for_lost_that_it_has_just_asked()
     ask(&mut job, 5, &[0, 1], later(31.0));
     // It has answered the question of the manager before it took the command.
     assert_eq!(job.hub_reported_all(5, later(32.0)), Transition::None);
-    assert!(matches!(job.hub_allocated(5, "hash", None, later(33.0)), Transition::SharesChanged { .. }));
+    assert!(matches!(
+        job.hub_allocated(5, "hash", (None, None), later(33.0)),
+        Transition::SharesChanged { .. }
+    ));
     assert_eq!(job.state(), JobState::Running);
 }
 
@@ -203,7 +212,10 @@ fn a_hub_without_chunks_that_becomes_a_standby_has_its_newest_part_after_a_resta
     job.shares = vec![Share::new(0, None), Share::new(1, None)];
     assert_eq!(lacking(&job), [1]);
     ask(&mut job, 0, &[1], later(1.0));
-    assert!(matches!(job.hub_allocated(0, "hash", None, later(2.0)), Transition::SharesChanged { .. }));
+    assert!(matches!(
+        job.hub_allocated(0, "hash", (None, None), later(2.0)),
+        Transition::SharesChanged { .. }
+    ));
     let (mut restored, _) = Job::restore(job.record(now()), later(30.0));
     let finished = JobEnd::finished(restored.namespace);
     assert_eq!(restored.hub_ended(0, &finished, later(40.0)), Transition::None);

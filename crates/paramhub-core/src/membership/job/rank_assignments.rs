@@ -319,6 +319,13 @@ impl RankAssignments {
         }
     }
 
+    /// The process of a rank has to call, as if the connection on which it waited had broken now, or earlier if it has.
+    pub(super) fn miss(&mut self, rank: u32, now: Now) {
+        if let Some(holder) = self.holder_mut(rank) {
+            holder.lost_at.get_or_insert(now);
+        }
+    }
+
     /// The processes that are joining and have not been heard, on any connection, for this long.
     pub(super) fn joining_for(&self, seconds: f64, now: Now) -> Vec<u32> {
         let is_silent =

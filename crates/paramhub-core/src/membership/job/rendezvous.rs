@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::calls::AnswersBySite;
+use super::calls::{AnswersBySite, JobCall};
 use super::job_hubs::JobHub;
 use super::rank_assignments::{RankHolder, Standing, describe_process, list_ranks, list_ranks_with_verb};
 use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
@@ -46,6 +46,7 @@ impl Job {
             self.lease.renew(now.monotonic);
         }
         self.take_number_of_workers(call)?;
+        self.note_rival(call, now);
         match self.assignments.holder(call.rank) {
             Some(_) if self.state == JobState::Running && !self.takes_part(call.rank) => Err(refusal(
                 ErrorCode::Busy,
@@ -86,6 +87,18 @@ impl Job {
                 self.peer_addresses[call.rank as usize] = call.peer_address;
                 Ok(self.assignments.assign(call, now))
             }
+        }
+    }
+
+    /// Another process than the one that has a rank calls for it while the job begins again. If the one that has the rank does
+    /// not wait in InitService, it may have died after the answer to ConnectService, when no connection showed that: it has to
+    /// call within [`COME_BACK_S`](super::COME_BACK_S), or the job begins again without it.
+    fn note_rival(&mut self, call: &ConnectService, now: Now) {
+        let is_rival = self.assignments.holder(call.rank).is_some_and(|holder| !holder.has_called(call));
+        let is_waiting =
+            self.calls.values().any(|it| matches!(it, JobCall::Init { rank, .. } if *rank == call.rank));
+        if is_rival && !is_waiting && self.state == JobState::Initialising && self.has_begun_again() {
+            self.assignments.miss(call.rank, now);
         }
     }
 
@@ -276,8 +289,8 @@ impl Job {
         }
     }
 
-    /// A rank has waited in InitService until its time was over. The job fails, and its message names what is
-    /// missing: settings of other ranks, the placement, or hubs that have not allocated.
+    /// A rank has waited in InitService until its time was over. The job fails, or begins again once more, and its message
+    /// names what is missing: settings of other ranks, the placement, or hubs that have not allocated.
     pub(crate) fn init_timed_out(&mut self, now: Now) -> Transition {
         let (name, timeout_s) = (&self.name, self.options.rendezvous_timeout_s);
         let message = if self.agreed {
@@ -296,7 +309,10 @@ impl Job {
                 list_ranks_with_verb(&late, "has", "have")
             )
         };
-        self.fail(ErrorCode::Missing, message, now)
+        match self.has_begun_again() {
+            true => self.fail_before_it_runs(message, now),
+            false => self.fail(ErrorCode::Missing, message, now),
+        }
     }
 
     /// Stores the placement that the manager has made; the hubs are being asked to allocate. Stores nothing

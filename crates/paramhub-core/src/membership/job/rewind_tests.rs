@@ -128,7 +128,7 @@ fn hubs_hear_of_processes_when_each_rank_has_one() {
     for rank in 0..3 {
         assert_eq!(init_answer(&job, rank).unwrap().resumed_step, Some(4));
     }
-    assert_eq!(job.hub_allocated(0, "hash", None, later(4.0)), Transition::None, "it is over");
+    assert_eq!(job.hub_allocated(0, "hash", (None, None), later(4.0)), Transition::None, "it is over");
     assert_eq!(lose(&mut job, 1), Transition::None, "a late report about the former process");
     assert_eq!(changes(lose(&mut job, 5)), [rewind(6)], "the next one");
 }
@@ -224,14 +224,14 @@ fn restored(job: &Job) -> Job {
 fn a_manager_that_restarts_while_ranks_are_missing_tells_hubs_again() {
     let mut job = restored(&lost());
     assert_eq!(job.status(now()).lost, [0, 1, 2]);
-    assert_eq!(changes(job.hub_allocated(0, "hash", None, later(10.0))), [rewind(2)]);
+    assert_eq!(changes(job.hub_allocated(0, "hash", (None, None), later(10.0))), [rewind(2)]);
     come(&mut job, 0, 10);
     // A process that waited calls again, with the settings that it had handed in.
     let mut job = restored(&job);
     job.connect(&call(0, 10), later(10.0)).unwrap();
     assert!(submit(&mut job, 0, 10).0.is_empty());
     assert_eq!(
-        changes(job.hub_allocated(0, "hash", None, later(10.0))),
+        changes(job.hub_allocated(0, "hash", (None, None), later(10.0))),
         [rewind(2)],
         "rank 0 is not expected yet"
     );
@@ -246,13 +246,13 @@ fn a_manager_that_restarts_while_ranks_join_lets_all_join() {
     let mut job = restored(&before);
     assert_eq!(job.status(now()).lost, [0, 1]);
     assert!(submit(&mut job, 1, 11).0.is_empty(), "rank 0 has not called again");
-    let again = changes(job.hub_allocated(0, "hash", None, later(10.0)));
+    let again = changes(job.hub_allocated(0, "hash", (None, None), later(10.0)));
     assert_eq!(again, [rewind(2)], "a hub that had not heard of any would begin with rank 1 alone");
     assert_eq!(submit(&mut job, 0, 10).0, [rewind(2), expect((0, 3)), expect((1, 5))]);
     join(&mut job, 0, 3);
     join(&mut job, 1, 5);
     assert_eq!(init_answer(&job, 2).unwrap().resumed_step, Some(4), "it may ask again");
-    assert_eq!(restored(&job).hub_allocated(0, "hash", None, later(10.0)), Transition::None);
+    assert_eq!(restored(&job).hub_allocated(0, "hash", (None, None), later(10.0)), Transition::None);
     // A process that died while no manager ran takes all others with it: hubs expect it.
     let mut job = restored(&before);
     submit(&mut job, 1, 11);

@@ -168,5 +168,5 @@ fn a_manager_that_restarts_knows_the_shares_and_repeats_them() {
     assert_eq!(told(&restored), told(&job));
     assert!(restored.hubs_of_members().eq([0, 2]), "the hub that has left is not awaited");
     let mut restored = restored;
-    assert!(has_changed(&restored.hub_allocated(0, "", None, later(31.0))));
+    assert!(has_changed(&restored.hub_allocated(0, "", (None, None), later(31.0))));
 }

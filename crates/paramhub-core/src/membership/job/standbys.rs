@@ -83,8 +83,8 @@ impl Job {
             let message = format!("{} left: {reason}", self.job_hubs[usize::from(lost)].describe());
             return self.go_on_without(lost, Cause::known(message, now), now);
         }
-        // The two hubs of a share never become so again. So a report of a hub that has not heard yet how another share has
-        // changed counts, too.
+        // A report of a hub that has not heard yet how another share has changed counts, too. If it comes so late that the two hubs
+        // have become those of the share again, the share loses its standby once more, and gets another.
         match held.role(reporter) {
             Role::Serves { has_standby: true } if held.standby == Some(lost) => {
                 let message = self.drop_standby(share, reason, now);
@@ -207,6 +207,7 @@ impl Job {
     /// Counts a change of the shares, and returns what it is for people.
     pub(super) fn change_shares(&mut self, message: String) -> String {
         self.shares_number += 1;
+        self.withdraw_further();
         self.shares_reason.clone_from(&message);
         self.message.clone_from(&message);
         message

@@ -128,7 +128,7 @@ pub(super) fn running_with(workers: u32, hub_count: u32, options: JobOptions) ->
     let mut job = placing_with(workers, hub_count, options);
     for hub in 0..hub_count {
         let expected = if hub + 1 == hub_count { Transition::Advanced } else { Transition::None };
-        assert_eq!(job.hub_allocated(hub, "hash", None, now()), expected);
+        assert_eq!(job.hub_allocated(hub, "hash", (None, None), now()), expected);
     }
     assert_eq!(job.state(), JobState::Running);
     job
@@ -255,17 +255,17 @@ fn a_job_waits_for_hubs_that_serve_all_workers() {
 #[test]
 fn a_hub_that_no_chunk_falls_to_may_be_done_before_the_others_have_allocated() {
     let mut job = placing(1, 2);
-    assert_eq!(job.hub_allocated(1, "hash", None, now()), Transition::None);
+    assert_eq!(job.hub_allocated(1, "hash", (None, None), now()), Transition::None);
     assert_eq!(finish(&mut job, 1), Transition::None);
-    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::Advanced);
+    assert_eq!(job.hub_allocated(0, "hash", (None, None), now()), Transition::Advanced);
     assert_eq!(job.state(), JobState::Running);
     assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
     assert_eq!(job.state(), JobState::Finished);
     // An earlier manager had asked it, too, and its report of that comes when the placement is made once more.
     let mut job = placing(1, 2);
     assert_eq!(finish(&mut job, 1), Transition::None);
-    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
-    assert_eq!(job.hub_allocated(1, "hash", None, now()), Transition::Advanced);
+    assert_eq!(job.hub_allocated(0, "hash", (None, None), now()), Transition::None);
+    assert_eq!(job.hub_allocated(1, "hash", (None, None), now()), Transition::Advanced);
     assert_eq!(finish(&mut job, 1), Transition::None);
     assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
 }
@@ -315,7 +315,7 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
 #[test]
 fn a_hub_that_places_otherwise_fails_the_job_loudly() {
     let mut job = placing(1, 1);
-    assert_eq!(job.hub_allocated(0, "other", None, now()), Transition::Ended { stop: vec![0] });
+    assert_eq!(job.hub_allocated(0, "other", (None, None), now()), Transition::Ended { stop: vec![0] });
     assert!(init_answer(&job, 0).unwrap_err().message.contains("other, not hash"));
 }
 
@@ -396,7 +396,7 @@ fn init_timeouts_name_ranks_then_hubs() {
     assert_eq!(refused.message, "ranks 0 and 2 have not called InitService for job `x` within 60 s");
 
     let mut job = placing(1, 2);
-    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+    assert_eq!(job.hub_allocated(0, "hash", (None, None), now()), Transition::None);
     assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![0, 1] });
     let message = init_answer(&job, 0).unwrap_err().message;
     assert_eq!(message, "hub 1 (10.0.0.1:7771) did not allocate job `x` within 60 s");
@@ -442,7 +442,7 @@ fn a_job_that_runs_goes_on_after_a_restart_if_its_hubs_still_have_it() {
     // Hubs count from the job's beginning.
     after.hub_counted(0, JobCounters { bytes_received: 6, ..JobCounters::default() }, &[0, 4]);
     assert_eq!((after.counters().bytes_received, after.left_out()), (6, vec![0, 4]));
-    assert_eq!(after.hub_allocated(0, "hash", None, now()), Transition::None);
+    assert_eq!(after.hub_allocated(0, "hash", (None, None), now()), Transition::None);
     assert_eq!(after.hub_reported_all(0, now()), Transition::None);
     assert_eq!(after.state(), JobState::Running);
     // The other hub has lost it.
@@ -465,7 +465,7 @@ fn ranks_of_a_job_that_begins_hand_in_their_settings_again_after_a_restart() {
     for mut job in [initialising(2, 1), placing(2, 1)].map(|job| restarted(&job)) {
         assert_eq!(phase(&job), JobPhase::Initialising);
         // The hub may have been asked before, and be done if it has no chunks.
-        assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+        assert_eq!(job.hub_allocated(0, "hash", (None, None), now()), Transition::None);
         assert_eq!(finish(&mut job, 0), Transition::None);
         assert_eq!(job.hub_reported_all(0, now()), Transition::None);
         for rank in 0..2 {
@@ -474,7 +474,7 @@ fn ranks_of_a_job_that_begins_hand_in_their_settings_again_after_a_restart() {
         }
         let book = information_book(&job);
         assert!(job.place(SettingsSummary::default(), vec![placed()], book));
-        assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::Advanced);
+        assert_eq!(job.hub_allocated(0, "hash", (None, None), now()), Transition::Advanced);
     }
 }
 
@@ -572,15 +572,15 @@ fn a_job_has_its_information_book_while_it_is_placed_and_lives() {
 #[test]
 fn hubs_go_on_from_one_step() {
     let mut same = placing(1, 3);
-    assert_eq!(same.hub_allocated(0, "hash", Some(7), now()), Transition::None);
+    assert_eq!(same.hub_allocated(0, "hash", (Some(7), None), now()), Transition::None);
     // No chunk of the job is on this hub.
-    assert_eq!(same.hub_allocated(1, "hash", None, now()), Transition::None);
-    assert_eq!(same.hub_allocated(2, "hash", Some(7), now()), Transition::Advanced);
+    assert_eq!(same.hub_allocated(1, "hash", (None, None), now()), Transition::None);
+    assert_eq!(same.hub_allocated(2, "hash", (Some(7), None), now()), Transition::Advanced);
     assert_eq!(init_answer(&same, 0).unwrap().resumed_step, Some(7));
 
     let mut apart = placing(1, 2);
-    assert_eq!(apart.hub_allocated(0, "hash", Some(7), now()), Transition::None);
-    assert!(matches!(apart.hub_allocated(1, "hash", Some(9), now()), Transition::Ended { .. }));
+    assert_eq!(apart.hub_allocated(0, "hash", (Some(7), None), now()), Transition::None);
+    assert!(matches!(apart.hub_allocated(1, "hash", (Some(9), None), now()), Transition::Ended { .. }));
     let message = apart.status(now()).message;
     assert!(
         message.contains("step 9") && message.contains("step 7") && message.contains("share one folder"),
@@ -592,7 +592,7 @@ fn hubs_go_on_from_one_step() {
         let mut half = placing(1, 2);
         for (hub, step) in (0..).zip(steps) {
             half.hub_reserved(hub, 100, 1);
-            let _ = half.hub_allocated(hub, "hash", step, now());
+            let _ = half.hub_allocated(hub, "hash", (step, None), now());
         }
         let (state, message) = (half.status(now()).state, half.status(now()).message);
         assert_eq!(state, JobState::Failed, "{steps:?}");

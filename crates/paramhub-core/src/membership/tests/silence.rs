@@ -42,7 +42,14 @@ fn place(state: &mut Membership, namespace: Namespace, now: Now) {
 
 fn allocated(namespace: Namespace) -> HubEvent {
     let (placement_hash, resumed_step) = ("hash".to_owned(), None);
-    HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes: 1, streams: 2 }
+    HubEvent::Allocated {
+        namespace,
+        placement_hash,
+        resumed_step,
+        memory_bytes: 1,
+        streams: 2,
+        further: None,
+    }
 }
 
 impl Silence {

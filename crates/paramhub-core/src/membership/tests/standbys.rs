@@ -78,7 +78,14 @@ fn a_standby_that_is_more_than_the_team_may_have_ends_no_job() {
     let HubEvent::Allocated { namespace, placement_hash, resumed_step, streams, .. } = allocated(job) else {
         panic!("it says so")
     };
-    let more = HubEvent::Allocated { namespace, placement_hash, resumed_step, memory_bytes: 2, streams };
+    let more = HubEvent::Allocated {
+        namespace,
+        placement_hash,
+        resumed_step,
+        memory_bytes: 2,
+        streams,
+        further: None,
+    };
     reports(&mut state, free, vec![more], now);
     assert_eq!(state.job(job).unwrap().state(), JobState::Running);
     let is_stopped = |output: &Output| matches!(output, Output::Command { hub, command: HubCommand::Stop { .. }, .. } if *hub == free);

@@ -159,6 +159,7 @@ fn allocated(namespace: Namespace, hash: &str) -> HubEvent {
         resumed_step: None,
         memory_bytes: 1,
         streams: 0,
+        further: None,
     }
 }
 

@@ -376,7 +376,14 @@ fn allocate(plan: &JobPlan, behaviour: HubBehaviour) -> Option<HubEvent> {
         HubBehaviour::IgnoreAllocations => return None,
     };
     let (memory_bytes, streams) = (MEMORY_BYTES, u64::from(plan.composition.workers()));
-    Some(HubEvent::Allocated { namespace, placement_hash, resumed_step: None, memory_bytes, streams })
+    Some(HubEvent::Allocated {
+        namespace,
+        placement_hash,
+        resumed_step: None,
+        memory_bytes,
+        streams,
+        further: None,
+    })
 }
 
 /// Sends bytes to the manager and returns everything it answers until it closes the connection.

@@ -40,6 +40,7 @@ impl Simulation {
                 assert!(!job.is_freeing && job.routes.iter().all(|route| *route == Route::Planned));
                 job.routes.fill(Route::Opening);
             }
+            Output::OpenFurther { .. } => panic!("no job here has standbys"),
             Output::AdmitStreams(namespace) => {
                 let now = self.now;
                 let job = self.here(namespace);

@@ -82,7 +82,8 @@ impl SimulatedJob {
         let hub = HubShape { interfaces: vec![interface], local: None };
         let keys = KeyTable::new(vec![Key::new("w", [4])]).unwrap();
         let map = ChunkMap::new(&keys, 4096).unwrap();
-        let route = |id| RouteTerms { id, core: id, interface: id, share: 0, streams: WORKERS };
+        let route =
+            |id| RouteTerms { id, core: id, interface: id, share: 0, streams: WORKERS, memory_bytes: 1 };
         let terms = JobTerms {
             namespace,
             name: format!("job {}", namespace.0[0]),
@@ -101,7 +102,6 @@ impl SimulatedJob {
             epoch: 1,
             stragglers: Stragglers::Wait,
             weight: 1,
-            memory_bytes: 1,
             team: Default::default(),
             resumes,
             writes_checkpoints: writes,
