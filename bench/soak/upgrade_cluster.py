@@ -98,6 +98,8 @@ class Cluster:
         (self.folder / f"drain-{number}.log").write_text(drained.stdout + drained.stderr)
         if drained.returncode != 0:
             raise Stuck(f"hub {known} has not been drained: {drained.stdout}{drained.stderr}")
+        self._begin(f"wait {number}")
+        time.sleep(self.arguments.idle)
         self._begin(f"stop {number}")
         self._end(number)
         self._begin(f"start {number}")
@@ -157,6 +159,8 @@ class Cluster:
 
     def _begin(self, phase: str) -> None:
         self.phases.append((time.monotonic(), phase))
+        with (self.folder / "phases").open("a") as file:
+            file.write(f"{self.phases[-1][0]} {phase}\n")
 
     def _start_manager(self, program: str) -> None:
         command = ["manager", "--listen", self.addresses[0], "--state", str(self.folder / "state")]

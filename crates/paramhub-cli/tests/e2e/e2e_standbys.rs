@@ -227,6 +227,26 @@ fn hubs_that_join_become_standbys_while_the_job_runs() {
 }
 
 #[test]
+fn the_hubs_that_are_left_become_standbys_of_each_other_when_no_other_comes() {
+    let quick: Vec<&str> =
+        lasting("3600").into_iter().map(|flag| if flag == "5" { "0" } else { flag }).collect();
+    let expected = Job::start_with(3, JobOptions::default(), &quick).parameters();
+    let options = JobOptions { checkpoint_every: Some("50".parse().unwrap()), ..Default::default() };
+    let mut job = Job::start_with(3, options, &lasting("3600"));
+    job.kill(0);
+    job.await_standbys();
+    for number in [1, 2] {
+        let said = job.hub(number).stderr();
+        assert!(said.contains("further routes"), "hub {number} has taken no further share:\n{said}");
+    }
+    job.await_steps();
+    // Whatever hub 1 has served is now at hub 2, which also writes checkpoints of it.
+    job.kill(1);
+    job.await_checkpoint_by(&[2]);
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
 fn all_hubs_are_replaced_one_after_the_other_without_a_lost_step() {
     let expected = Job::start_with(3, JobOptions::default(), &lasting("900")).parameters();
     let mut job = Job::start_with(3, JobOptions::default(), &lasting("900"));

@@ -1,5 +1,6 @@
 mod admission;
 mod ending;
+mod further_shares;
 mod notices;
 mod opening;
 mod ranks;

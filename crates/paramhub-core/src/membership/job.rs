@@ -14,6 +14,8 @@ mod drain;
 mod drain_tests;
 mod ending;
 mod further_shares;
+#[cfg(test)]
+mod further_shares_tests;
 mod information_book;
 pub(crate) mod job_hubs;
 mod loss_tally;

@@ -431,6 +431,24 @@ mod tests {
     }
 
     #[test]
+    fn a_hub_that_becomes_the_standby_of_a_route_again_admits_new_streams_of_the_hub_that_serves_it() {
+        let mut streams = at_standby();
+        let origin = StreamOrigin::Interfaces { interfaces: 0..1, is_encrypted: false };
+        let call = hello(&streams, Caller::Hub { site: 0, route: ROUTE }, 4);
+        let place = streams.place(&call, &origin).unwrap();
+        streams.take(&place, &call, &origin);
+        streams.change_role(ROUTE, Role::None);
+        assert_eq!(streams.place(&call, &origin).unwrap_err().0, Refusal::Stale);
+        let ports = streams.terms.ports[&ROUTE].clone();
+        streams.add_standby_route(ROUTE, (0, 5), ports);
+        assert_eq!(streams.missing(), [Neighbour::Counterpart(ROUTE)]);
+        let first = hello(&streams, Caller::Hub { site: 0, route: ROUTE }, 0);
+        assert_eq!(streams.place(&first, &origin).unwrap().resumed_by, None);
+        let worker = hello(&streams, Caller::Worker { rank: 0, shares_parameters: false }, 1);
+        assert_eq!(streams.place(&worker, &origin).unwrap_err().0, Refusal::Busy);
+    }
+
+    #[test]
     fn a_standby_admits_the_hub_that_it_follows_until_it_takes_over_and_then_the_workers() {
         let mut streams = at_standby();
         let origin = StreamOrigin::Interfaces { interfaces: 0..1, is_encrypted: false };

@@ -30,7 +30,7 @@ fn lose(hub: &mut Hub, route: RouteId) -> Vec<Output> {
     hub.core(1, CoreEvent::Faulted { culprit, message: "the other hub was lost".into(), cause })
 }
 
-fn change(hub: &mut Hub, number: u32, shares: Vec<Share>) -> Vec<Output> {
+pub(super) fn change(hub: &mut Hub, number: u32, shares: Vec<Share>) -> Vec<Output> {
     let (later_hubs, reason) = (Vec::new(), "a hub was lost".into());
     hub.handle(Event::ChangeShares { namespace: job(1), number, shares, later_hubs, reason })
 }
@@ -41,7 +41,7 @@ fn wait(hub: &mut Hub, time: Duration) -> Vec<Output> {
     hub.check()
 }
 
-fn roles(outputs: &[Output]) -> Vec<(RouteId, RoleChange)> {
+pub(super) fn roles(outputs: &[Output]) -> Vec<(RouteId, RoleChange)> {
     let role = |output: &Output| match output {
         Output::ChangeRole { route, role, .. } => Some((*route, *role)),
         _ => None,

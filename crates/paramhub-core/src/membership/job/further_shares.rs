@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use super::new_standbys::LackingShare;
+use super::new_standbys::{ALLOCATES_WITHIN_S, ASK_AGAIN_AFTER_S, LackingShare};
 use super::{Job, Transition};
 use crate::membership::Now;
 use crate::service::{FurtherShares, HubCommand, JobState, TeamAllowance};
@@ -14,10 +14,6 @@ use crate::standbys::{Role, Share};
 
 /// The time that a share waits for a hub without a part in the job: one that was lost may come back.
 const NEW_HUBS_COME_WITHIN_S: f64 = 10.0;
-/// The time that a hub may take to allocate.
-const ALLOCATES_WITHIN_S: f64 = 120.0;
-/// The time after which a hub is asked once more that could not take a share.
-const ASK_AGAIN_AFTER_S: f64 = 60.0;
 
 /// The further shares of which a hub is about to become the standby.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,15 +110,21 @@ impl Job {
     /// A hub has ended the job. If it was to copy shares to further standbys, and had not heard of that, these would wait for it in
     /// vain: they give the shares up.
     pub(super) fn needs_no_copies_of(&mut self, index: usize) -> Option<Transition> {
-        let serving = self.job_hubs[index].describe();
-        let of_it = self.shares.iter_mut().filter(|share| share.served_by == index as u16 && share.copying);
-        let mut dropped = 0;
-        for share in of_it {
-            *share = Share::new(share.served_by, None);
-            dropped += 1;
+        let waits = |share: &Share| {
+            // The job is over without a hub that has nothing but copies.
+            let is_needed = |standby: u16| !self.is_dispensable(usize::from(standby));
+            share.served_by == index as u16 && share.copying && share.standby.is_some_and(is_needed)
+        };
+        let waiting: Vec<usize> =
+            (0..self.shares.len()).filter(|&share| waits(&self.shares[share])).collect();
+        if waiting.is_empty() {
+            return None;
         }
-        let message =
-            (dropped > 0).then(|| self.change_shares(format!("{serving} has finished without a standby")))?;
+        for share in waiting {
+            self.shares[share] = Share::new(index as u16, None);
+        }
+        let serving = self.job_hubs[index].describe();
+        let message = self.change_shares(format!("{serving} has finished without a standby"));
         Some(Transition::SharesChanged { message: Some(message), told_later: None })
     }
 

@@ -14,9 +14,9 @@ use crate::service::{HubCommand, JobPlan, JobState, StandbyCounts, StopWhen, Tea
 use crate::standbys::{Role, Share};
 
 /// The time after which a hub is asked once more that could not become a standby.
-const ASK_AGAIN_AFTER_S: f64 = 30.0;
+pub(super) const ASK_AGAIN_AFTER_S: f64 = 30.0;
 /// The time that a hub may take to allocate.
-const ALLOCATES_WITHIN_S: f64 = 120.0;
+pub(super) const ALLOCATES_WITHIN_S: f64 = 120.0;
 /// The most hubs that a job gets while it runs. All its hubs hear of each of them with every change.
 const LATER_HUBS_MAX: usize = 1000;
 
