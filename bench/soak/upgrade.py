@@ -53,7 +53,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="upgrades")
     parser.add_argument("--compute-ms", type=float, default=5.0, help="pretended computation of a step")
     parser.add_argument(
-        "--idle", type=float, default=0.0, help="seconds from the drain of a hub to its end, as of an operator"
+        "--idle",
+        type=float,
+        default=1.0,
+        help="seconds from the drain of a hub to its end, as of an operator",
     )
     parser.add_argument("--pause", type=float, default=1.0, help="seconds of training after each replacement")
     parser.add_argument("--logs", type=Path, help="a folder to which the logs of all rounds are copied")

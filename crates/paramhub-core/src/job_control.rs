@@ -151,7 +151,7 @@ impl JobControl {
                 self.lose_rank(namespace, (rank, epoch), &reason, now);
             }
             Event::Rewind { namespace, rank, epoch, reason } => {
-                self.rewind(namespace, (rank, epoch), &reason);
+                self.rewind(namespace, (rank, epoch), &reason, now);
             }
             Event::ExpectRank { namespace, rank, epoch } => self.expect_rank(namespace, (rank, epoch), now),
             Event::ChangeShares { namespace, number, shares, later_hubs, reason } => {
@@ -187,8 +187,8 @@ impl JobControl {
             CoreEvent::Opened { missing_bytes, has_snapshot } => {
                 self.route_opened(namespace, missing_bytes, has_snapshot, now);
             }
-            CoreEvent::Faulted { culprit, message, cause } => {
-                self.faulted(namespace, culprit, message, cause, now);
+            CoreEvent::Faulted { route, culprit, message, cause } => {
+                self.faulted(namespace, (route, culprit), message, cause, now);
             }
             CoreEvent::CannotGoOn { reason } => self.fail_as_known(namespace, reason, now),
             CoreEvent::Left { route, port } => self.left(namespace, route, port, now),
@@ -198,7 +198,9 @@ impl JobControl {
                 self.rank_expected(namespace, (rank, epoch), step);
             }
             CoreEvent::RankJoined { rank, epoch } => self.rank_joined(namespace, (rank, epoch), now),
-            CoreEvent::Moved { neighbour, by } => self.moved(namespace, neighbour, by, now),
+            CoreEvent::Moved { route, neighbour, by } => {
+                self.moved(namespace, (route, neighbour), by, now);
+            }
             CoreEvent::Late(late) => self.late(namespace, late),
             CoreEvent::Awaited { route, event } => self.awaited(namespace, route, event, now),
             CoreEvent::Closed { counters, left_out } => {

@@ -197,8 +197,8 @@ impl JobController {
                 }
                 (namespace, Reported::Opened { missing_bytes, has_snapshot })
             }
-            CoreEvent::Faulted { namespace, culprit, message, cause } => {
-                (namespace, Reported::Faulted { culprit, message, cause })
+            CoreEvent::Faulted { namespace, route, culprit, message, cause } => {
+                (namespace, Reported::Faulted { route, culprit, message, cause })
             }
             CoreEvent::CannotGoOn { namespace, reason } => (namespace, Reported::CannotGoOn { reason }),
             CoreEvent::Left { namespace, route, port } => (namespace, Reported::Left { route, port }),
@@ -210,7 +210,9 @@ impl JobController {
                 return None;
             }
             CoreEvent::Copied { namespace, route } => (namespace, Reported::Copied { route }),
-            CoreEvent::Moved { namespace, neighbour, by } => (namespace, Reported::Moved { neighbour, by }),
+            CoreEvent::Moved { namespace, route, neighbour, by } => {
+                (namespace, Reported::Moved { route, neighbour, by })
+            }
             CoreEvent::RankExpected { namespace, rank, epoch, step } => {
                 (namespace, Reported::RankExpected { rank, epoch, step })
             }

@@ -49,6 +49,7 @@ fn no_seed_breaks_a_rule() {
     assert!(explored.with_standbys > 300, "few jobs with standbys have finished: {explored:?}");
     assert!(explored.without_hubs > 60, "few jobs went through without a hub that was killed: {explored:?}");
     assert!(explored.new_standbys > 300, "few hubs became standbys of running jobs: {explored:?}");
+    assert!(explored.further_standbys > 15, "few hubs took further shares: {explored:?}");
     assert!(explored.took_over_later > 40, "few such hubs took over: {explored:?}");
     assert!(explored.left_drained > 40, "few jobs left drained hubs: {explored:?}");
     assert!(explored.without_several_hubs > 40, "few jobs lost several hubs in turn: {explored:?}");

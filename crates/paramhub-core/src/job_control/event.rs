@@ -214,6 +214,8 @@ pub enum CoreEvent {
     },
     /// The job cannot go on.
     Faulted {
+        /// The route of the stream.
+        route: RouteId,
         /// The neighbour at fault.
         culprit: Neighbour,
         /// What has happened.
@@ -265,6 +267,8 @@ pub enum CoreEvent {
     },
     /// A neighbour's stream that was cut goes on over this interface.
     Moved {
+        /// The route of the stream.
+        route: RouteId,
         /// The neighbour.
         neighbour: Neighbour,
         /// The interface.

@@ -35,8 +35,9 @@ pub(super) struct Job {
     pub(super) routes_closing: usize,
     /// The routes whose new standby has all chunks.
     pub(super) copied: BTreeSet<RouteId>,
-    /// The first worker that is lost to this hub, while it is not certain that the job goes on here.
-    pub(super) lost_worker: Option<LostWorker>,
+    /// The workers that are lost to this hub, each with the route of the stream that shows it, while it is not certain that the
+    /// job goes on here.
+    pub(super) lost_workers: BTreeMap<(RouteId, Neighbour), LostWorker>,
     /// When the job fails unless all workers have come to the routes that this hub serves instead of another.
     pub(super) awaits_workers_until: Option<Duration>,
     /// Whether it goes on at other hubs without this one.
@@ -118,7 +119,7 @@ impl Job {
             further: None,
             routes_closing: 0,
             copied: BTreeSet::new(),
-            lost_worker: None,
+            lost_workers: BTreeMap::new(),
             awaits_workers_until: None,
             is_retired: false,
             terms,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::{JobControl, LateRank, Output, RESUME, Recipient};
 use crate::auth::Namespace;
 use crate::composition::Neighbour;
+use crate::placement::RouteId;
 use crate::service::HubEvent;
 use crate::wire::Notice;
 
@@ -49,13 +50,19 @@ impl JobControl {
     }
 
     /// Reports that a stream of a neighbour that was cut goes on, over this interface.
-    pub(super) fn moved(&mut self, namespace: Namespace, neighbour: Neighbour, by: u16, now: Duration) {
+    pub(super) fn moved(
+        &mut self,
+        namespace: Namespace,
+        (route, neighbour): (RouteId, Neighbour),
+        by: u16,
+        now: Duration,
+    ) {
         let over = self.interface_name(by);
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         // A resumed stream also shows that the neighbour is heard again.
         job.announced.silent.remove(&neighbour);
         // And that what has ended was an older stream of it, which this hub has heard of late.
-        job.lost_worker.take_if(|lost| lost.is_of(neighbour));
+        job.lost_workers.remove(&(route, neighbour));
         let before = job.announced.moved.insert((neighbour, by), now);
         if before.is_some_and(|before| now.saturating_sub(before) < RESUME) {
             return;

@@ -217,7 +217,13 @@ impl JobControl {
 
     /// The manager has decided that a rank is lost, and that all ranks go back to an earlier step: every rank is lost, since
     /// an epoch that begins with this.
-    pub(super) fn rewind(&mut self, namespace: Namespace, (lost, epoch): (Option<u32>, u64), reason: &str) {
+    pub(super) fn rewind(
+        &mut self,
+        namespace: Namespace,
+        (lost, epoch): (Option<u32>, u64),
+        reason: &str,
+        now: Duration,
+    ) {
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
         let begun = job.terms.epoch;
         let workers = job.terms.composed.composition.workers();
@@ -240,6 +246,8 @@ impl JobControl {
         self.warn(message);
         let command = |core| Output::Rewind { namespace, core, epoch, notice: notice.clone() };
         self.outputs.extend(cores.into_iter().map(command));
+        // All workers may have left another hub, so that nobody comes any more.
+        self.finish_if_all_left(namespace, now);
     }
 
     /// Another process takes a lost rank, in an epoch that begins with it.

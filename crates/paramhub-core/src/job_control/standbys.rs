@@ -41,16 +41,8 @@ pub(super) struct LostCounterpart {
 #[derive(Clone, Debug)]
 pub(super) struct LostWorker {
     since: Duration,
-    rank: Option<u32>,
     cause: CauseKind,
     message: String,
-}
-
-impl LostWorker {
-    /// Whether it is this neighbour.
-    pub(super) fn is_of(&self, neighbour: Neighbour) -> bool {
-        self.rank.is_some() && self.rank == neighbour.rank()
-    }
 }
 
 impl Job {
@@ -160,13 +152,13 @@ impl JobControl {
     pub(super) fn note_lost_worker(
         &mut self,
         namespace: Namespace,
-        culprit: Neighbour,
+        at: (RouteId, Neighbour),
         cause: CauseKind,
         message: String,
         now: Duration,
     ) {
         if let Some(job) = self.jobs.get_mut(&namespace) {
-            job.lost_worker.get_or_insert(LostWorker { since: now, rank: culprit.rank(), cause, message });
+            job.lost_workers.entry(at).or_insert(LostWorker { since: now, cause, message });
         }
     }
 
@@ -174,11 +166,13 @@ impl JobControl {
     pub(super) fn check_lost_workers(&mut self, now: Duration) {
         let mut certain = Vec::new();
         for (&namespace, job) in &mut self.jobs {
-            let is_certain = |lost: &mut LostWorker| now >= lost.since + LOSS_CERTAIN;
-            certain.extend(job.lost_worker.take_if(is_certain).map(|lost| (namespace, lost)));
+            let first = job.lost_workers.iter().min_by_key(|(_, lost)| lost.since);
+            let is_certain = |lost: &LostWorker| now >= lost.since + LOSS_CERTAIN;
+            let first = first.filter(|(_, lost)| is_certain(lost));
+            certain.extend(first.map(|(&(_, culprit), lost)| (namespace, culprit, lost.clone())));
         }
-        for (namespace, LostWorker { rank, cause, message, .. }) in certain {
-            self.fail(namespace, cause, rank, message, now);
+        for (namespace, culprit, LostWorker { cause, message, .. }) in certain {
+            self.fail(namespace, cause, culprit.rank(), message, now);
         }
     }
 

@@ -73,7 +73,7 @@ impl JobControl {
     pub(super) fn faulted(
         &mut self,
         namespace: Namespace,
-        culprit: Neighbour,
+        (at, culprit): (RouteId, Neighbour),
         message: String,
         cause: FaultCause,
         now: Duration,
@@ -102,7 +102,7 @@ impl JobControl {
         match culprit.rank().filter(|_| self.may_lose(namespace, cause)) {
             Some(rank) => self.worker_lost(namespace, rank, message),
             None if is_loss && self.may_be_replaced(namespace) => {
-                self.note_lost_worker(namespace, culprit, cause, message, now);
+                self.note_lost_worker(namespace, (at, culprit), cause, message, now);
             }
             None => self.fail(namespace, cause, culprit.rank(), message, now),
         }

@@ -163,7 +163,7 @@ impl Hub {
 
     fn fault(&mut self, cause: FaultCause) -> Vec<Output> {
         let message = "rank 1 was lost".into();
-        self.core(1, CoreEvent::Faulted { culprit: RANKS[1], message, cause })
+        self.core(1, CoreEvent::Faulted { route: ROUTES[0], culprit: RANKS[1], message, cause })
     }
 
     /// Every neighbour leaves by every port.

@@ -73,8 +73,8 @@ pub(crate) enum CoreEvent {
     Opened { namespace: Namespace, missing_bytes: Option<u64>, snapshot: Option<Box<Snapshot>> },
     /// A snapshot is complete, or will not be completed.
     Snapshot { namespace: Namespace, snapshot: Box<Snapshot> },
-    /// A job cannot go on, and `culprit` is at fault.
-    Faulted { namespace: Namespace, culprit: Neighbour, message: String, cause: FaultCause },
+    /// A job cannot go on, and `culprit` is at fault, as a stream of this route shows.
+    Faulted { namespace: Namespace, route: RouteId, culprit: Neighbour, message: String, cause: FaultCause },
     /// The core cannot go on with a job, and no neighbour is at fault. If it has panicked, it has dropped everything of the
     /// job, and [`CoreEvent::Closed`] follows for each of its routes.
     CannotGoOn { namespace: Namespace, reason: String },
@@ -85,7 +85,7 @@ pub(crate) enum CoreEvent {
     /// The new standby of a route has all chunks.
     Copied { namespace: Namespace, route: RouteId },
     /// A neighbour's stream continues over this interface.
-    Moved { namespace: Namespace, neighbour: Neighbour, by: u16 },
+    Moved { namespace: Namespace, route: RouteId, neighbour: Neighbour, by: u16 },
     /// The stream to a site above was cut. Another one, with this number, may replace it until the time given.
     CutFromAbove { namespace: Namespace, route: RouteId, port: u32, attempt: u32, until: Option<Instant> },
     /// The chunks of this core expect the process that takes a rank; `step` is the first to which it may contribute

@@ -26,8 +26,8 @@ impl Core {
             let plan = hosted.shard.plan();
             let culprit = fault.culprit(plan.ports.neighbour(0));
             let (namespace, message) = (plan.namespace, fault.message(&plan.name(culprit)));
-            let cause = fault.cause();
-            self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
+            let (route, cause) = (hosted.route, fault.cause());
+            self.mailbox.send_event(CoreEvent::Faulted { namespace, route, culprit, message, cause });
         }
         self.answer(shard, now);
         self.end_snapshot(shard);

@@ -46,7 +46,7 @@ impl Core {
             shard.message(port, Operation::Heartbeat, Vec::new());
         }
         let neighbour = shard.plan().ports.neighbour(port);
-        self.mailbox.send_event(CoreEvent::Moved { namespace, neighbour, by });
+        self.mailbox.send_event(CoreEvent::Moved { namespace, route, neighbour, by });
     }
 
     /// Handles a broken stream that another may yet replace: it waits for that.

@@ -65,7 +65,7 @@ impl Core {
                 let fault = Fault::Lost(format!("the hub cannot serve its stream: {error}"));
                 let message = fault.message(&plan.name(culprit));
                 let cause = fault.cause();
-                self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
+                self.mailbox.send_event(CoreEvent::Faulted { namespace, route, culprit, message, cause });
             }
         }
     }
@@ -211,8 +211,8 @@ impl Core {
         if !was_reported && !leaves_quietly && !hosted.ending {
             let culprit = fault.culprit(plan.ports.neighbour(port));
             let message = fault.message(&plan.name(culprit));
-            let cause = fault.cause();
-            self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
+            let (route, cause) = (hosted.route, fault.cause());
+            self.mailbox.send_event(CoreEvent::Faulted { namespace, route, culprit, message, cause });
         }
         if leaves_quietly && !was_reported {
             self.leave_above(shard, port);

@@ -131,7 +131,7 @@ impl Hub {
                 // It keeps the old stream until a frame arrives on the new one.
                 self.send(route, number, Header::bare(Operation::Heartbeat), Content::Nothing, context);
             }
-            self.handle_core(CoreEvent::Moved { neighbour, by: 0 }, context);
+            self.handle_core(CoreEvent::Moved { route, neighbour, by: 0 }, context);
         }
         self.answer(route, context);
         arrivals.into_iter().for_each(|arrival| self.stream_arrived(stream, arrival, context));
@@ -319,7 +319,7 @@ impl Hub {
         context: &mut Context<'_>,
     ) {
         self.job_mut().port(route, port).is_muted = true;
-        self.handle_core(CoreEvent::Faulted { culprit, message, cause }, context);
+        self.handle_core(CoreEvent::Faulted { route, culprit, message, cause }, context);
     }
 
     pub(super) fn tick(&mut self, context: &mut Context<'_>) {

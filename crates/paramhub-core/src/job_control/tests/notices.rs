@@ -47,7 +47,7 @@ fn the_silence_of_a_rank_is_announced_once_and_so_is_its_end() {
 #[test]
 fn a_rank_that_goes_on_over_another_interface_is_announced_once_in_a_while() {
     let mut hub = Hub::running(|terms| terms.continues = true);
-    let moved = CoreEvent::Moved { neighbour: RANKS[1], by: 1 };
+    let moved = CoreEvent::Moved { route: ROUTES[0], neighbour: RANKS[1], by: 1 };
     let outputs = hub.core(1, moved.clone());
     let text = "rank 1 of job `job-1` goes on over eth1: a stream of it was cut";
     assert_eq!(notices(&outputs), [(Some(0), text)]);

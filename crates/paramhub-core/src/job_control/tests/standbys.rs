@@ -27,7 +27,7 @@ fn running() -> Hub {
 fn lose(hub: &mut Hub, route: RouteId) -> Vec<Output> {
     let culprit = Neighbour::Counterpart(route);
     let cause = FaultCause::Kind(CauseKind::PeerLost);
-    hub.core(1, CoreEvent::Faulted { culprit, message: "the other hub was lost".into(), cause })
+    hub.core(1, CoreEvent::Faulted { route, culprit, message: "the other hub was lost".into(), cause })
 }
 
 pub(super) fn change(hub: &mut Hub, number: u32, shares: Vec<Share>) -> Vec<Output> {
@@ -187,7 +187,7 @@ fn a_new_standby_that_is_at_fault_or_out_of_reach_counts_as_lost() {
     let (mut hub, _) = with_new_standby();
     let fault = |hub: &mut Hub| {
         let (culprit, cause) = (Neighbour::Counterpart(0), FaultCause::Kind(CauseKind::GaveUp));
-        hub.core(1, CoreEvent::Faulted { culprit, message: "it gave up".into(), cause })
+        hub.core(1, CoreEvent::Faulted { route: 0, culprit, message: "it gave up".into(), cause })
     };
     let outputs = fault(&mut hub);
     assert_eq!((reported(&outputs), has_failed(&outputs)), (vec![(0, 2, 2)], false));
@@ -286,7 +286,10 @@ fn a_hub_that_hands_over_waits_for_no_last_checkpoint_and_one_that_cannot_takes_
 fn lose_worker(hub: &mut Hub) -> Vec<Output> {
     let cause = FaultCause::Kind(CauseKind::PeerLost);
     let culprit = Neighbour::Worker(0);
-    hub.core(1, CoreEvent::Faulted { culprit, message: "rank 0 was lost: it is gone".into(), cause })
+    hub.core(
+        1,
+        CoreEvent::Faulted { route: 0, culprit, message: "rank 0 was lost: it is gone".into(), cause },
+    )
 }
 
 #[test]
@@ -301,12 +304,14 @@ fn a_worker_that_is_lost_ends_the_job_once_the_hub_can_know_that_it_was_not_repl
 fn a_worker_that_comes_by_a_newer_stream_is_not_lost_with_an_older_one() {
     let mut hub = running();
     assert!(!has_failed(&lose_worker(&mut hub)));
-    hub.core(1, CoreEvent::Moved { neighbour: Neighbour::Worker(1), by: 0 });
-    hub.core(1, CoreEvent::Moved { neighbour: Neighbour::Worker(0), by: 0 });
+    hub.core(1, CoreEvent::Moved { route: 0, neighbour: Neighbour::Worker(1), by: 0 });
+    hub.core(1, CoreEvent::Moved { route: 0, neighbour: Neighbour::Worker(0), by: 0 });
     assert!(!has_failed(&wait(&mut hub, LOSS_CERTAIN * 2)));
-    assert!(!has_failed(&lose_worker(&mut hub)));
-    hub.core(1, CoreEvent::Moved { neighbour: Neighbour::Worker(1), by: 0 });
-    assert!(has_failed(&wait(&mut hub, LOSS_CERTAIN)), "that was another one");
+    for (route, rank) in [(0, 1), (1, 0)] {
+        assert!(!has_failed(&lose_worker(&mut hub)));
+        hub.core(1, CoreEvent::Moved { route, neighbour: Neighbour::Worker(rank), by: 0 });
+    }
+    assert!(has_failed(&wait(&mut hub, LOSS_CERTAIN)), "that was another rank, and that another route");
 }
 
 #[test]

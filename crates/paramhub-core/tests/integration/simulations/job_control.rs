@@ -190,14 +190,14 @@ impl Simulation {
             None => (FaultCause::Silence, CauseKind::PeerLost),
         };
         self.expect_end(namespace, &message, expected);
-        self.core(namespace, CoreEvent::Faulted { culprit: Neighbour::Worker(1), message, cause });
+        self.core(namespace, CoreEvent::Faulted { route: 0, culprit: Neighbour::Worker(1), message, cause });
     }
 
     fn notice(&mut self, namespace: Namespace) {
         let neighbour = Neighbour::Worker(1);
         self.core(namespace, CoreEvent::Silence { neighbour, seconds: Some(3.0) });
         self.core(namespace, CoreEvent::Silence { neighbour, seconds: None });
-        self.core(namespace, CoreEvent::Moved { neighbour, by: 1 });
+        self.core(namespace, CoreEvent::Moved { route: 0, neighbour, by: 1 });
         self.core(namespace, CoreEvent::Late(LateRank { rank: 1, steps: 3, of: 9 }));
         self.core(namespace, waits(Duration::from_secs(3), false));
         let event = OverdueEvent::Over { waited: Duration::from_secs(4) };
@@ -260,7 +260,7 @@ impl Simulation {
         let job = self.jobs.get_mut(&namespace).unwrap();
         if job.terms.continues && !job.is_refusing {
             job.streams.values_mut().for_each(|by| *by = working);
-            self.core(namespace, CoreEvent::Moved { neighbour: Neighbour::Worker(1), by: working });
+            self.core(namespace, CoreEvent::Moved { route: 0, neighbour: Neighbour::Worker(1), by: working });
         }
     }
 
