@@ -73,6 +73,23 @@ fn a_standby_takes_over_once_the_manager_does_not_hear_the_hub_either() {
 }
 
 #[test]
+fn a_hub_without_which_the_job_fails_may_call_late() {
+    let alone = || {
+        let mut job = running();
+        assert!(has_changed(&lose(&mut job, 0, 0, 1)));
+        assert!(has_changed(&job.check_suspected_hubs(|_| called(12.1, false), later(12.2))));
+        // Hub 0 serves its share alone when the hub that it follows has lost it, too.
+        assert!(has_changed(&lose(&mut job, 2, 2, 0)));
+        job
+    };
+    let check = |contact| alone().check_suspected_hubs(|_| contact, later(10.0));
+    assert_eq!(check(called(8.0, false)), Transition::None, "hubs that are there may be quiet for 2 s");
+    for contact in [None, called(8.0, true)] {
+        assert!(matches!(check(contact), Transition::Ended { .. }), "{contact:?}");
+    }
+}
+
+#[test]
 fn hubs_that_both_call_and_do_not_reach_each_other_stay_with_the_one_that_serves() {
     let mut job = running();
     let _ = lose(&mut job, 1, 0, 0);

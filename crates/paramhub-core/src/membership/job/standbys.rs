@@ -127,9 +127,12 @@ impl Job {
             let suspected = &self.suspected_hubs[position];
             let job_hub = &self.job_hubs[usize::from(suspected.hub)];
             let contact = last_contact(job_hub.hub).filter(|_| job_hub.unheard.is_none());
-            let is_gone = contact.is_none_or(|contact| {
-                contact.has_hung_up || now.seconds_since(contact.call) >= CALLS_WITHIN_S
-            });
+            let is_late = |contact: LastContact| now.seconds_since(contact.call) >= CALLS_WITHIN_S;
+            // A hub without which the job fails may call late: it counts as gone when it is not heard for longer.
+            let may_be_late =
+                || without_hub(&self.shares, suspected.hub, |share| self.is_empty_share(share)).is_err();
+            let is_gone =
+                contact.is_none_or(|contact| contact.has_hung_up || is_late(contact) && !may_be_late());
             let is_there =
                 contact.is_some_and(|contact| contact.call.seconds_since(suspected.at) >= IS_THERE_AFTER_S);
             if is_gone {
