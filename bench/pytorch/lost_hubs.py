@@ -26,6 +26,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -160,7 +161,7 @@ class Round:
         ended = float(self._await(rf"EVENT 0 step {before} (\S+)", 1)[0][0])
         previous = float(self._await(rf"EVENT 0 step {before - 1} (\S+)", 1)[0][0])
         time.sleep(moment % 1 * (ended - previous))
-        killed = time.monotonic()
+        killed, killed_at = time.monotonic(), time.strftime("%H:%M:%S", time.gmtime())
         victim.kill()
         victim.wait()
         self._hub(address if self.arguments.same_address else "127.0.0.1:0")
@@ -175,7 +176,8 @@ class Round:
             time.sleep(0.01)
         made = max(int(step) for step, at in self._found(r"EVENT \d step (\d+) (\S+)") if float(at) < back)
         return {
-            "killed_at": before + moment % 1,
+            "killed_after": before + moment % 1,
+            "killed_at": killed_at,
             "hub_ready_s": ready - killed,
             "back_s": back - killed,
             "from_kill_s": min(after) - killed,
@@ -231,16 +233,17 @@ def main() -> int:
         "--same-address", action="store_true", help="start the next hub where the killed one was"
     )
     parser.add_argument("--seed", type=int, help="chooses hubs and moments [default: any, and printed]")
+    parser.add_argument("--logs", type=Path, help="a folder to which what all programs have said is copied")
     parser.add_argument("--json", action="store_true", help="print the rounds as JSON, too")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.randrange(2**32)
     print(f"seed {seed}", flush=True)
     chance = random.Random(seed)
-    expected = one(arguments, None)["ends"]
+    expected = one(arguments, None, 0)["ends"]
     print(f"undisturbed: ends with {expected}", flush=True)
     rounds = []
     for number in range(1, arguments.rounds + 1):
-        found = one(arguments, chance)
+        found = one(arguments, chance, number)
         found["same_bits"] = found.pop("ends") == expected
         rounds.append(found)
         print(line(number, found), flush=True)
@@ -258,15 +261,21 @@ def main() -> int:
     return 0 if is_right else 1
 
 
-def one(arguments: argparse.Namespace, chance: random.Random | None) -> dict[str, Any]:
+def one(arguments: argparse.Namespace, chance: random.Random | None, number: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="paramhub-lost-hubs-") as folder:
-        return Round(arguments, Path(folder)).run(chance)
+        try:
+            return Round(arguments, Path(folder)).run(chance)
+        finally:
+            if arguments.logs is not None:
+                without = shutil.ignore_patterns("checkpoints")
+                shutil.copytree(folder, arguments.logs / str(number), ignore=without, dirs_exist_ok=True)
 
 
 def line(number: int, found: dict[str, Any]) -> str:
     return (
-        f"round {number}: killed after {found['killed_at']:.2f} steps of {found['step_s']:.2f} s; the other hub ready after "
-        f"{found['hub_ready_s']:.2f} s, ranks back after {found['back_s']:.2f} s, next step after {found['from_kill_s']:.2f} s; "
+        f"round {number}, {found['killed_at']}: killed after {found['killed_after']:.2f} steps of {found['step_s']:.2f} s; "
+        f"the next hub ready after {found['hub_ready_s']:.2f} s, ranks back after {found['back_s']:.2f} s, "
+        f"next step after {found['from_kill_s']:.2f} s; "
         f"back to step {found['resumed']}, {found['again']} steps again; {'equal' if found['same_bits'] else 'OTHER'} bits"
     )
 
