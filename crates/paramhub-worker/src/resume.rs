@@ -27,7 +27,7 @@ use crate::share_hubs::{Asked, ShareHubs};
 const ENDED_AFTER: Duration = Duration::from_secs(3);
 
 /// How long a worker looks for the other hub that it knows before it asks the manager which others there are.
-const ASKS_AFTER: Duration = Duration::from_millis(500);
+const ASKS_AFTER: Duration = Duration::from_millis(200);
 
 /// An event that concerns the streams, for the I/O thread of a job whose streams are opened again.
 pub(crate) enum StreamEvent {

@@ -29,7 +29,7 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
 /// How long a worker tries the hubs that it knows before it asks the manager for others.
-const ASKS_AFTER: Duration = Duration::from_millis(500);
+const ASKS_AFTER: Duration = Duration::from_millis(200);
 /// How long a hub may say that a job has ended before a worker believes it whose job may go on at another hub.
 const ENDED_AFTER: Duration = Duration::from_secs(3);
 

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use super::cause::Cause;
 use super::job_hubs::{JobHub, cause_of};
 use super::losses::MembershipChange;
+use super::silence::LOST_HUB_CALLS_WITHIN_S;
 use super::standbys::CALLS_WITHIN_S;
 use super::{Job, JobPhase, LastContact, Transition};
 use crate::auth::{Epoch, StreamSecret};
@@ -80,11 +81,13 @@ impl Job {
         if self.rewind.is_none() || !self.may_begin_again() {
             return Transition::None;
         }
-        let has_hung_up = |hub| {
-            let contact = last_contact(hub);
-            contact.is_some_and(|it| it.has_hung_up && now.seconds_since(it.call) >= CALLS_WITHIN_S)
+        let is_quiet = |hub| {
+            last_contact(hub).is_some_and(|it| {
+                let within_s = if it.has_hung_up { CALLS_WITHIN_S } else { LOST_HUB_CALLS_WITHIN_S };
+                now.seconds_since(it.call) >= within_s
+            })
         };
-        let is_gone = |it: &&JobHub| !it.ended && (it.unheard.is_some() || has_hung_up(it.hub));
+        let is_gone = |it: &&JobHub| !it.ended && (it.unheard.is_some() || is_quiet(it.hub));
         let Some(job_hub) = self.job_hubs.iter().find(is_gone) else { return Transition::None };
         let (gone, name) = (job_hub.hub, job_hub.describe());
         let message =

@@ -170,6 +170,32 @@ fn a_hub_that_a_rank_has_lost_is_gone_when_it_has_hung_up() {
 }
 
 #[test]
+fn a_rank_that_was_lost_with_a_hub_says_so_also_when_it_has_joined_again() {
+    let report = |incarnation| LeaveService {
+        rank: 0,
+        incarnation,
+        proof: crate::auth::Proof([0; 32]),
+        reason: "reset".into(),
+        finished: false,
+        lost_hub: Some("10.0.0.1:7771".into()),
+    };
+    for joins in [false, true] {
+        let mut job = running();
+        let secret = job.epoch.map(|epoch| epoch.of_rank(0, 1));
+        let lost = job.worker_lost((0, 1), "rank 0 gave up: it lost the hub", later(1.0));
+        assert!(matches!(lost, Transition::MembershipChanged { epoch: 2, .. }));
+        if joins {
+            job.connect(&call(0, 10), later(1.1)).unwrap();
+        }
+        assert!(job.call_secrets(0, Purpose::Leave).contains(&secret));
+        assert_eq!(job.leave(&report(process(0)), "reset", later(1.2)), Ok(Transition::None));
+        assert!(job.has_losses_to_check() && job.is_joining(0) == joins, "the rank stays as it was");
+        let contact = |_| Some(LastContact { call: later(0.5), has_hung_up: true });
+        assert_eq!(told(job.check_losses(contact, later(1.3)), if joins { 4 } else { 3 }), [0]);
+    }
+}
+
+#[test]
 fn a_job_that_loses_a_rank_or_a_hub_before_it_runs_again_begins_once_more() {
     let initialising = || {
         let mut job = running();
@@ -233,12 +259,14 @@ fn a_hub_that_is_gone_while_ranks_go_back_is_not_awaited() {
     assert_eq!(job.check_hubs_to_go_back(gone(true), later(9.0)), Transition::None, "no rank is lost");
     let lost = job.worker_lost((0, 1), "rank 0 lost the hub", later(1.0));
     assert!(matches!(lost, Transition::MembershipChanged { epoch: 2, .. }));
-    assert_eq!(job.check_hubs_to_go_back(gone(false), later(9.0)), Transition::None, "it is there");
+    assert_eq!(job.check_hubs_to_go_back(gone(false), later(3.9)), Transition::None, "it may call late");
+    let mut quiet = Job::restore(job.record(later(2.0)), later(2.0)).0;
+    assert_eq!(told(quiet.check_hubs_to_go_back(gone(false), later(4.0)), 3).len(), 1);
     assert_eq!(job.check_hubs_to_go_back(gone(true), later(2.0)), Transition::None, "it may call again");
     let mut unheard = Job::restore(job.record(later(2.0)), later(2.0)).0;
     assert_eq!(told(job.check_hubs_to_go_back(gone(true), later(2.5)), 3), [0]);
-    let _ = unheard.hub_fell_silent(1, cause("hub 1 has not been heard"), String::new(), later(9.0));
-    assert_eq!(told(unheard.check_hubs_to_go_back(gone(false), later(9.0)), 3), [0]);
+    let _ = unheard.hub_fell_silent(1, cause("hub 1 has not been heard"), String::new(), later(2.6));
+    assert_eq!(told(unheard.check_hubs_to_go_back(gone(false), later(2.6)), 3), [0]);
 }
 
 #[test]

@@ -85,6 +85,8 @@ pub(super) struct RankHolder {
     incarnation: Incarnation,
     /// The claim of the process; `None` for a worker of protocol version 1.
     claim: Option<RankClaim>,
+    /// The process that had the rank before, and since when it had it, if that is known. What it has seen still counts.
+    before: Option<(Incarnation, u64)>,
     host: String,
     process: u32,
     /// The ticket of the process's newest call.
@@ -172,6 +174,7 @@ impl RankAssignments {
         let holder = |record: RankRecord| RankHolder {
             incarnation: record.incarnation,
             claim: record.claim,
+            before: None,
             host: record.host,
             process: record.process,
             ticket: 0,
@@ -240,6 +243,7 @@ impl RankAssignments {
         RankHolder {
             incarnation: call.incarnation,
             claim: call.claim,
+            before: self.holder(call.rank).and_then(RankHolder::former),
             host: printable(&call.host),
             process: call.process,
             ticket: self.draw_ticket(),
@@ -445,6 +449,7 @@ impl RankHolder {
         RankHolder {
             incarnation: Incarnation([0; 16]),
             claim: None,
+            before: None,
             host: String::new(),
             process: 0,
             ticket: 0,
@@ -493,6 +498,14 @@ impl RankHolder {
     /// The epoch since which it had the rank that it has lost, if it has.
     pub(super) fn lost_what_it_held_since(&self) -> Option<u64> {
         (self.standing == Standing::Lost && !self.is_nobody()).then_some(self.held_since)
+    }
+
+    /// The process that had the rank and has lost it, and since when it had it.
+    pub(super) fn former(&self) -> Option<(Incarnation, u64)> {
+        match self.lost_what_it_held_since() {
+            Some(since) => Some((self.incarnation, since)),
+            None => self.before,
+        }
     }
 
     /// Whether the process has claimed its rank, and so has a secret of its own.

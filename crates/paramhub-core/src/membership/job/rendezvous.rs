@@ -159,6 +159,11 @@ impl Job {
                 let former = self.epoch.zip(held_since).map(|(epoch, since)| epoch.of_rank(rank, since));
                 [own, former.or_else(of_former_member)]
             }
+            // What a process that has lost its rank has seen of the hubs counts.
+            (Purpose::Leave, Some(holder)) if holder.has_claim() => {
+                let former = self.epoch.zip(holder.former());
+                [own, former.map(|(epoch, (_, since))| epoch.of_rank(rank, since))]
+            }
             (_, Some(holder)) if holder.has_claim() => [own, None],
             (_, Some(_)) => [Some(nonce), None],
         }

@@ -6,8 +6,9 @@ use super::{Job, LastContact, Transition};
 use crate::membership::Now;
 use crate::service::{CauseKind, ErrorCode, JobState, ServiceError, refusal};
 
-/// The time that a hub which a rank has lost may take to call before its job fails. Hubs call every second.
-const LOST_HUB_CALLS_WITHIN_S: f64 = 3.0;
+/// The time that a hub which a rank has lost, or which is needed for ranks to go back, may take to call before its job fails or
+/// begins again. Hubs call every second.
+pub(super) const LOST_HUB_CALLS_WITHIN_S: f64 = 3.0;
 
 /// A rank's report that it has lost a hub.
 #[derive(Debug)]

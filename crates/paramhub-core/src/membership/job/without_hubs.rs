@@ -3,7 +3,7 @@
 
 use crate::service::{ErrorCode, JobState, LeaveService, ServiceError};
 
-use super::rank_assignments::list_ranks_with_verb;
+use super::rank_assignments::{RankHolder, list_ranks_with_verb};
 use super::{Job, JobPhase, Transition};
 use crate::membership::Now;
 
@@ -36,8 +36,18 @@ impl Job {
         }
         let rank = call.rank;
         self.check_rank(rank)?;
-        self.check_holder(rank, call.incarnation)?;
         let why = if reason.is_empty() { "it gave no reason" } else { reason };
+        let holder = self.assignments.holder(rank);
+        let former = holder.and_then(RankHolder::former).map(|(incarnation, _)| incarnation);
+        if let Some(address) = &call.lost_hub
+            && self.state == JobState::Running
+            && former == Some(call.incarnation)
+        {
+            // The report of a rank that has lost its place with the hub comes after another report of that.
+            self.rank_lost_hub(rank, address, why, now)?;
+            return Ok(Transition::None);
+        }
+        self.check_holder(rank, call.incarnation)?;
         match self.state {
             JobState::Connecting => {
                 self.assignments.clear(rank);
