@@ -104,8 +104,7 @@ impl JobControl {
                 }
             }
             (further, Some(missing)) => {
-                let is_first = further.is_some();
-                if is_first {
+                if further.is_some() {
                     self.refuse_further(namespace, missing);
                 }
                 // The core has nothing of this route to free.

@@ -79,7 +79,12 @@ impl Job {
         let mut copying: Vec<u16> = awaited.iter().filter_map(|share| share.standby).collect();
         copying.sort_unstable();
         copying.dedup();
-        let is_asked = self.job_hubs.iter().any(|job_hub| job_hub.asked_standby.is_some());
+        let is_asked = self
+            .job_hubs
+            .iter()
+            .any(|job_hub| job_hub.asked_standby.is_some() || job_hub.asked_further.is_some());
+        let mut others = (0..).zip(&self.job_hubs).filter(|&(position, _)| position != index);
+        let has_other = others.any(|(_, other)| !other.ended && other.unheard.is_none());
         match (copying.is_empty(), is_asked) {
             (false, _) => {
                 let names: Vec<String> =
@@ -87,6 +92,9 @@ impl Job {
                 format!("it leaves once {} has all chunks", join_words(&names))
             }
             (true, true) => "it leaves once another hub has all chunks".into(),
+            (true, false) if has_other => {
+                "it waits for a hub that can take its chunks: another of its hubs does so soon if it has memory for them".into()
+            }
             (true, false) => {
                 "it waits for a hub that can take its chunks: start one that has no part in it".into()
             }

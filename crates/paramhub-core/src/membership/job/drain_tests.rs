@@ -42,7 +42,7 @@ fn a_hub_is_not_left_before_others_have_its_chunks() {
     let _ = leave(&mut job, |hub| hub == 1, now());
     for drained in [0, 2] {
         assert_eq!(leave(&mut job, |hub| hub == drained, later(1.0)), Transition::None, "{drained}");
-        assert!(job.stays_because(drained).contains("start one that has no part in it"));
+        assert!(job.stays_because(drained).contains("another of its hubs does so soon"));
     }
     let (_, (shape, _)) = super::tests::hubs(6).pop().expect("there are hubs");
     assert!(job.ask_standby(5, shape, vec![0, 1], TeamAllowance::default(), later(2.0)).is_some());
