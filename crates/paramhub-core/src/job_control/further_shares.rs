@@ -60,6 +60,9 @@ impl JobControl {
     /// Takes further shares of a job, of which `added` has the routes, or refuses them.
     pub(super) fn take_further(&mut self, added: JobTerms, asked: FurtherShares) {
         let namespace = added.namespace;
+        // A manager that has restarted since it asked for others does not know of them.
+        let others = self.jobs.get_mut(&namespace).map(Job::refused_further).unwrap_or_default();
+        self.give_up_routes(namespace, &others);
         if let Err(reason) = self.check_further(&added) {
             self.warn(format!("further chunks of a job were refused: {reason}"));
             return self.report(HubEvent::Refused { namespace, reason });
@@ -85,7 +88,7 @@ impl JobControl {
             Phase::Running => {}
             _ => return Err(format!("job `{name}` does not run at this hub yet, or not any more")),
         }
-        if job.routes_closing > 0 || job.further.is_some() || added.routes.iter().any(has_route) {
+        if job.routes_closing > 0 || added.routes.iter().any(has_route) {
             return Err(format!("this hub still frees chunks of job `{name}` that it had before"));
         }
         let mut all = job.terms.clone();

@@ -112,6 +112,19 @@ fn a_hub_gives_a_further_share_up_with_a_change_that_does_not_make_it_the_standb
 }
 
 #[test]
+fn a_hub_gives_up_further_shares_of_which_the_manager_that_asks_for_others_does_not_know() {
+    let mut hub = with_further();
+    let other = FurtherShares { number: 1, shares: vec![1, 2] };
+    assert!(hub.control.wants_further(job(1), 1, 0, &other));
+    let terms = Box::new(JobTerms { routes: Vec::new(), ..terms(1) });
+    let outputs = hub.handle(Event::PlannedFurther { terms, further: other });
+    assert_eq!(roles(&outputs), [(FURTHER, RoleChange::Stop)]);
+    assert!(refused(&outputs).unwrap().contains("still frees chunks"));
+    closed(&mut hub);
+    assert_eq!(refused(&ask(&mut hub, 1)), None);
+}
+
+#[test]
 fn a_hub_that_takes_over_a_further_share_finishes_with_it() {
     let mut hub = with_further();
     change(&mut hub, 2, shares(Some(0)));
