@@ -1,8 +1,8 @@
 //! Shares whose [standby](crate::standbys) this hub is to become while it has a part in their job already. It allocates their
 //! chunks and says so. With the next change of the shares the manager makes it their standby, or it gives the chunks up.
 //!
-//! A route with which a hub has nothing more to do is given up, too: a core frees it while the job goes on. The hub takes no
-//! further shares before that is done.
+//! A route with which a hub has nothing more to do is given up, too: a core frees it while the job goes on. The hub takes
+//! further shares only when that is done.
 
 use super::job::{Job, Phase};
 use super::{JobControl, JobTerms, Output, RoleChange, RouteTerms, mebibytes};
@@ -32,6 +32,7 @@ impl Job {
 
     /// The routes of the further shares whose standby this hub has not become with a change of the shares.
     pub(super) fn refused_further(&mut self) -> Vec<RouteTerms> {
+        self.further_waits = None;
         let Some(AllocatedFurther { asked, opening }) = self.further.take() else { return Vec::new() };
         let is_refused = |route: &&RouteTerms| {
             asked.shares.contains(&route.share) && (opening > 0 || self.role(route) == Role::None)
@@ -53,7 +54,11 @@ impl JobControl {
     /// twice.
     pub fn wants_further(&self, namespace: Namespace, epoch: u64, hub: u16, further: &FurtherShares) -> bool {
         let job = self.jobs.get(&namespace).filter(|job| job.terms.epoch == epoch && job.terms.hub == hub);
-        let has_them = |job: &Job| job.further.as_ref().is_some_and(|allocated| allocated.asked == *further);
+        let has_them = |job: &Job| {
+            let asked = job.further.as_ref().map(|allocated| &allocated.asked);
+            let waits = job.further_waits.as_ref().map(|(_, asked)| asked);
+            asked == Some(further) || waits == Some(further)
+        };
         self.is_serving() && job.is_some_and(|job| !job.is_ending() && !has_them(job))
     }
 
@@ -63,6 +68,10 @@ impl JobControl {
         // A manager that has restarted since it asked for others does not know of them.
         let others = self.jobs.get_mut(&namespace).map(Job::refused_further).unwrap_or_default();
         self.give_up_routes(namespace, &others);
+        if let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.routes_closing > 0) {
+            job.further_waits = Some((Box::new(added), asked));
+            return;
+        }
         if let Err(reason) = self.check_further(&added) {
             self.warn(format!("further chunks of a job were refused: {reason}"));
             return self.report(HubEvent::Refused { namespace, reason });
@@ -88,8 +97,8 @@ impl JobControl {
             Phase::Running => {}
             _ => return Err(format!("job `{name}` does not run at this hub yet, or not any more")),
         }
-        if job.routes_closing > 0 || added.routes.iter().any(has_route) {
-            return Err(format!("this hub still frees chunks of job `{name}` that it had before"));
+        if added.routes.iter().any(has_route) {
+            return Err(format!("this hub has these chunks of job `{name}` already"));
         }
         let mut all = job.terms.clone();
         all.routes.extend(&added.routes);
@@ -143,10 +152,14 @@ impl JobControl {
         }
     }
 
-    /// Notes that a route with which this hub has nothing more to do is free.
+    /// Notes that a route with which this hub has nothing more to do is free. Further shares may have waited for that.
     pub(super) fn further_closed(&mut self, namespace: Namespace) {
-        if let Some(job) = self.jobs.get_mut(&namespace) {
-            job.routes_closing = job.routes_closing.saturating_sub(1);
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        job.routes_closing = job.routes_closing.saturating_sub(1);
+        if job.routes_closing == 0
+            && let Some((added, asked)) = job.further_waits.take()
+        {
+            self.take_further(*added, asked);
         }
     }
 }

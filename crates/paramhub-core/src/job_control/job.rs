@@ -11,7 +11,7 @@ use super::ranks::ChangedRanks;
 use super::standbys::{LostCounterpart, LostWorker};
 use crate::composition::Neighbour;
 use crate::placement::RouteId;
-use crate::service::{JobCounters, JobEnd, add_by_rank};
+use crate::service::{FurtherShares, JobCounters, JobEnd, add_by_rank};
 use crate::standbys::Share;
 
 /// The state of a job.
@@ -31,6 +31,8 @@ pub(super) struct Job {
     pub(super) lost_counterparts: BTreeMap<u16, LostCounterpart>,
     /// The further shares whose standby this hub may become.
     pub(super) further: Option<AllocatedFurther>,
+    /// Further shares for which this hub was asked while cores freed others.
+    pub(super) further_waits: Option<(Box<JobTerms>, FurtherShares)>,
     /// The number of routes that cores free while the job goes on.
     pub(super) routes_closing: usize,
     /// The routes whose new standby has all chunks.
@@ -117,6 +119,7 @@ impl Job {
             shares_number: 0,
             lost_counterparts: BTreeMap::new(),
             further: None,
+            further_waits: None,
             routes_closing: 0,
             copied: BTreeSet::new(),
             lost_workers: BTreeMap::new(),

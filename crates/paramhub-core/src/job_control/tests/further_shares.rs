@@ -91,9 +91,10 @@ fn a_hub_allocates_a_further_share_and_is_its_standby_until_it_gives_it_up() {
     assert_eq!(roles(&outputs), [(FURTHER, RoleChange::Stop)]);
     assert_eq!(allocated(&outputs), [(None, 5 << 20)]);
     // A core still frees what the hub has given up.
-    assert!(refused(&ask(&mut hub, 3)).unwrap().contains("still frees chunks"));
-    closed(&mut hub);
-    assert_eq!(refused(&ask(&mut hub, 3)), None);
+    assert!(ask(&mut hub, 3).is_empty());
+    assert!(!hub.control.wants_further(job(1), 1, 0, &further(3)), "it waits");
+    assert!(has!(closed(&mut hub), Output::OpenFurther { routes, .. } if *routes == [FURTHER]));
+    assert_eq!(allocated(&opened(&mut hub, None)), [(Some(3), (5 << 20) + MEMORY_BYTES)]);
 }
 
 #[test]
@@ -119,9 +120,14 @@ fn a_hub_gives_up_further_shares_of_which_the_manager_that_asks_for_others_does_
     let terms = Box::new(JobTerms { routes: Vec::new(), ..terms(1) });
     let outputs = hub.handle(Event::PlannedFurther { terms, further: other });
     assert_eq!(roles(&outputs), [(FURTHER, RoleChange::Stop)]);
-    assert!(refused(&outputs).unwrap().contains("still frees chunks"));
-    closed(&mut hub);
-    assert_eq!(refused(&ask(&mut hub, 1)), None);
+    assert!(has!(closed(&mut hub), Output::OpenFurther { routes, .. } if routes.is_empty()));
+    // Another change of the shares withdraws also what waits.
+    let mut hub = with_further();
+    change(&mut hub, 2, shares(None));
+    assert!(ask(&mut hub, 2).is_empty());
+    change(&mut hub, 3, shares(None));
+    assert!(!has!(closed(&mut hub), Output::OpenFurther { .. }));
+    assert!(hub.control.wants_further(job(1), 1, 0, &further(3)));
 }
 
 #[test]
