@@ -78,8 +78,10 @@ impl Cluster {
         self.hub.as_ref().expect("the hub runs")
     }
 
+    /// A job at all hubs that have joined: one that has just started may not have said yet that it takes jobs.
     pub(crate) fn job(&self, name: &str, workers: u32) -> Ticket {
-        self.job_with(name, workers, JobOptions { rendezvous_timeout_s: 20.0, ..Default::default() })
+        let hubs = Some(self.client.hubs().unwrap().len() as u32).filter(|&hubs| hubs > 1);
+        self.job_with(name, workers, JobOptions { rendezvous_timeout_s: 20.0, hubs, ..Default::default() })
     }
 
     pub(crate) fn job_with(&self, name: &str, workers: u32, options: JobOptions) -> Ticket {
