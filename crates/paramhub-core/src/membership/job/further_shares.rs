@@ -18,7 +18,7 @@ const NEW_HUBS_COME_WITHIN_S: f64 = 10.0;
 /// The further shares of which a hub is about to become the standby.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct AskedFurther {
-    pub(super) shares: Vec<u16>,
+    shares: Vec<u16>,
     at: Now,
     /// What the hub had reserved before: bytes of buffers, and streams.
     reserved: (u64, u64),
