@@ -414,9 +414,10 @@ impl Job {
         self.state.has_ended() && self.job_hub_index(hub).is_some_and(|index| self.job_hubs[index].ended)
     }
 
-    /// Whether the job has ended after it had gone on at other hubs than this one, which may not have heard of that.
+    /// Whether the job has ended after it had gone on at other hubs than this one, which may not have heard of that. A hub that
+    /// still had a part in the job when it failed is to stop that instead.
     pub(crate) fn went_on_without(&self, hub: u32) -> bool {
-        self.is_over_at(hub) && self.shares_number > 0
+        self.is_over_at(hub) && self.shares_number > 0 && self.parts_of(hub) == 0
     }
 
     /// The hubs that have not yet reported that they freed the job, for a message.

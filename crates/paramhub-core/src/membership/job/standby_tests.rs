@@ -72,21 +72,31 @@ fn a_standby_takes_over_once_the_manager_does_not_hear_the_hub_either() {
     }
 }
 
+/// A running job of which one hub serves its share alone, and which the hub that it follows has lost.
+fn alone() -> Job {
+    let mut job = running();
+    assert!(has_changed(&lose(&mut job, 0, 0, 1)));
+    assert!(has_changed(&job.check_suspected_hubs(|_| called(12.1, false), later(12.2))));
+    // Hub 0 serves its share alone when the hub that it follows has lost it, too.
+    assert!(has_changed(&lose(&mut job, 2, 2, 0)));
+    job
+}
+
 #[test]
 fn a_hub_without_which_the_job_fails_may_call_late() {
-    let alone = || {
-        let mut job = running();
-        assert!(has_changed(&lose(&mut job, 0, 0, 1)));
-        assert!(has_changed(&job.check_suspected_hubs(|_| called(12.1, false), later(12.2))));
-        // Hub 0 serves its share alone when the hub that it follows has lost it, too.
-        assert!(has_changed(&lose(&mut job, 2, 2, 0)));
-        job
-    };
     let check = |contact| alone().check_suspected_hubs(|_| contact, later(10.0));
     assert_eq!(check(called(8.0, false)), Transition::None, "hubs that are there may be quiet for 2 s");
     for contact in [None, called(8.0, true)] {
         assert!(matches!(check(contact), Transition::Ended { .. }), "{contact:?}");
     }
+}
+
+#[test]
+fn a_hub_that_is_heard_again_when_its_job_has_failed_for_want_of_it_is_to_stop() {
+    let mut job = alone();
+    assert!(matches!(job.check_suspected_hubs(|_| None, later(12.5)), Transition::Ended { .. }));
+    assert!(job.is_over_at(0), "the job has failed without it");
+    assert!(!job.went_on_without(0), "it serves chunks in the newest shares, and would keep them for ever");
 }
 
 #[test]
