@@ -97,6 +97,7 @@ def disturbed(arguments: argparse.Namespace, seed: int, is_root: bool, totals: T
         run.start()
         problem = play(run, plan, arguments.steps, done)
         if problem is not None and arguments.logs is not None:
+            arguments.logs.mkdir(parents=True, exist_ok=True)
             (arguments.logs / f"{seed}.log").write_text("\n".join(run.log.lines))
         elif problem is not None:
             print("\n".join(run.log.lines[-100:]), file=sys.stderr)

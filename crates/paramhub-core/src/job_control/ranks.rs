@@ -42,8 +42,9 @@ struct ChangedRank {
 /// How far a rank has come, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum RankPhase {
-    /// Its worker is lost to this hub, for this reason, and the manager has not decided yet.
-    Reported(String),
+    /// Its worker is lost to this hub, for this reason, and the manager has not decided yet. `is_late` if it is one of the first
+    /// workers, and did not open its streams in time.
+    Reported { reason: String, is_late: bool },
     /// It is lost.
     Lost,
     /// Another process takes it. This many cores have not named their step; the others have `named` theirs.
@@ -97,7 +98,7 @@ impl RankPhase {
     /// The step at which the rank joins or has joined, if this hub has named one, or that there is none.
     fn step(&self) -> Option<Option<u32>> {
         match *self {
-            RankPhase::Reported(_) | RankPhase::Lost | RankPhase::Expected { .. } => None,
+            RankPhase::Reported { .. } | RankPhase::Lost | RankPhase::Expected { .. } => None,
             RankPhase::Named { step }
             | RankPhase::Joining { step, .. }
             | RankPhase::Connecting { step, .. }
@@ -110,7 +111,7 @@ impl ChangedRank {
     fn is_lost(&self) -> bool {
         use RankPhase::{Connecting, Expected, Joining, Lost, Named, Present, Reported};
         match self.phase {
-            Reported(_) | Connecting { .. } | Present { .. } => false,
+            Reported { .. } | Connecting { .. } | Present { .. } => false,
             Lost | Expected { .. } | Named { .. } | Joining { .. } => true,
         }
     }
@@ -130,20 +131,40 @@ impl JobControl {
 
     /// Reports that a worker is lost to this hub. The manager decides what follows.
     pub(super) fn worker_lost(&mut self, namespace: Namespace, rank: u32, reason: String) {
+        self.report_lost(namespace, rank, reason, false);
+    }
+
+    /// Reports that one of the first workers has not opened its streams in time, and counts as lost.
+    pub(super) fn worker_late(&mut self, namespace: Namespace, rank: u32, reason: String) {
+        self.report_lost(namespace, rank, reason, true);
+    }
+
+    fn report_lost(&mut self, namespace: Namespace, rank: u32, reason: String, is_late: bool) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        let epoch = match job.ranks.0.get(&rank) {
-            None => job.terms.epoch,
+        let (epoch, is_first) = match job.ranks.0.get(&rank) {
+            None => (job.terms.epoch, true),
             Some(changed)
                 if matches!(changed.phase, RankPhase::Connecting { .. } | RankPhase::Present { .. }) =>
             {
-                changed.epoch
+                (changed.epoch, false)
             }
             // It is known.
             Some(_) => return,
         };
-        job.ranks.begin(rank, epoch, RankPhase::Reported(reason.clone()));
+        let phase = RankPhase::Reported { reason: reason.clone(), is_late: is_late && is_first };
+        job.ranks.begin(rank, epoch, phase);
         self.warn(format!("job `{}`: {reason}", self.jobs[&namespace].terms.name));
         self.report(HubEvent::WorkerLost { namespace, rank, epoch, reason });
+    }
+
+    /// The manager lets the job run, perhaps once more, since it has restarted and did not know that it ran. It has ignored what
+    /// it has heard of lost workers meanwhile. Those that have not come get their answers only now.
+    pub(super) fn wait_for_workers_again(&mut self, namespace: Namespace) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let is_late =
+            |changed: &ChangedRank| matches!(changed.phase, RankPhase::Reported { is_late: true, .. });
+        job.ranks.0.retain(|_, changed| !is_late(changed));
+        self.report_lost_workers_again(namespace);
     }
 
     /// Reports that a worker has left this hub, in a job whose ranks other processes may take.
@@ -160,7 +181,7 @@ impl JobControl {
     pub(super) fn report_lost_workers_again(&mut self, namespace: Namespace) {
         let Some(job) = self.jobs.get(&namespace) else { return };
         let reported = job.ranks.0.iter().filter_map(|(&rank, changed)| match &changed.phase {
-            RankPhase::Reported(reason) => {
+            RankPhase::Reported { reason, .. } => {
                 Some(HubEvent::WorkerLost { namespace, rank, epoch: changed.epoch, reason: reason.clone() })
             }
             RankPhase::Lost => {
@@ -352,21 +373,27 @@ impl JobControl {
         self.notify_all(namespace, Some(rank), &message);
     }
 
-    /// Takes for lost the processes that have joined and do not open their streams in time.
+    /// Takes for lost the processes that have joined and do not open their streams in time. They do so when the manager has
+    /// answered them.
     pub(super) fn check_joining(&mut self, now: Duration, streams: &impl AdmittedStreams) {
         let mut late = Vec::new();
+        let is_manager_away = self.manager_lost.is_some();
         for (&namespace, job) in &mut self.jobs {
             let is_connecting = |changed: &ChangedRank| matches!(changed.phase, RankPhase::Connecting { .. });
             if !job.ranks.0.values().any(is_connecting) {
                 continue;
             }
             let missing = streams.missing(namespace);
+            let opening = job.terms.opening();
             for (&rank, changed) in &mut job.ranks.0 {
-                let RankPhase::Connecting { until, step } = changed.phase else { continue };
+                let RankPhase::Connecting { until, step } = &mut changed.phase else { continue };
+                if is_manager_away {
+                    *until = (*until).max(now.saturating_add(opening));
+                }
                 if !missing.contains(&Neighbour::Worker(rank)) {
-                    changed.phase = RankPhase::Present { step };
-                } else if now >= until {
-                    late.push((namespace, rank, job.terms.opening()));
+                    changed.phase = RankPhase::Present { step: *step };
+                } else if now >= *until {
+                    late.push((namespace, rank, opening));
                 }
             }
         }

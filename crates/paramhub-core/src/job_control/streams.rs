@@ -48,13 +48,15 @@ impl JobControl {
     /// [joins](super::ranks) later, if the job goes on without lost workers. The manager calls for them once every hub of
     /// the job has allocated.
     pub(super) fn link(&mut self, namespace: Namespace, now: Duration) {
-        let Some(job) = self.jobs.get_mut(&namespace) else { return };
         // A manager that restarts before the ranks have their answers says so once more, and only then do they come.
-        if let Phase::Connecting { until } = &mut job.phase
+        if let Some(job) = self.jobs.get_mut(&namespace)
+            && let Phase::Connecting { until } = &mut job.phase
             && job.terms.min_workers.is_some()
         {
             *until = now.saturating_add(job.terms.opening());
+            self.wait_for_workers_again(namespace);
         }
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
         // A command can come twice, since the answer to the first may have been lost.
         if !std::mem::replace(&mut job.is_linked, true) {
             let until = now.saturating_add(job.terms.rendezvous);
@@ -112,8 +114,14 @@ impl JobControl {
     /// the workers for lost.
     pub(super) fn check_connecting(&mut self, now: Duration, streams: &impl AdmittedStreams) {
         let mut late = Vec::new();
+        let is_manager_away = self.manager_lost.is_some();
         for (&namespace, job) in &mut self.jobs {
-            let Phase::Connecting { until } = job.phase else { continue };
+            let Phase::Connecting { until } = &mut job.phase else { continue };
+            // Workers come when the manager has answered them.
+            if is_manager_away && job.terms.min_workers.is_some() {
+                *until = (*until).max(now.saturating_add(job.terms.opening()));
+            }
+            let until = *until;
             let missing = streams.missing(namespace);
             match missing.first() {
                 None => job.phase = Phase::Running,
@@ -135,7 +143,7 @@ impl JobControl {
                 let reason = format!(
                     "rank {rank} was lost: the job has begun, and it did not open all streams within {seconds:.0} s"
                 );
-                self.worker_lost(namespace, rank, reason);
+                self.worker_late(namespace, rank, reason);
             }
         }
     }

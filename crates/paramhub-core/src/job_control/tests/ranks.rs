@@ -158,8 +158,40 @@ fn ranks_have_their_time_to_come_once_more_if_the_manager_restarts_before_it_has
     let link = Event::Link { namespace: job(1) };
     assert!(has!(hub.handle(link.clone()), Output::Link { .. }));
     assert!(hub.reach(OPENING - OPENING / 8).is_empty());
-    assert!(hub.handle(link).is_empty(), "the streams between hubs are ordered once");
-    assert!(matches!(reports(&hub.reach(OPENING))[..], [HubEvent::WorkerLost { .. }, ..]));
+    assert!(hub.handle(link.clone()).is_empty(), "the streams between hubs are ordered once");
+    let late = hub.reach(OPENING);
+    assert!(matches!(reports(&late)[..], [HubEvent::WorkerLost { .. }, HubEvent::WorkerLost { .. }]));
+    // The manager did not know yet that the job runs, and has ignored that.
+    assert!(hub.handle(link.clone()).is_empty());
+    hub.streams.missing.remove(&RANKS[0]);
+    assert!(matches!(reports(&hub.reach(OPENING))[..], [HubEvent::WorkerLost { rank: 1, .. }]));
+    let died = lost(&mut hub);
+    assert!(reports(&died).is_empty(), "it is known: {died:?}");
+}
+
+#[test]
+fn ranks_that_come_when_the_manager_has_answered_them_have_time_while_it_is_away() {
+    let mut hub = Hub::new();
+    hub.streams.missing.extend(RANKS);
+    let terms = JobTerms { min_workers: Some(1), ..terms(1) };
+    hub.handle(Event::Planned(Box::new(terms)));
+    for _ in ROUTES {
+        hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: false });
+    }
+    hub.handle(Event::Link { namespace: job(1) });
+    hub.control.note_manager(Some(hub.now));
+    assert!(hub.reach(OPENING * 2).is_empty());
+    hub.control.note_manager(None);
+    assert!(matches!(
+        reports(&hub.reach(OPENING))[..],
+        [HubEvent::WorkerLost { .. }, HubEvent::WorkerLost { .. }]
+    ));
+    // The same for processes that take their ranks later.
+    let mut hub = replaced();
+    hub.control.note_manager(Some(hub.now));
+    assert!(hub.reach(OPENING * 2).is_empty());
+    hub.control.note_manager(None);
+    assert!(matches!(reports(&hub.reach(OPENING))[..], [HubEvent::WorkerLost { rank: 1, epoch: 3, .. }]));
 }
 
 #[test]

@@ -415,9 +415,10 @@ impl Job {
     }
 
     /// Whether the job has ended after it had gone on at other hubs than this one, which may not have heard of that. A hub that
-    /// still had a part in the job when it failed is to stop that instead.
+    /// still had a part in the job when it failed is to stop that instead. If the job has finished, it finishes there, too.
     pub(crate) fn went_on_without(&self, hub: u32) -> bool {
-        self.is_over_at(hub) && self.shares_number > 0 && self.parts_of(hub) == 0
+        let failed_with_it = self.state == JobState::Failed && self.parts_of(hub) > 0;
+        self.is_over_at(hub) && self.shares_number > 0 && !failed_with_it
     }
 
     /// The hubs that have not yet reported that they freed the job, for a message.
