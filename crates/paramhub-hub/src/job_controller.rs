@@ -66,6 +66,7 @@ impl JobController {
                 Err(RecvTimeoutError::Disconnected) => self.receive(ControllerEvent::Stop),
             }
             self.carry_out_all();
+            self.note_manager();
             self.control.check_time(self.now(), &*self.directory);
             self.carry_out_all();
         }
@@ -106,9 +107,13 @@ impl JobController {
     }
 
     fn handle(&mut self, event: Event) {
+        self.note_manager();
+        self.control.handle(event, self.now());
+    }
+
+    fn note_manager(&mut self) {
         let lost = self.outage.since().map(|since| since.saturating_duration_since(self.started));
         self.control.note_manager(lost);
-        self.control.handle(event, self.now());
     }
 
     /// The event that a command is to the rules.

@@ -252,6 +252,7 @@ impl Hub {
             let mut outputs = self.control.take_outputs();
             if outputs.is_empty() {
                 // Deadlines are looked at when everything else is done, as the job controller does.
+                self.control.note_manager(self.link.lost_since());
                 self.control.check_time(context.agenda.now(), &Admitted(self.job.as_ref()));
                 outputs = self.control.take_outputs();
             }
