@@ -174,14 +174,15 @@ impl Scenario {
         let of_streams = faults.iter().filter(is_of_streams);
         let lengths: Duration = of_streams.clone().map(|fault| fault.length()).sum();
         let silences = of_streams.filter(|fault| matches!(fault, Fault::Silence(..))).count();
-        // The first silence makes the worker dial; others may hit the handshakes that follow.
-        let outages = lengths + SILENT_HANDSHAKE * ((silences as u32).saturating_sub(1) + self.late_hellos);
         let is_redialled = |fault: &&Fault| match fault {
             Fault::Cut { .. } => true,
             Fault::Break(..) => !fault.is_of_manager() && !self.continues,
             _ => false,
         };
         let cuts: Vec<Fault> = faults.iter().filter(is_redialled).copied().collect();
+        // The first silence makes the worker dial if no cut does; others may hit the handshakes that follow.
+        let of_handshakes = (silences as u32).saturating_sub(u32::from(cuts.is_empty()));
+        let outages = lengths + SILENT_HANDSHAKE * (of_handshakes + self.late_hellos);
         let has_grace = cuts.is_empty() || self.redial_grace >= outages + self.redialling(&cuts);
         outages <= BRIEF && unheard <= UNHEARD && has_grace && faults.iter().all(is_survived)
     }
