@@ -191,6 +191,7 @@ impl JobControl {
                 self.faulted(namespace, (route, culprit), message, cause, now);
             }
             CoreEvent::CannotGoOn { reason } => self.fail_as_known(namespace, reason, now),
+            CoreEvent::Panicked { reason } => self.part_lost(namespace, reason, now),
             CoreEvent::Left { route, port } => self.left(namespace, route, port, now),
             CoreEvent::Silence { neighbour, seconds } => self.silence(namespace, neighbour, seconds),
             CoreEvent::Copied { route } => self.copied(namespace, route),

@@ -522,6 +522,13 @@ impl Membership {
                     }
                 }
             }
+            // The hub may not have heard yet that it has no other part any more: that is sent when it is saved.
+            Transition::AskHubs { hubs, reason, when: StopWhen::Now } => {
+                for hub in hubs.into_iter().filter(|&hub| self.hubs.has(hub)) {
+                    let command = stop_command(namespace, reason.clone(), StopWhen::Now);
+                    self.outputs.push(Output::ChangeMembership { hub, namespace, command });
+                }
+            }
             Transition::AskHubs { hubs, reason, when } => {
                 for hub in hubs {
                     self.command(hub, stop_command(namespace, reason.clone(), when));

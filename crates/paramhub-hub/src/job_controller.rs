@@ -206,6 +206,7 @@ impl JobController {
                 (namespace, Reported::Faulted { route, culprit, message, cause })
             }
             CoreEvent::CannotGoOn { namespace, reason } => (namespace, Reported::CannotGoOn { reason }),
+            CoreEvent::Panicked { namespace, reason } => (namespace, Reported::Panicked { reason }),
             CoreEvent::Left { namespace, route, port } => (namespace, Reported::Left { route, port }),
             CoreEvent::Silence { namespace, neighbour, seconds } => {
                 (namespace, Reported::Silence { neighbour, seconds })

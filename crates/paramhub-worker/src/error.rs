@@ -306,6 +306,9 @@ impl WorkerError {
             WorkerError::Refused { who, hub, refusal: Refusal::WrongNonce, .. } => {
                 (who, format!("the hub at {hub} does not know the job any more"))
             }
+            WorkerError::Refused { who, hub, refusal: Refusal::JobEnded, .. } => {
+                (who, format!("the job is over at the hub at {hub}"))
+            }
             error => return error,
         };
         let message =

@@ -109,6 +109,7 @@ impl JobOptions {
             (Feature::Replicas, self.has_standbys()),
             (Feature::ContinuesWithoutWorkers, self.on_worker_loss == OnWorkerLoss::Continue),
             (Feature::Rewinds, self.rewinds()),
+            (Feature::RewindsByCopies, self.rewinds() && !self.outlives_hubs()),
             (Feature::NoRewind, !self.rewinds()),
             (Feature::FailsWithWorkers, !self.outlives_workers()),
             (Feature::MinWorkers, self.min_workers != JobOptions::default().min_workers),

@@ -70,6 +70,7 @@ features! {
     Replicas, "replicas", "`replicas`";
     ContinuesWithoutWorkers, "continues-without-workers", "`on_worker_loss = continue`";
     Rewinds, "rewinds", "`on_worker_loss = rewind`";
+    RewindsByCopies, "rewinds-by-copies", "`on_worker_loss = rewind` without `checkpoint_every`";
     NoRewind, "no-rewind", "`on_worker_loss` other than rewind";
     FailsWithWorkers, "fails-with-workers", "`on_worker_loss = fail`";
     MinWorkers, "min-workers", "`min_workers`";

@@ -129,6 +129,15 @@ impl JobControl {
         }
     }
 
+    /// A core has lost what it had of a job, of which this hub has nothing to go back to. The job begins again from its checkpoint
+    /// if it can, and otherwise it ends.
+    pub(super) fn part_lost(&mut self, namespace: Namespace, reason: String, now: Duration) {
+        let begins_again =
+            self.jobs.get(&namespace).is_some_and(|job| job.begins_again_after(CauseKind::HubLost));
+        let cause = if begins_again { CauseKind::HubLost } else { CauseKind::Known };
+        self.fail(namespace, cause, None, reason, now);
+    }
+
     /// Ends a job for a reason that this hub has caused or can prove.
     pub(super) fn fail_as_known(&mut self, namespace: Namespace, reason: String, now: Duration) {
         self.fail(namespace, CauseKind::Known, None, reason, now);
@@ -150,7 +159,10 @@ impl JobControl {
             Some(announced) if cause != CauseKind::Known => (CauseKind::Known, None, announced.clone()),
             _ => (cause, rank, reason),
         };
-        let message = format!("job `{}` failed: {reason}", job.terms.name);
+        if job.begins_again_after(cause) {
+            self.send_back(namespace, &reason);
+        }
+        let message = format!("job `{}` failed: {reason}", self.jobs[&namespace].terms.name);
         self.warn(message.clone());
         let end = JobEnd { rank, ..JobEnd::failed(namespace, reason, cause) };
         self.end(namespace, Some(Failure { rank, message }), end, now);

@@ -223,10 +223,14 @@ pub enum CoreEvent {
         /// Where it was caused.
         cause: FaultCause,
     },
-    /// The core cannot go on with the job, and no neighbour is at fault. If it has panicked, it has dropped everything of
-    /// the job, and [`CoreEvent::Closed`] follows for each of its routes.
+    /// The core cannot go on with the job, and no neighbour is at fault.
     CannotGoOn {
         /// Why not.
+        reason: String,
+    },
+    /// The core has panicked and dropped everything of the job. [`CoreEvent::Closed`] follows for each of its routes.
+    Panicked {
+        /// What has happened.
         reason: String,
     },
     /// Nothing more will arrive by a port of a route or, for a site above, leave.

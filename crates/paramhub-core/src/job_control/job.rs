@@ -11,7 +11,7 @@ use super::ranks::ChangedRanks;
 use super::standbys::{LostCounterpart, LostWorker};
 use crate::composition::Neighbour;
 use crate::placement::RouteId;
-use crate::service::{FurtherShares, JobCounters, JobEnd, add_by_rank};
+use crate::service::{CauseKind, FurtherShares, JobCounters, JobEnd, add_by_rank};
 use crate::standbys::Share;
 
 /// The state of a job.
@@ -157,9 +157,19 @@ impl Job {
         self.phase.is_over()
     }
 
+    /// Whether the job begins again from a checkpoint after its part here has ended for a reason of this kind.
+    pub(super) fn begins_again_after(&self, cause: CauseKind) -> bool {
+        let may = match cause {
+            CauseKind::HubLost => true,
+            CauseKind::PeerLost | CauseKind::GaveUp => self.terms.begins_again,
+            CauseKind::Known | CauseKind::Hearsay => false,
+        };
+        may && self.outlives_hubs() && self.announced_end.is_none() && self.concluding.is_none()
+    }
+
     /// Whether the job begins again from a checkpoint if a hub is lost.
     pub(super) fn outlives_hubs(&self) -> bool {
-        self.terms.rewinds && self.writes_checkpoints && !self.is_finishing()
+        (self.terms.rewinds || self.terms.begins_again) && self.writes_checkpoints && !self.is_finishing()
     }
 
     /// Whether the neighbour of a port has left by it on every route.

@@ -245,6 +245,9 @@ impl JobControl {
         reason: &str,
         now: Duration,
     ) {
+        if self.jobs.get(&namespace).is_some_and(|job| job.terms.begins_again) {
+            return self.send_back(namespace, reason);
+        }
         let Some(job) = self.jobs.get_mut(&namespace).filter(|job| !job.is_ending()) else { return };
         let begun = job.terms.epoch;
         let workers = job.terms.composed.composition.workers();

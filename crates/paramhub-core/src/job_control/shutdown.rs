@@ -122,14 +122,14 @@ impl JobControl {
         }
     }
 
-    /// Lets the ranks of a job hear that they go back, which begins again from its checkpoint once the hub has gone.
-    fn send_back(&mut self, namespace: Namespace) {
+    /// Lets the ranks of a job hear that they go back, which begins again from its checkpoint once this hub has ended its part.
+    pub(super) fn send_back(&mut self, namespace: Namespace, reason: &str) {
         let Some(job) = self.jobs.get(&namespace).filter(|job| job.outlives_hubs() && !job.is_ending())
         else {
             return;
         };
         let message = format!(
-            "job `{}` goes back to its newest checkpoint: the hub is shutting down. It goes on when hubs and all ranks are there",
+            "job `{}` goes back to its newest checkpoint: {reason}. It goes on when hubs and all ranks are there",
             job.terms.name
         );
         let (cores, epoch) = (job.terms.cores(), job.terms.epoch);
@@ -144,8 +144,9 @@ impl JobControl {
             if self.hand_over(namespace, now) {
                 continue;
             }
-            self.send_back(namespace);
-            self.fail_as_known(namespace, "the hub is shutting down".to_string(), now);
+            let reason = "the hub is shutting down";
+            self.send_back(namespace, reason);
+            self.fail_as_known(namespace, reason.to_string(), now);
         }
         self.shutdown = Shutdown::EndingJobs { until: now + SHUTDOWN };
     }

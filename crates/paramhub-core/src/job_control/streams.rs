@@ -64,6 +64,11 @@ impl JobControl {
         }
     }
 
+    /// Whether a job begins again from its newest checkpoint after its part here has ended for a reason of this kind.
+    fn begins_again_after(&self, namespace: Namespace, cause: CauseKind) -> bool {
+        self.jobs.get(&namespace).is_some_and(|job| job.begins_again_after(cause))
+    }
+
     /// Ends a job whose sites above cannot be reached.
     pub(super) fn lose_sites(&mut self, namespace: Namespace, reason: String, now: Duration) {
         self.fail(namespace, CauseKind::PeerLost, None, reason, now);
@@ -90,7 +95,10 @@ impl JobControl {
         let (cause, message) = match (cause, out_of_reach.filter(|time| *time >= CUT_OFF)) {
             (FaultCause::Kind(kind), _) => (kind, message),
             (FaultCause::Silence, None) => (CauseKind::PeerLost, message),
-            (FaultCause::Silence, Some(_)) if self.may_lose(namespace, CauseKind::PeerLost) => {
+            (FaultCause::Silence, Some(_))
+                if self.may_lose(namespace, CauseKind::PeerLost)
+                    || self.begins_again_after(namespace, CauseKind::PeerLost) =>
+            {
                 (CauseKind::PeerLost, message)
             }
             (FaultCause::Silence, Some(time)) => {

@@ -73,8 +73,10 @@ pub struct JobTerms {
     pub shares: Vec<Share>,
     /// This hub's position among those of its site.
     pub hub: u16,
-    /// Whether all workers go back to an earlier step when one is lost.
+    /// Whether all workers go back to an earlier step when one is lost, of which the hubs have copies.
     pub rewinds: bool,
+    /// Whether the job begins again from its newest checkpoint when a worker, a site or a hub is lost: its hubs end their parts.
+    pub begins_again: bool,
     /// The epoch with which the job begins.
     pub epoch: u64,
     /// Whether steps wait for late workers.

@@ -56,6 +56,7 @@ fn terms(number: u8) -> JobTerms {
         shares: Vec::new(),
         hub: 0,
         rewinds: false,
+        begins_again: false,
         epoch: 1,
         rendezvous: RENDEZVOUS,
         dead_after: seconds(15.0),

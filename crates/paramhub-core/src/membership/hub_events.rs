@@ -175,6 +175,8 @@ impl Membership {
                 let is_leaving = self.hubs.is_leaving(hub);
                 let Some(job) = self.jobs.get_mut(&end.namespace) else { return };
                 if job.former_part_over(hub) {
+                    let transition = job.former_part_ended(&end, is_leaving, now);
+                    self.follow(end.namespace, transition);
                     return self.advance_job(end.namespace, now);
                 }
                 let transition = match (job.is_served_by(hub), self.hubs.shape(hub)) {

@@ -174,6 +174,11 @@ pub struct Job {
     /// manager.
     former_hubs: BTreeMap<u32, bool>,
     former_members: Option<FormerMembers>,
+    /// Whether the job had several sites before it began again.
+    had_several_sites: bool,
+    /// The step to which the job has gone back last, and how often it has done so without having written a newer checkpoint.
+    went_back_to: Option<u32>,
+    fruitless: u32,
     /// The sites of these hubs; `None` while the job is connecting.
     composition: Option<Arc<Composition>>,
     /// The way in which the sites reduce and why, for people.
@@ -298,6 +303,9 @@ impl Job {
             suspected_hubs: Vec::new(),
             former_hubs: BTreeMap::new(),
             former_members: None,
+            had_several_sites: false,
+            went_back_to: None,
+            fruitless: 0,
             composition: None,
             reduction: String::new(),
             recorded_counters: JobCounters::default(),

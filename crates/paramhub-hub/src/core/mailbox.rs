@@ -78,6 +78,8 @@ pub(crate) enum CoreEvent {
     /// The core cannot go on with a job, and no neighbour is at fault. If it has panicked, it has dropped everything of the
     /// job, and [`CoreEvent::Closed`] follows for each of its routes.
     CannotGoOn { namespace: Namespace, reason: String },
+    /// The core has panicked, and has dropped what it had of the job.
+    Panicked { namespace: Namespace, reason: String },
     /// Nothing more will arrive by a port of a route or, for a site above, leave.
     Left { namespace: Namespace, route: RouteId, port: u32 },
     /// A neighbour has been silent for a while on some stream, or is heard again.

@@ -34,6 +34,8 @@ pub(crate) struct ShardPlan {
     /// The number of updates from one copy of a chunk to the next, if all workers go back to an earlier step when one is
     /// lost.
     pub(crate) rewind_every: Option<u32>,
+    /// Whether the job begins again from its newest checkpoint if this hub loses its part.
+    pub(crate) outlives_hubs: bool,
     /// The largest number of bytes of a program state of the job, if any can be saved.
     pub(crate) program_state_bytes: u32,
     /// The time that members may wait for one of them, if a longer wait ends the job.

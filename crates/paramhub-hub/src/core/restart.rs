@@ -76,9 +76,12 @@ impl Core {
                     .map_or(0, |(_, busy)| busy.as_nanos());
                 counters.busy_ns = busy as u64;
                 if !hosted.ending {
-                    let message = format!("job `{}` failed: {reason}", hosted.shard.plan().name);
-                    core.final_messages.remember(namespace, Failure { rank: None, message });
-                    core.mailbox.send_event(CoreEvent::CannotGoOn { namespace, reason: reason.clone() });
+                    // Workers that find their streams closed join a job anew that begins again.
+                    if !hosted.shard.plan().outlives_hubs {
+                        let message = format!("job `{}` failed: {reason}", hosted.shard.plan().name);
+                        core.final_messages.remember(namespace, Failure { rank: None, message });
+                    }
+                    core.mailbox.send_event(CoreEvent::Panicked { namespace, reason: reason.clone() });
                 }
             }
             counters.memory_bytes = 0;

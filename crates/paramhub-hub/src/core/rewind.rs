@@ -4,19 +4,22 @@ use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Notice, Operation};
+use paramhub_core::ports::Side;
+use paramhub_core::wire::{Failure, Notice, Operation};
 
 use super::lane::AcceptedStream;
 use super::ranks::unmap;
 use super::{Core, CoreEvent};
 
 impl Core {
-    /// Closes all streams of a job, with the reason why its workers go back, and refuses those of earlier epochs.
+    /// Closes all streams of a job, with the reason why its workers go back, and refuses those of earlier epochs. To hubs of other
+    /// sites the job is over here.
     pub(super) fn rewind(&mut self, namespace: Namespace, epoch: u64, notice: &Notice, now: Instant) {
         let of_job = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
         let here: Vec<usize> = of_job.filter(|&index| !self.shards.index(index).ending).collect();
         self.joins.retain(|&(job, ..)| job != namespace);
         let payload = notice.encode();
+        let failure = Failure { rank: notice.rank, message: notice.message.clone() }.encode();
         for index in here {
             let hosted = self.shards.index_mut(index);
             hosted.newest_streams.fill(Some((epoch, 0)));
@@ -25,9 +28,16 @@ impl Core {
                 (0..hosted.lane_of.len() as u32).map(|port| hosted.shard.begun(port)).collect();
             let tokens = hosted.lane_of.clone();
             unmap(hosted.shard.stop_for_rewind());
-            for (token, begun) in tokens.into_iter().zip(begun) {
+            let ports = hosted.shard.plan().ports.clone();
+            for ((port, token), begun) in (0..).zip(tokens).zip(begun) {
+                let message = match ports.side(port) {
+                    Side::Worker(_) => (Operation::Rewound, payload.as_slice()),
+                    Side::Below(_) | Side::Above | Side::Standby | Side::Serving => {
+                        (Operation::Failure, failure.as_slice())
+                    }
+                };
                 if let Some(lane) = token.and_then(|token| self.take_lane(token)) {
-                    self.final_messages.dismiss(lane, begun, (Operation::Rewound, &payload), now);
+                    self.final_messages.dismiss(lane, begun, message, now);
                 }
             }
         }

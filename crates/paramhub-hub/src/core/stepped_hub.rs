@@ -69,6 +69,7 @@ pub(crate) fn plan_at(
         quorum: stragglers.quorum(workers),
         first_workers: workers,
         rewind_every: None,
+        outlives_hubs: false,
         program_state_bytes: 0,
         progress_timeout: None,
         weight: 1,

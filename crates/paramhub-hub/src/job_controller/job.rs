@@ -330,7 +330,9 @@ impl PlacedChunks {
                 stragglers: job_plan.options.stragglers,
                 quorum: job_plan.options.quorum(job_plan.composition.workers()),
                 first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
-                rewind_every: job_plan.options.rewinds().then_some(job_plan.options.rewind_every),
+                rewind_every: keeps_copies(job_plan).then_some(job_plan.options.rewind_every),
+                outlives_hubs: job_plan.options.outlives_hubs()
+                    && checkpoints.is_some_and(CheckpointPlan::are_written),
                 program_state_bytes: job_plan.options.program_state_bytes.min(PROGRAM_STATE_BYTES_MAX),
                 progress_timeout: timeouts.progress_timeout,
                 weight: weight(job_plan),
@@ -384,11 +386,15 @@ impl PlacedChunks {
             dead_after: timeouts.dead_after,
             progress_timeout: timeouts.progress_timeout,
             continues: job_plan.options.continues(),
-            min_workers: job_plan.options.least_workers(job_plan.composition.workers()),
+            min_workers: job_plan
+                .options
+                .least_workers(job_plan.composition.workers())
+                .filter(|_| job_plan.composition.is_flat()),
             first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
             shares: job_plan.shares.clone(),
             hub: job_plan.hub as u16,
-            rewinds: job_plan.options.rewinds(),
+            rewinds: keeps_copies(job_plan),
+            begins_again: job_plan.options.outlives_hubs() && !job_plan.composition.is_flat(),
             epoch: job_plan.epoch.number,
             stragglers: job_plan.options.stragglers,
             weight: weight(job_plan),
@@ -421,6 +427,11 @@ fn hub_name(shape: &HubShape) -> String {
 /// The features of the job as a whole.
 fn features_of(job_plan: &JobPlan) -> Features {
     job_plan.settings.features().and(job_plan.options.features()).and(job_plan.composition.features())
+}
+
+/// Whether the hub keeps copies of the chunks to which all workers can go back. At several sites no hub could go back alone.
+fn keeps_copies(job_plan: &JobPlan) -> bool {
+    job_plan.options.rewinds() && job_plan.composition.is_flat()
 }
 
 /// The job's share of a core's time, relative to other jobs' weights.

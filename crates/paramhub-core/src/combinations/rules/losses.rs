@@ -4,8 +4,8 @@ use crate::combinations::Caller::{CommandLine, CreateService, InitService, Worke
 use crate::combinations::Feature::{
     Asynchronous, BoundedStaleness, ContinuesOverInterfaces, ContinuesWithoutWorkers, Elastic, Factors,
     FactorsToHub, FailsWithWorkers, LateLeftOut, Linger, MaxRestarts, MinWorkers, NoOptimizer, NoRewind,
-    Quantised, Replicas, Reproducible, RewindEvery, Rewinds, SavesProgramStates, SeveralSites, SharedMemory,
-    SharedParameters, TwoPhase,
+    Quantised, Replicas, Reproducible, RewindEvery, Rewinds, RewindsByCopies, SavesProgramStates,
+    SeveralSites, SharedMemory, SharedParameters, TwoPhase,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -116,11 +116,11 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         callers: &[CreateService],
     },
     Rule {
-        these: &[Rewinds],
+        these: &[RewindsByCopies],
         those: &[SeveralSites],
         verdict: Refused,
-        why: "the sums that are under way between racks and hosts cannot be taken back",
-        remedy: "use the reduction flat, or `on_worker_loss = fail`",
+        why: "the sums that are under way between racks and hosts cannot be taken back, so the ranks go back to a checkpoint",
+        remedy: "give `checkpoint_every`, use the reduction flat, or `on_worker_loss = fail`",
         callers: &[InitService],
     },
     Rule {

@@ -1,8 +1,11 @@
-//! Jobs that begin again from their newest checkpoint when a hub is lost.
+//! Jobs that begin again from their newest checkpoint when a hub is lost, or in racks and hosts a rank.
 //!
 //! A job whose ranks go back to an earlier step needs its hubs for that. If one is lost, and they write checkpoints, all ranks
 //! connect anew, in an epoch that begins with this. The job is then arranged for the hubs that are there, as at the start, and
 //! they begin with the newest checkpoint that this job has written. Hubs that still have a part of it end that first.
+//!
+//! Between hubs of several sites sums are under way that no hub could take back alone. So a job at several sites begins again when
+//! a rank is lost, too. Its hubs end their parts as soon as they lose a rank or one another, and the first report of that decides.
 
 use std::collections::BTreeMap;
 
@@ -15,6 +18,10 @@ use super::{Job, JobPhase, LastContact, Transition};
 use crate::auth::{Epoch, StreamSecret};
 use crate::membership::Now;
 use crate::service::{CauseKind, ErrorCode, JobEnd, JobState};
+
+/// How often a job may begin again without having written a newer checkpoint. A rank or a hub that always fails at the same step
+/// would have it do so for ever.
+const FRUITLESS_MAX: u32 = 10;
 
 /// The processes that had the ranks before the job began again. Their calls are refused with the reason.
 #[derive(Debug)]
@@ -37,13 +44,40 @@ impl Job {
         self.epoch.is_some_and(|epoch| epoch.begins_again())
     }
 
+    /// Whether the job begins again when a rank is lost, since its hubs have streams among one another.
+    pub(super) fn begins_again_without_ranks(&self) -> bool {
+        self.options.outlives_hubs() && self.has_several_sites()
+    }
+
+    /// Whether the job may go on after its part at a hub has ended for a reason of this kind: the hub has lost a rank or another
+    /// hub, or all that it had of the job.
+    pub(super) fn may_outlive_end(&self, kind: CauseKind) -> bool {
+        match kind {
+            CauseKind::HubLost => self.options.outlives_hubs(),
+            CauseKind::PeerLost | CauseKind::GaveUp => self.begins_again_without_ranks(),
+            CauseKind::Known | CauseKind::Hearsay => false,
+        }
+    }
+
     /// A hub is lost, and its part of the job has ended: the job begins again from its newest checkpoint if it may, and
     /// otherwise fails.
-    pub(super) fn begin_again_or_fail(&mut self, cause: Cause, now: Now) -> Transition {
-        match self.epoch.filter(|_| self.may_begin_again()) {
-            Some(former) => self.begin_again(former, &cause.message, now),
-            None => self.fail_because(ErrorCode::JobEnded, cause, now),
+    pub(super) fn begin_again_or_fail(&mut self, mut cause: Cause, now: Now) -> Transition {
+        let Some(former) = self.epoch.filter(|_| self.may_begin_again()) else {
+            return self.fail_because(ErrorCode::JobEnded, cause, now);
+        };
+        let newest = self.checkpoints().and_then(|written| written.step);
+        self.fruitless = if newest > self.went_back_to { 0 } else { self.fruitless + 1 };
+        self.went_back_to = newest;
+        if self.fruitless > FRUITLESS_MAX {
+            cause.message.push_str(&format!(
+                "; the job has begun again {FRUITLESS_MAX} times and has written no newer checkpoint since"
+            ));
+            return self.fail_because(ErrorCode::JobEnded, cause, now);
         }
+        if cause.rank.is_some() {
+            self.loss_tally.lost();
+        }
+        self.begin_again(former, &cause.message, now)
     }
 
     /// Whether ranks and hubs are still to come to a job that is about to end otherwise. One that begins again may do so once
@@ -117,6 +151,7 @@ impl Job {
     fn begin_again(&mut self, former: Epoch, reason: &str, now: Now) -> Transition {
         let since = self.assignments.held_since();
         self.former_members = Some(FormerMembers { epoch: former, since });
+        self.had_several_sites = self.has_several_sites();
         let epoch = self.assignments.begin_epoch();
         self.epoch = Some(former.begin_again(epoch));
         (self.recorded_counters, self.recorded_left_out) = (self.counters(), self.left_out());
@@ -169,6 +204,16 @@ impl Job {
     pub(crate) fn former_part_reported(&mut self, hub: u32) {
         if !self.state.has_ended() {
             self.former_hubs.insert(hub, true);
+        }
+    }
+
+    /// A hub reports how its part from before has ended. At several sites the hubs hear of one another's ends: one may have
+    /// reported a loss that has followed from what this one can prove, and the job would fail for that again.
+    pub(crate) fn former_part_ended(&mut self, end: &JobEnd, is_leaving: bool, now: Now) -> Transition {
+        let is_proven = !end.finished && end.cause == CauseKind::Known && !is_leaving;
+        match is_proven && self.had_several_sites && self.has_begun_again() && !self.state.has_ended() {
+            true => self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now),
+            false => Transition::None,
         }
     }
 

@@ -326,6 +326,9 @@ impl Job {
                 },
             };
         }
+        if !end.finished && self.may_outlive_end(end.cause) {
+            return self.begin_again_or_fail(cause_of(end, now), now);
+        }
         if !end.finished {
             return self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now);
         }

@@ -10,12 +10,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::cause::Cause;
 use super::rank_assignments::{RankHolder, Standing, describe_process, list_ranks_with_verb};
 use super::{COME_BACK_S, Job, Transition};
 use crate::auth::Namespace;
 use crate::job_control::chosen_step;
 use crate::membership::Now;
-use crate::service::{ConnectService, ErrorCode, HubCommand, JobState, LossCounters, ServiceError, refusal};
+use crate::service::{
+    CauseKind, ConnectService, ErrorCode, HubCommand, JobState, LossCounters, ServiceError, refusal,
+};
 
 /// The number of epochs of a rank that a manager may have begun and not saved. A hub that names a later one is wrong.
 const FORGOTTEN_EPOCHS_MAX: u64 = 1 << 32;
@@ -162,6 +165,10 @@ impl Job {
     }
 
     fn lose(&mut self, rank: u32, reason: &str, now: Now) -> Transition {
+        if self.begins_again_without_ranks() {
+            let (kind, message) = (CauseKind::PeerLost, reason.to_owned());
+            return self.begin_again_or_fail(Cause { kind, rank: Some(rank), began: now, message }, now);
+        }
         // A hub at which the job has finished cannot go back.
         if self.options.rewinds() && !self.has_finished_at_a_hub {
             return self.begin_rewind(rank, reason, now);

@@ -99,6 +99,7 @@ impl SimulatedJob {
             shares: Vec::new(),
             hub: 0,
             rewinds: false,
+            begins_again: false,
             epoch: 1,
             stragglers: Stragglers::Wait,
             weight: 1,
