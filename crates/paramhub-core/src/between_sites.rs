@@ -121,9 +121,11 @@ impl Departures {
         self.left[port as usize] = is_lost;
     }
 
-    /// Notes that all neighbours are lost.
-    pub fn lose_all(&mut self) {
-        self.left.fill(true);
+    /// Notes that all workers are lost.
+    pub fn lose_workers(&mut self, ports: &Ports) {
+        for port in (0..ports.len()).filter(|&port| ports.side(port).is_worker()) {
+            self.left[port as usize] = true;
+        }
     }
 
     /// Notes the Leave of the neighbour at a port.

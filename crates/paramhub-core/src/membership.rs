@@ -417,6 +417,7 @@ impl Membership {
         let living: Vec<Namespace> = self.living.values().copied().collect();
         for namespace in living {
             self.check_hubs_to_go_back(namespace, now);
+            self.check_former_hubs(namespace, now);
             self.check_drained_hubs(namespace, now);
             self.check_new_standbys(namespace, now);
             if let Some(job) = self.jobs.get_mut(&namespace) {

@@ -38,6 +38,11 @@ impl Side {
         }
     }
 
+    /// Returns whether a worker is at the other end.
+    pub fn is_worker(self) -> bool {
+        matches!(self, Side::Worker(_))
+    }
+
     /// Returns whether sums leave by the port. This hub opens its stream, and is the first to leave.
     pub fn takes_sums(self) -> bool {
         matches!(self, Side::Above | Side::Standby)

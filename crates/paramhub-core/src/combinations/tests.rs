@@ -167,6 +167,8 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     let continues = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..usual };
     let outlives = JobOptions { on_worker_loss: OnWorkerLoss::Continue, ..usual };
     let rewinds = JobOptions { on_worker_loss: OnWorkerLoss::Rewind, ..usual };
+    let begins_again = JobOptions { checkpoint_every: Some("5".parse().unwrap()), ..rewinds };
+    let elastic = JobOptions { start_workers: Some(1), ..begins_again };
     let replicas = JobOptions { replicas: 1, ..usual };
     let late = JobOptions { stragglers: Stragglers::Backup(1), ..usual };
     let encrypted = JobOptions { encrypt: true, ..usual };
@@ -205,7 +207,9 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     {
         assert_eq!(conflict(settings, usual, flat()), Ok(()));
     }
-    assert_eq!(conflict(&settings(), usual, racks()), Ok(()));
+    for options in [usual, begins_again] {
+        assert_eq!(conflict(&settings(), options, racks()), Ok(()));
+    }
     assert_eq!(conflict(&by(Scheme::Factors), encrypted, flat()), Ok(()));
     for settings in [&exact, &clipped] {
         assert_eq!([rewinds, continues].map(|options| conflict(settings, options, flat())), [Ok(()), Ok(())]);
@@ -220,7 +224,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         (&quantised, usual, racks()),
         (&settings(), continues, racks()),
         (&settings(), late, racks()),
-        (&settings(), saves, racks()),
+        (&settings(), elastic, racks()),
         (&stale, continues, flat()),
         (&stale, late, flat()),
         (&mean, late, flat()),

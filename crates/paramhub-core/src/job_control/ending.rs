@@ -18,6 +18,10 @@ use crate::wire::Failure;
 /// an earlier checkpoint is written, which takes minutes if that is large.
 pub const LAST_CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(300);
 
+/// What the message says of a job that has ended, and of one that begins again.
+const FAILED: &str = "failed";
+const GOES_BACK: &str = "goes back to its newest checkpoint";
+
 /// The time that a hub to which all workers are lost waits to hear whether they have left another hub, once their processes
 /// have ended.
 const ELSEWHERE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -159,10 +163,14 @@ impl JobControl {
             Some(announced) if cause != CauseKind::Known => (CauseKind::Known, None, announced.clone()),
             _ => (cause, rank, reason),
         };
-        if job.begins_again_after(cause) {
+        let name = job.terms.name.clone();
+        let begins_again = job.begins_again_after(cause);
+        let reason = own_words(&reason, &name).to_owned();
+        if begins_again {
             self.send_back(namespace, &reason);
         }
-        let message = format!("job `{}` failed: {reason}", self.jobs[&namespace].terms.name);
+        let became = if begins_again { GOES_BACK } else { FAILED };
+        let message = format!("job `{name}` {became}: {reason}");
         self.warn(message.clone());
         let end = JobEnd { rank, ..JobEnd::failed(namespace, reason, cause) };
         self.end(namespace, Some(Failure { rank, message }), end, now);
@@ -217,6 +225,12 @@ impl JobControl {
         }
         self.outputs.push(Output::Forget(namespace));
     }
+}
+
+/// The reason that a hub of another site has sent, without the words that this hub puts before it, too.
+fn own_words<'a>(reason: &'a str, job: &str) -> &'a str {
+    let [failed, goes_back] = [FAILED, GOES_BACK].map(|became| format!("job `{job}` {became}: "));
+    reason.strip_prefix(&failed).or_else(|| reason.strip_prefix(&goes_back)).unwrap_or(reason)
 }
 
 /// Why a job ends whose workers have left, but which has no last checkpoint.

@@ -169,7 +169,9 @@ impl Job {
 
     /// Whether the job begins again from a checkpoint if a hub is lost.
     pub(super) fn outlives_hubs(&self) -> bool {
-        (self.terms.rewinds || self.terms.begins_again) && self.writes_checkpoints && !self.is_finishing()
+        // A hub below another site writes none.
+        let has_checkpoints = self.terms.begins_again || self.terms.rewinds && self.writes_checkpoints;
+        has_checkpoints && !self.is_finishing()
     }
 
     /// Whether the neighbour of a port has left by it on every route.

@@ -63,6 +63,8 @@ impl Membership {
                 self.follow(namespace, transition);
             }
         }
+        // Jobs are arranged without it.
+        self.advance_all_jobs(now);
     }
 
     /// A hub has called. Returns whether it takes jobs from now on, which it did not before.
@@ -114,6 +116,20 @@ impl Membership {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         let transition = job.check_hubs_to_go_back(|hub| self.hubs.last_contact(hub), now);
         self.follow_loss(namespace, transition, now);
+    }
+
+    /// A job that begins again waits until the hubs that had it before have ended their parts. Those that are gone get no jobs before
+    /// they call again, so that it is not arranged for them.
+    pub(super) fn check_former_hubs(&mut self, namespace: Namespace, now: Now) {
+        let Some(job) = self.jobs.get(&namespace).filter(|job| job.is_complete()) else { return };
+        let is_gone = |&hub: &u32| self.hubs.last_contact(hub).is_some_and(|contact| contact.is_gone(now));
+        let gone: Vec<u32> = job.former_hubs().into_iter().filter(is_gone).collect();
+        for hub in gone {
+            if let Some(last_call) = self.hubs.fell_silent(hub) {
+                let silence = "is gone: a job begins again for which it is to end its part, and it has not called since";
+                self.hub_fell_silent(hub, last_call, silence, now);
+            }
+        }
     }
 
     /// Applies the consequences of the loss of a hub, which gets no jobs before it calls again.

@@ -1,3 +1,4 @@
+mod begin_again;
 mod silence;
 mod standbys;
 

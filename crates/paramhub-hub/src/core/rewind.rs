@@ -4,22 +4,20 @@ use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
-use paramhub_core::ports::Side;
-use paramhub_core::wire::{Failure, Notice, Operation};
+use paramhub_core::wire::{Notice, Operation};
 
 use super::lane::AcceptedStream;
 use super::ranks::unmap;
 use super::{Core, CoreEvent};
 
 impl Core {
-    /// Closes all streams of a job, with the reason why its workers go back, and refuses those of earlier epochs. To hubs of other
-    /// sites the job is over here.
+    /// Closes the streams of a job's workers, with the reason why they go back, and refuses those of earlier epochs. If the job has
+    /// other sites it ends here next, and hubs of these hear why.
     pub(super) fn rewind(&mut self, namespace: Namespace, epoch: u64, notice: &Notice, now: Instant) {
         let of_job = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
         let here: Vec<usize> = of_job.filter(|&index| !self.shards.index(index).ending).collect();
         self.joins.retain(|&(job, ..)| job != namespace);
         let payload = notice.encode();
-        let failure = Failure { rank: notice.rank, message: notice.message.clone() }.encode();
         for index in here {
             let hosted = self.shards.index_mut(index);
             hosted.newest_streams.fill(Some((epoch, 0)));
@@ -29,15 +27,11 @@ impl Core {
             let tokens = hosted.lane_of.clone();
             unmap(hosted.shard.stop_for_rewind());
             let ports = hosted.shard.plan().ports.clone();
-            for ((port, token), begun) in (0..).zip(tokens).zip(begun) {
-                let message = match ports.side(port) {
-                    Side::Worker(_) => (Operation::Rewound, payload.as_slice()),
-                    Side::Below(_) | Side::Above | Side::Standby | Side::Serving => {
-                        (Operation::Failure, failure.as_slice())
-                    }
-                };
+            let of_workers =
+                (0..).zip(tokens).zip(begun).filter(|&((port, _), _)| ports.side(port).is_worker());
+            for ((_, token), begun) in of_workers {
                 if let Some(lane) = token.and_then(|token| self.take_lane(token)) {
-                    self.final_messages.dismiss(lane, begun, message, now);
+                    self.final_messages.dismiss(lane, begun, (Operation::Rewound, &payload), now);
                 }
             }
         }

@@ -33,7 +33,8 @@ impl Hub {
             }
             let Some(job) = &mut self.job else { return };
             let route = job.route(id);
-            route.departures.lose_all();
+            let neighbours = route.neighbours.clone();
+            route.departures.lose_workers(&neighbours);
             (route.rewind, route.rewound_in) = (Rewind::Awaited { workers: 0 }, epoch);
             route.notice = Some(notice.clone());
         }

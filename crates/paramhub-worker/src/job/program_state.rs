@@ -83,7 +83,9 @@ impl Shared {
             return Ok(self.program_state_bytes);
         }
         Err(self.misused(
-            "the hub keeps no program states of this job: create it with program_state_bytes, the most bytes of one".into(),
+            "the hub keeps no program states of this job: create it with program_state_bytes, the most bytes of one, and with the \
+             reduction flat if its hubs serve racks or hosts"
+                .into(),
         ))
     }
 

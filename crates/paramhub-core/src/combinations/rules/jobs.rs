@@ -241,14 +241,6 @@ pub(super) const SITES: &[Rule] = &[
         callers: &[InitService],
     },
     Rule {
-        these: &[SeveralSites],
-        those: &[SavesProgramStates],
-        verdict: Refused,
-        why: "one hub keeps the program states of all ranks, and no hub has streams of all of them",
-        remedy: "use the reduction flat, or leave `program_state_bytes` out",
-        callers: &[InitService],
-    },
-    Rule {
         these: &[OptimizerAtOwner],
         those: &[FlatReduction],
         verdict: NoEffect,

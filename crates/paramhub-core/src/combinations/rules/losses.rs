@@ -124,6 +124,14 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         callers: &[InitService],
     },
     Rule {
+        these: &[Elastic],
+        those: &[SeveralSites],
+        verdict: Refused,
+        why: "a rank that comes later would have no place among the racks and hosts",
+        remedy: "use the reduction flat, or do without a largest number of workers",
+        callers: &[InitService],
+    },
+    Rule {
         these: &[Rewinds],
         those: &[Asynchronous, BoundedStaleness],
         verdict: Refused,

@@ -225,3 +225,72 @@ fn a_job_that_goes_on_with_fewer_ranks_has_finished_when_these_have_left() {
     ROUTES.iter().for_each(|&route| drop(hub.core(1, CoreEvent::Left { route, port: 0 })));
     assert!(end(&hub.close(1)).finished, "rank 1 takes no part any more");
 }
+
+/// A running job at several sites, which begins again from its newest checkpoint.
+fn beginning_again() -> Hub {
+    Hub::running(|terms| terms.begins_again = true)
+}
+
+fn faulted(hub: &mut Hub, kind: CauseKind, message: &str) -> Vec<Output> {
+    let cause = FaultCause::Kind(kind);
+    let (route, culprit, message) = (ROUTES[0], RANKS[1], message.to_owned());
+    hub.core(1, CoreEvent::Faulted { route, culprit, message, cause })
+}
+
+/// What a site hears that ends its part of the job.
+fn failure(outputs: &[Output]) -> &str {
+    let failures = outputs.iter().find_map(|output| match output {
+        Output::End { failure: Some(failure), .. } => Some(failure.message.as_str()),
+        _ => None,
+    });
+    failures.unwrap_or_else(|| panic!("{outputs:?}"))
+}
+
+#[test]
+fn a_site_sends_its_ranks_back_and_ends_its_part_when_it_loses_a_rank_or_another_site() {
+    let mut hub = beginning_again();
+    let outputs = faulted(&mut hub, CauseKind::PeerLost, "rank 1 was lost");
+    assert_eq!(rewound(&outputs), ROUTES.len());
+    assert_eq!(failure(&outputs), "job `job-1` goes back to its newest checkpoint: rank 1 was lost");
+    // Another site hears this, and says it once.
+    let mut other = beginning_again();
+    let outputs = faulted(&mut other, CauseKind::GaveUp, failure(&outputs));
+    assert_eq!(failure(&outputs), "job `job-1` goes back to its newest checkpoint: rank 1 was lost");
+    let mut hub = beginning_again();
+    let outputs = faulted(&mut hub, CauseKind::Known, "rank 1 sent a frame that it may not send");
+    assert_eq!(rewound(&outputs), 0, "it would send it again");
+    // The manager says that the job begins again, and then that this part is to end.
+    let mut hub = beginning_again();
+    assert_eq!(rewound(&rewind(&mut hub, 2)), ROUTES.len());
+    let stop = Event::Stop { namespace: job(1), reason: "rank 1 was lost".into(), when: StopWhen::Now };
+    assert_eq!(rewound(&hub.handle(stop)), 0);
+}
+
+#[test]
+fn a_core_that_panics_costs_a_job_with_checkpoints_no_more_than_a_rewind() {
+    let panicked = || CoreEvent::Panicked { reason: "core 0 of its hub panicked".into() };
+    for change in [(|terms: &mut JobTerms| terms.begins_again = true) as fn(&mut JobTerms), |terms| {
+        (terms.min_workers, terms.rewinds, terms.writes_checkpoints) = (Some(2), true, true)
+    }] {
+        let mut hub = Hub::new();
+        let mut terms = terms(1);
+        change(&mut terms);
+        hub.handle(Event::Planned(Box::new(terms)));
+        for _ in ROUTES {
+            hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: true });
+        }
+        let outputs = hub.core(1, panicked());
+        assert_eq!(rewound(&outputs), ROUTES.len(), "{outputs:?}");
+        let mut closed = Vec::new();
+        for _ in ROUTES {
+            closed =
+                hub.core(1, CoreEvent::Closed { counters: JobCounters::default(), left_out: Vec::new() });
+        }
+        assert!(
+            matches!(&closed[..], [Output::ReportEnd(report), ..] if report.end.cause == CauseKind::HubLost),
+            "{closed:?}"
+        );
+    }
+    let outputs = rewinding().core(1, panicked());
+    assert_eq!(rewound(&outputs), 0, "it has no checkpoint to go back to");
+}

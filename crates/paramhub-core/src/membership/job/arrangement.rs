@@ -44,6 +44,11 @@ impl Job {
         self.job_hubs =
             job_hubs.map(|(hub, site)| JobHub::new(numbers[hub], hubs[hub].0.clone(), site)).collect();
         self.composition = Some(Arc::new(composition));
+        if self.has_several_sites() && self.options.program_state_bytes > 0 {
+            // No hub has streams of all ranks. A rank that would save its state hears that there is no room for it.
+            self.options.program_state_bytes = 0;
+            self.message = "it keeps no program states, since its hubs serve racks or hosts".to_owned();
+        }
         self.state = JobState::Initialising;
         self.phase = JobPhase::Initialising;
         Transition::Advanced

@@ -12,8 +12,6 @@ use std::collections::BTreeMap;
 use super::cause::Cause;
 use super::job_hubs::{JobHub, cause_of};
 use super::losses::MembershipChange;
-use super::silence::LOST_HUB_CALLS_WITHIN_S;
-use super::standbys::CALLS_WITHIN_S;
 use super::{Job, JobPhase, LastContact, Transition};
 use crate::auth::{Epoch, StreamSecret};
 use crate::membership::Now;
@@ -115,12 +113,7 @@ impl Job {
         if self.rewind.is_none() || !self.may_begin_again() {
             return Transition::None;
         }
-        let is_quiet = |hub| {
-            last_contact(hub).is_some_and(|it| {
-                let within_s = if it.has_hung_up { CALLS_WITHIN_S } else { LOST_HUB_CALLS_WITHIN_S };
-                now.seconds_since(it.call) >= within_s
-            })
-        };
+        let is_quiet = |hub| last_contact(hub).is_some_and(|contact| contact.is_gone(now));
         let is_gone = |it: &&JobHub| !it.ended && (it.unheard.is_some() || is_quiet(it.hub));
         let Some(job_hub) = self.job_hubs.iter().find(is_gone) else { return Transition::None };
         let (gone, name) = (job_hub.hub, job_hub.describe());

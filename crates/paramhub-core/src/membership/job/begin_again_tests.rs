@@ -6,6 +6,7 @@ use super::tests::{
 };
 use super::*;
 use crate::auth::{Purpose, StreamSecret};
+use crate::checkpoint::CheckpointStatus;
 use crate::membership::probes::CoreBandwidth;
 use crate::service::{CauseKind, JobEnd, LeaveService, OnWorkerLoss};
 
@@ -304,4 +305,79 @@ fn a_job_without_checkpoints_or_about_to_end_fails_with_its_hub() {
         assert!(matches!(lost, Transition::Ended { .. }), "{lost:?}");
         assert_eq!(job.state(), JobState::Failed);
     }
+}
+
+/// A running job at two sites, of which the second is below the first.
+fn at_two_sites() -> Job {
+    let mut job = running();
+    let mut composition = job.composition().unwrap().as_ref().clone();
+    let mut below = composition.sites[0].clone();
+    below.hubs = vec![composition.sites[0].hubs.pop().unwrap()];
+    below.workers = vec![composition.sites[0].workers.pop().unwrap()];
+    below.parent = Some(0);
+    composition.sites.push(below);
+    job.composition = Some(Arc::new(composition));
+    job
+}
+
+fn ended(job: &Job, cause: CauseKind, reason: &str) -> JobEnd {
+    JobEnd { rank: Some(1), ..JobEnd::failed(job.namespace, reason.into(), cause) }
+}
+
+#[test]
+fn a_job_at_several_sites_begins_again_when_one_of_them_loses_a_rank_or_another() {
+    let lost = |cause| {
+        let mut job = at_two_sites();
+        let end = ended(&job, cause, "rank 1 was lost");
+        job.hub_ended(1, &end, later(1.0))
+    };
+    for cause in [CauseKind::PeerLost, CauseKind::GaveUp, CauseKind::HubLost] {
+        assert_eq!(told(lost(cause), 2), [0], "{cause:?}");
+    }
+    assert!(matches!(lost(CauseKind::Known), Transition::Ended { .. }), "a rank has broken a rule");
+    let mut job = at_two_sites();
+    assert_eq!(told(job.worker_lost((1, 1), "rank 1 gave up", later(1.0)), 2), [0, 1]);
+    assert_eq!(job.losses(later(2.0)).unwrap().workers_lost, 1);
+    // A hub at one site can go back by itself, and ends its part only if that is broken.
+    let mut job = running();
+    let end = ended(&job, CauseKind::PeerLost, "rank 1 was lost");
+    assert!(matches!(job.hub_ended(1, &end, later(1.0)), Transition::Ended { .. }));
+    let mut job = running();
+    let end = ended(&job, CauseKind::HubLost, "core 0 of its hub panicked");
+    assert_eq!(told(job.hub_ended(1, &end, later(1.0)), 2), [0]);
+}
+
+#[test]
+fn what_one_site_can_prove_ends_the_job_although_another_has_reported_what_followed() {
+    let after = |end: &dyn Fn(&Job) -> JobEnd, is_leaving| {
+        let mut job = at_two_sites();
+        let lost = ended(&job, CauseKind::GaveUp, "the hub of rack a gave up");
+        assert_eq!(told(job.hub_ended(1, &lost, later(1.0)), 2), [0]);
+        assert!(job.former_part_over(0));
+        let end = end(&job);
+        job.former_part_ended(&end, is_leaving, later(1.1))
+    };
+    let proven = |job: &Job| ended(job, CauseKind::Known, "rank 1 sent a frame that it may not send");
+    assert!(matches!(after(&proven, false), Transition::Ended { .. }));
+    assert_eq!(after(&proven, true), Transition::None, "it shuts down");
+    assert_eq!(after(&|job| ended(job, CauseKind::Hearsay, "it was told to"), false), Transition::None);
+}
+
+#[test]
+fn a_job_that_writes_no_newer_checkpoint_does_not_begin_again_for_ever() {
+    let mut job = at_two_sites();
+    let begin_again = |job: &mut Job, at_s| {
+        job.state = JobState::Running;
+        let cause = cause("hub 1 was lost");
+        job.begin_again_or_fail(cause, later(at_s))
+    };
+    for time in 1..=10 {
+        assert!(matches!(begin_again(&mut job, f64::from(time)), Transition::BeganAgain { .. }), "{time}");
+    }
+    job.recorded_checkpoints = Some(CheckpointStatus { step: Some(20), ..CheckpointStatus::default() });
+    for time in 11..=21 {
+        assert!(matches!(begin_again(&mut job, f64::from(time)), Transition::BeganAgain { .. }), "{time}");
+    }
+    assert!(matches!(begin_again(&mut job, 22.0), Transition::Ended { .. }));
+    assert!(job.message().contains("has begun again 10 times"), "{}", job.message());
 }

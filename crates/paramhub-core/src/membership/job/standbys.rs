@@ -8,6 +8,7 @@
 //! both answer: the one that served needs the acknowledgement of the other, or the manager's word that it goes on alone.
 
 use super::cause::Cause;
+use super::silence::LOST_HUB_CALLS_WITHIN_S;
 use super::{Job, Transition};
 use crate::membership::Now;
 use crate::service::{CauseKind, ErrorCode, HubCommand, JobState};
@@ -36,6 +37,14 @@ pub(crate) struct LastContact {
     pub(crate) call: Now,
     /// Whether the connection of that call has ended since, although it was not answered.
     pub(crate) has_hung_up: bool,
+}
+
+impl LastContact {
+    /// Whether a hub is gone without which a job that is to begin again waits.
+    pub(crate) fn is_gone(&self, now: Now) -> bool {
+        let within_s = if self.has_hung_up { CALLS_WITHIN_S } else { LOST_HUB_CALLS_WITHIN_S };
+        now.seconds_since(self.call) >= within_s
+    }
 }
 
 impl Job {

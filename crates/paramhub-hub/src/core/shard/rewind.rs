@@ -75,15 +75,17 @@ impl Shard {
         self.plan.rewind_every.is_some()
     }
 
-    /// Notes that a member is lost, so that all are to begin again at an earlier step. Nothing leaves by any port any more.
+    /// Notes that a member is lost, so that all are to begin again at an earlier step. Nothing leaves by any worker's port any more.
     /// Returns the arenas of all, which no sum may read again.
     pub(crate) fn stop_for_rewind(&mut self) -> Arenas {
-        for outbox in &mut self.outboxes {
+        let ports = self.plan.ports.clone();
+        let of_workers = (0..).zip(&mut self.outboxes).filter(|(port, _)| ports.side(*port).is_worker());
+        for (_, outbox) in of_workers {
             outbox.start_again();
             outbox.norm = None;
         }
         (0..self.plan.ports.workers()).for_each(|worker| self.program_states.cut(worker));
-        self.departures.lose_all();
+        self.departures.lose_workers(&ports);
         self.rewind = Rewind::Awaited { workers: 0 };
         std::mem::replace(&mut self.arenas, Arenas::new(self.plan.ports.workers()))
     }
