@@ -67,7 +67,15 @@ class Racks:
         (folder / "train.py").write_text(PROGRAM)
 
     def hub(self, *options: str) -> Program:
-        command = ("hub", "--listen", "127.0.0.1:0", "--join", self.url, "--checkpoints", self._folder / "kept")
+        command = (
+            "hub",
+            "--listen",
+            "127.0.0.1:0",
+            "--join",
+            self.url,
+            "--checkpoints",
+            self._folder / "kept",
+        )
         hub = self._start(*PARAMHUB, *command, *options)
         hub.await_output("hub ready")
         return hub

@@ -220,7 +220,8 @@ impl FromStr for OnInterfaceDown {
 /// The reaction of a job when a worker is lost: its process has ended or has been silent for too long, or it has
 /// given up. `fail`: the job fails, with the rank's name. `continue`: steps go on with the workers that remain,
 /// and another process may take the rank. `rewind`: all ranks go back to an earlier step, and go on from there when
-/// each rank has a process again. With `checkpoint_every` they go back to the newest checkpoint when a hub is lost.
+/// each rank has a process again. With `checkpoint_every` they go back to the newest checkpoint when a hub is lost and, where hubs
+/// serve racks or hosts, when a worker is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
