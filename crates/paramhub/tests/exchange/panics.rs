@@ -2,14 +2,16 @@
 //! again.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::placement::Placement;
 use paramhub_core::scheme::{self, Plan};
-use paramhub_core::service::JobState;
+use paramhub_core::service::{JobOptions, JobState, OnWorkerLoss};
 use paramhub_core::settings::{OptimizerChoice, Settings};
-use paramhub_hub::HubConfig;
+use paramhub_hub::{CheckpointConfig, HubConfig};
 use paramhub_kernels::{Hyperparameters, Optimizer, Step};
+use paramhub_worker::WorkerError;
 
 use crate::cluster::{Cluster, Transports, await_true, keys};
 
@@ -17,6 +19,7 @@ over_transports!(
     [tcp shm mixed]
     a_core_that_panics_costs_its_own_jobs_and_no_others,
     a_core_may_panic_again_and_again,
+    a_core_that_panics_costs_a_job_with_checkpoints_the_steps_since_the_newest,
     an_optimizer_that_panics_before_a_job_begins_is_refused,
 );
 
@@ -34,6 +37,24 @@ impl Optimizer for Fragile {
     fn apply(&self, _: &Step<'_>, model: &mut [f32], sum: &[f32], _: &mut [f32]) {
         assert!(sum[0] != UNFORESEEN, "an unforeseen\nsum");
         model.copy_from_slice(sum);
+    }
+}
+
+/// Does the same, but for the first sum only that begins so.
+#[derive(Default)]
+struct FragileOnce {
+    has_panicked: AtomicBool,
+}
+
+impl Optimizer for FragileOnce {
+    fn state_slots(&self, _: &Hyperparameters) -> usize {
+        0
+    }
+
+    fn apply(&self, _: &Step<'_>, model: &mut [f32], sum: &[f32], _: &mut [f32]) {
+        let panics = sum[0] == UNFORESEEN && !self.has_panicked.swap(true, Ordering::Relaxed);
+        assert!(!panics, "an unforeseen sum");
+        model.iter_mut().zip(sum).for_each(|(parameter, sum)| *parameter += sum);
     }
 }
 
@@ -153,4 +174,61 @@ fn an_optimizer_that_panics_before_a_job_begins_is_refused(transports: Transport
     assert!(message.contains("made its hub panic (how should I know)"), "{message}");
     assert_eq!(cluster.hub().failure(), None);
     cluster.job("after", 1).run(&settings(), begin);
+}
+
+fn a_core_that_panics_costs_a_job_with_checkpoints_the_steps_since_the_newest(transports: Transports) {
+    const STEPS_AFTERWARDS: u32 = 50;
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = Cluster::with(transports, |config: &mut HubConfig| {
+        config.cores = 2;
+        config.checkpoints = Some(CheckpointConfig { folder: folder.path().into(), keep: 2 });
+        config.registry.register_optimizer("fragile", Arc::new(FragileOnce::default())).unwrap();
+    });
+    let options = JobOptions {
+        rendezvous_timeout_s: 20.0,
+        on_worker_loss: OnWorkerLoss::Rewind,
+        checkpoint_every: Some("2".parse().unwrap()),
+        ..Default::default()
+    };
+    let ticket = cluster.job_with("going-on", 2, options);
+    let is_kept = || {
+        let status = cluster.client.job("going-on").unwrap();
+        status.checkpoints.is_some_and(|written| written.step.is_some())
+    };
+    // Makes steps until the core panics or, after that, some more. Returns the number of all steps, and the tensors.
+    let life = |rank: u32| -> Result<(u32, Vec<f32>), WorkerError> {
+        let job = ticket.join(rank, settings())?;
+        job.broadcast(&mut vec![vec![0.0_f32; 4]; 2], 0)?;
+        let end = job.resumed_step().map_or(u32::MAX, |step| step + STEPS_AFTERWARDS);
+        let mut model = vec![0.0; 2];
+        for step in job.next_step(0)?..end {
+            // The other rank contributes 1.
+            let is_unforeseen = rank == 0 && end == u32::MAX && step % 20 == 19 && is_kept();
+            let first = if is_unforeseen { UNFORESEEN - 1.0 } else { 1.0 };
+            for (key, parameter) in (0..).zip(&mut model) {
+                *parameter = exchange(&job, key, first)?[0];
+            }
+        }
+        job.leave()?;
+        Ok((end, model))
+    };
+    let ends = std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| {
+            let life = &life;
+            scope.spawn(move || {
+                loop {
+                    match life(rank) {
+                        Err(WorkerError::Rewound { .. }) => {}
+                        ended => return ended.unwrap(),
+                    }
+                }
+            })
+        });
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    for (steps, model) in ends {
+        assert!(steps > STEPS_AFTERWARDS, "it went back to a checkpoint");
+        assert_eq!(model, [steps as f32 * 2.0; 2], "each step counts once");
+    }
+    assert_eq!(cluster.await_end("going-on").state, JobState::Finished);
 }

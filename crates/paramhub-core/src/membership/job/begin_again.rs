@@ -64,8 +64,11 @@ impl Job {
             return self.fail_because(ErrorCode::JobEnded, cause, now);
         };
         let newest = self.checkpoints().and_then(|written| written.step);
-        self.fruitless = if newest > self.went_back_to { 0 } else { self.fruitless + 1 };
-        self.went_back_to = newest;
+        if newest > self.went_back_to {
+            (self.went_back_to, self.fruitless) = (newest, 0);
+        } else {
+            self.fruitless += 1;
+        }
         if self.fruitless > FRUITLESS_MAX {
             cause.message.push_str(&format!(
                 "; the job has begun again {FRUITLESS_MAX} times and has written no newer checkpoint since"
