@@ -13,9 +13,7 @@ use crate::placement::HubShape;
 use crate::service::{HubCommand, JobPlan, JobState, StandbyCounts, StopWhen, TeamAllowance};
 use crate::standbys::{Role, Share};
 
-/// The time after which a hub is asked once more that could not become a standby. It doubles with each time up to the second
-/// number: a hub that was frozen and is back may still be ending its former part, and one without memory is not asked often.
-const ASK_AGAIN_FIRST_S: f64 = 1.0;
+/// The time after which a hub is asked once more that could not become a standby.
 pub(super) const ASK_AGAIN_AFTER_S: f64 = 30.0;
 /// The time that a hub may take to allocate.
 pub(super) const ALLOCATES_WITHIN_S: f64 = 120.0;
@@ -87,11 +85,13 @@ impl Job {
 
     /// Whether a hub may be asked to become a standby: it has no part in the job, and has not failed lately.
     pub(crate) fn may_ask_standby(&self, hub: u32, now: Now) -> bool {
-        let entries = || self.job_hubs.iter().filter(|job_hub| job_hub.hub == hub);
-        let failures = entries().filter_map(|job_hub| job_hub.failed_standby);
-        let doublings = failures.clone().count().saturating_sub(1).min(16) as i32;
-        let wait_s = (ASK_AGAIN_FIRST_S * 2.0_f64.powi(doublings)).min(ASK_AGAIN_AFTER_S);
-        entries().all(|job_hub| job_hub.ended) && failures.clone().all(|at| now.seconds_since(at) >= wait_s)
+        let entries = self.job_hubs.iter().filter(|job_hub| job_hub.hub == hub);
+        let is_free = |job_hub: &JobHub| {
+            let has_failed = |at| now.seconds_since(at) < ASK_AGAIN_AFTER_S;
+            job_hub.ended && !job_hub.failed_standby.is_some_and(has_failed)
+        };
+        let mut entries = entries.peekable();
+        entries.peek().is_none() || entries.all(is_free)
     }
 
     /// Gives a hub a part in the job, as the standby of these shares. Returns what the hub is asked, once that is saved; `None` if

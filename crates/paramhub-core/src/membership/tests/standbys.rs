@@ -94,7 +94,7 @@ fn a_standby_that_is_more_than_the_team_may_have_ends_no_job() {
             if *hub == free)
     };
     assert!(state.take_outputs(now).iter().any(|output| is_stopped(output) || told(output)));
-    assert!(asked(&mut state, at(0.9)).is_empty(), "not at once again");
+    assert!(asked(&mut state, at(10.0)).is_empty(), "not at once again");
 }
 
 #[test]
