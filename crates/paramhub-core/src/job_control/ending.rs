@@ -136,8 +136,7 @@ impl JobControl {
     /// A core has lost what it had of a job, of which this hub has nothing to go back to. The job begins again from its checkpoint
     /// if it can, and otherwise it ends.
     pub(super) fn part_lost(&mut self, namespace: Namespace, reason: String, now: Duration) {
-        let begins_again =
-            self.jobs.get(&namespace).is_some_and(|job| job.begins_again_after(CauseKind::HubLost));
+        let begins_again = self.begins_again_after(namespace, CauseKind::HubLost);
         let cause = if begins_again { CauseKind::HubLost } else { CauseKind::Known };
         self.fail(namespace, cause, None, reason, now);
     }

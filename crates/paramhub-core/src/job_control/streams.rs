@@ -65,7 +65,7 @@ impl JobControl {
     }
 
     /// Whether a job begins again from its newest checkpoint after its part here has ended for a reason of this kind.
-    fn begins_again_after(&self, namespace: Namespace, cause: CauseKind) -> bool {
+    pub(super) fn begins_again_after(&self, namespace: Namespace, cause: CauseKind) -> bool {
         self.jobs.get(&namespace).is_some_and(|job| job.begins_again_after(cause))
     }
 

@@ -235,6 +235,19 @@ fn teams(names: [&str; 2], quotas: TeamQuotas) -> Membership {
 }
 
 /// Creates a job of one rank that has yet to connect.
+/// A job of the team `vision` with one rank, which runs at these hubs.
+fn running_at(state: &mut Membership, hubs: [u32; 2], options: JobOptions, now: Now) -> Namespace {
+    let namespace = Namespace([77; 16]);
+    let request = CreateService { name: "vision/kept".into(), workers: 1, options };
+    let order = state.reserve("vision/kept", 1, namespace).unwrap();
+    state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), now));
+    connect(state, namespace, 0, "", now);
+    place(state, namespace, now);
+    hubs.into_iter().for_each(|hub| reports(state, hub, vec![allocated(namespace)], now));
+    assert_eq!(state.job(namespace).unwrap().state(), JobState::Running);
+    namespace
+}
+
 fn create(state: &mut Membership, name: &str, weight: u32) -> Result<Namespace, ServiceError> {
     let namespace = Namespace([state.next_order as u8 + 1; 16]);
     let order = state.reserve(name, weight, namespace)?;

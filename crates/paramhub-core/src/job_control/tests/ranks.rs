@@ -123,8 +123,8 @@ fn another_process_joins_at_the_latest_step_of_all_cores() {
     assert_eq!(reports(&join(&mut hub, 3, 12)), [&report], "to a manager that has restarted");
 }
 
-#[test]
-fn processes_that_die_before_they_open_their_streams_are_lost_soon_after_all_hubs_have_allocated() {
+/// A job of which all cores have allocated, and that waits for the streams of its ranks.
+fn connecting() -> Hub {
     let mut hub = Hub::new();
     hub.streams.missing.extend(RANKS);
     let terms = JobTerms { min_workers: Some(1), ..terms(1) };
@@ -132,6 +132,12 @@ fn processes_that_die_before_they_open_their_streams_are_lost_soon_after_all_hub
     for _ in ROUTES {
         hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: false });
     }
+    hub
+}
+
+#[test]
+fn processes_that_die_before_they_open_their_streams_are_lost_soon_after_all_hubs_have_allocated() {
+    let mut hub = connecting();
     // Another hub may take longer, and no worker is told before.
     assert!(hub.reach(RENDEZVOUS - OPENING / 2).is_empty());
     hub.handle(Event::Link { namespace: job(1) });
@@ -148,13 +154,7 @@ fn processes_that_die_before_they_open_their_streams_are_lost_soon_after_all_hub
 
 #[test]
 fn ranks_have_their_time_to_come_once_more_if_the_manager_restarts_before_it_has_answered_them() {
-    let mut hub = Hub::new();
-    hub.streams.missing.extend(RANKS);
-    let terms = JobTerms { min_workers: Some(1), ..terms(1) };
-    hub.handle(Event::Planned(Box::new(terms)));
-    for _ in ROUTES {
-        hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: false });
-    }
+    let mut hub = connecting();
     let link = Event::Link { namespace: job(1) };
     assert!(has!(hub.handle(link.clone()), Output::Link { .. }));
     assert!(hub.reach(OPENING - OPENING / 8).is_empty());
@@ -171,13 +171,7 @@ fn ranks_have_their_time_to_come_once_more_if_the_manager_restarts_before_it_has
 
 #[test]
 fn ranks_that_come_when_the_manager_has_answered_them_have_time_while_it_is_away() {
-    let mut hub = Hub::new();
-    hub.streams.missing.extend(RANKS);
-    let terms = JobTerms { min_workers: Some(1), ..terms(1) };
-    hub.handle(Event::Planned(Box::new(terms)));
-    for _ in ROUTES {
-        hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: false });
-    }
+    let mut hub = connecting();
     hub.handle(Event::Link { namespace: job(1) });
     hub.control.note_manager(Some(hub.now));
     assert!(hub.reach(OPENING * 2).is_empty());

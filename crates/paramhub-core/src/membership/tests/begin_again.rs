@@ -5,20 +5,12 @@ use crate::service::{CauseKind, OnWorkerLoss};
 
 /// A job that outlives its hubs, and runs at two of them.
 fn outliving(state: &mut Membership, hubs: [u32; 2], now: Now) -> Namespace {
-    let namespace = Namespace([78; 16]);
     let options = JobOptions {
         on_worker_loss: OnWorkerLoss::Rewind,
         checkpoint_every: Some("20".parse().unwrap()),
         ..JobOptions::default()
     };
-    let request = CreateService { name: "vision/kept".into(), workers: 1, options };
-    let order = state.reserve("vision/kept", 1, namespace).unwrap();
-    state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), now));
-    connect(state, namespace, 0, "", now);
-    place(state, namespace, now);
-    hubs.into_iter().for_each(|hub| reports(state, hub, vec![allocated(namespace)], now));
-    assert_eq!(state.job(namespace).unwrap().state(), JobState::Running);
-    namespace
+    running_at(state, hubs, options, now)
 }
 
 #[test]

@@ -5,16 +5,7 @@ use crate::service::{HubJobCounters, JobCounters, JobPlan};
 
 /// A job of a team, with standbys, that runs at two hubs.
 fn with_standbys(state: &mut Membership, hubs: [u32; 2], now: Now) -> Namespace {
-    let namespace = Namespace([77; 16]);
-    let options = JobOptions { replicas: 1, ..JobOptions::default() };
-    let request = CreateService { name: "vision/kept".into(), workers: 1, options };
-    let order = state.reserve("vision/kept", 1, namespace).unwrap();
-    state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), now));
-    connect(state, namespace, 0, "", now);
-    place(state, namespace, now);
-    hubs.into_iter().for_each(|hub| reports(state, hub, vec![allocated(namespace)], now));
-    assert_eq!(state.job(namespace).unwrap().state(), JobState::Running);
-    namespace
+    running_at(state, hubs, JobOptions { replicas: 1, ..JobOptions::default() }, now)
 }
 
 /// The hubs that are asked to become standbys, and what they are asked.
