@@ -223,7 +223,8 @@ def _random_state() -> dict[str, Any]:
     """The states of the random number generators that the program has in use, as plain data."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+        # Each device has a generator of its own, and the model need not be on the current one.
+        state["cuda"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state(legacy=True)
@@ -235,7 +236,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(saved, device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         name, keys, *rest = state["numpy"]
