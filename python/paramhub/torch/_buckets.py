@@ -122,7 +122,8 @@ class Buckets:
         if needs_stage(self.device):
             members = [self._parameters[name] for name in order]
             sizes = [torch.Size([parameter.numel()]) for parameter in members]
-            self._stage = Stage(job, self.device, sizes, [parameter.dtype for parameter in members])
+            dtypes = [parameter.dtype for parameter in members]
+            self._stage = Stage(job, self.device, sizes, dtypes, is_encoded=self._codec is not None)
         self._key_numbers = {name: number for number, name in enumerate(order)}
         self._layouts.clear()
         return job

@@ -298,6 +298,14 @@ class Exchange:
             raise
         self.handle = None
 
+    def next_step(self) -> int:
+        """The step to which the next gradient contributes."""
+        step = self.step
+        if step.stage is not None and self.handle is not None:
+            # A stage submits the request when the device has computed the gradient.
+            self.handle.await_submission()
+        return step.job.next_step(self.number)
+
     def forget(self) -> None:
         """Forgets the request under way, which has failed: the job goes back to an earlier step."""
         self.handle = None

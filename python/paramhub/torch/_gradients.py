@@ -66,7 +66,8 @@ class GradientExchange:
         )
         if needs_stage(device):
             sizes = [torch.Size([parameter.numel()]) for _, parameter in trained]
-            self._stage = Stage(self._job, device, sizes, [parameter.dtype for _, parameter in trained])
+            dtypes = [parameter.dtype for _, parameter in trained]
+            self._stage = Stage(self._job, device, sizes, dtypes, is_encoded=codec is not None)
         this = weakref.ref(self)
         hooks = []
         for number, (name, parameter) in enumerate(trained):

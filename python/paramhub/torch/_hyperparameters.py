@@ -108,8 +108,8 @@ class HyperparameterSync:
         """
         members = self._members[number]
         if not self._may_lag:
-            return self._job.next_step(members[0].number)
-        steps = [self._job.next_step(exchange.number) for exchange in members]
+            return members[0].next_step()
+        steps = [exchange.next_step() for exchange in members]
         if min(steps) < max(steps):
             for exchange in members:
                 exchange.wait()

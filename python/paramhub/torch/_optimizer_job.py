@@ -48,7 +48,7 @@ def open_job(
     resumes = job.resumed_step is not None
     if resumes and world.rank == 0:
         log(f"parameters and optimizer state are those at the hubs, of step {job.resumed_step}")
-    held = _place(job, step, exchanges)
+    held = _place(job, step, exchanges, is_encoded=settings["codec"] is not None or bool(codecs))
     numbers = [exchange.number for exchange in exchanges]
     ranges = [_tensors.memory_range(tensor) for tensor in held]
     if world.rank == 0 and not resumes:
@@ -63,14 +63,17 @@ def open_job(
             exchange.flat.copy_(tensor)
 
 
-def _place(job: _native.Job, step: StepState, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
+def _place(
+    job: _native.Job, step: StepState, exchanges: Sequence[Exchange], is_encoded: bool
+) -> list[torch.Tensor]:
     """Sets the memory from which parameters are initialised and into which they are received, and returns it: their own, or a
     stage's host memory if they are staged."""
     step.job = job
     device = exchanges[0].parameter.device
     if step.is_staged:
         shapes = [torch.Size([exchange.parameter.numel()]) for exchange in exchanges]
-        step.stage = Stage(job, device, shapes, [exchange.parameter.dtype for exchange in exchanges])
+        dtypes = [exchange.parameter.dtype for exchange in exchanges]
+        step.stage = Stage(job, device, shapes, dtypes, is_encoded=is_encoded)
         for exchange in exchanges:
             exchange.settle(exchange.parameter.data)
         held = step.stage.parameters

@@ -17,6 +17,7 @@ On a GPU the code is untested so far.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import sys
@@ -27,10 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paramhub.torch import _pinning
 from paramhub.torch._tensors import memory_range
 
 if TYPE_CHECKING:
     from paramhub._native import Handle, Job
+
+EXIT_TIMEOUT = 10.0
+"""Seconds for which the end of the process waits for a stage's thread, which may be waiting for the device."""
 
 
 class StagedHandle:
@@ -39,7 +44,7 @@ class StagedHandle:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._ended = threading.Event()
+        self._submitted, self._ended = threading.Event(), threading.Event()
         self._request_handle: Handle | None = None
         self._copied_back: Any = None
         self._failure: BaseException | None = None
@@ -60,6 +65,10 @@ class StagedHandle:
     def exception(self) -> BaseException | None:
         """The reason why the exchange failed, or None. None before the end."""
         return self._failure
+
+    def await_submission(self) -> None:
+        """Waits until the job has the request, or has refused it. Before, the job does not count it as a step."""
+        self._submitted.wait()
 
     def add_done_callback(self, callback: Callable[[StagedHandle], object]) -> None:
         """Calls ``callback(handle)`` at the end. If there are results, the current device stream is then the one on which they
@@ -93,31 +102,41 @@ class StagedHandle:
 
 
 class Stage:
-    """Exchanges one job's tensors on one device through host memory. Keys are given by their positions in the job's key table."""
+    """Exchanges one job's tensors on one device through host memory. Keys are given by their positions in the job's key table.
+
+    ``is_encoded`` says that gradients travel in another encoding than their own: the arena then has no place for them."""
 
     def __init__(
-        self, job: Job, device: torch.device, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]
+        self,
+        job: Job,
+        device: torch.device,
+        shapes: Sequence[torch.Size],
+        dtypes: Sequence[torch.dtype],
+        *,
+        is_encoded: bool = False,
     ) -> None:
         self._job = job
         self._device = device
         self._streams = torch.get_device_module(device)
         with self._on_device():
             self._out, self._back = self._streams.Stream(), self._streams.Stream()
+        shared = job.shares_memory
         self._gradients = [
-            self._host_tensor(job.gradient_tensor, key, shape, dtype)
+            self._host_tensor(job.gradient_tensor, shared and not is_encoded, key, shape, dtype)
             for key, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         ]
         self._parameters = [
-            self._host_tensor(job.parameter_tensor, key, shape, dtype)
+            self._host_tensor(job.parameter_tensor, shared, key, shape, dtype)
             for key, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         ]
         self._pin()
         self._requests_to_submit: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=_submit_when_copied, args=(self._requests_to_submit,), name="paramhub-stage", daemon=True
         )
-        thread.start()
+        self._thread.start()
         self._close = weakref.finalize(self, self._requests_to_submit.put, None)
+        _stages.add(self)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -165,6 +184,9 @@ class Stage:
                 try:
                     for to, tensor in copies_back:
                         to.copy_(tensor, non_blocking=True)
+                        if self._device.type != "cpu":
+                            # If nothing waits for the result and its tensor is dropped, the same holds for this copy.
+                            to.record_stream(self._back)
                     copied_back = self._streams.Event()
                     copied_back.record(self._back)
                 except BaseException as error:
@@ -179,6 +201,8 @@ class Stage:
                 handle._request_handle.add_done_callback(copy_back)
             except BaseException as error:
                 handle._end(error, None)
+            finally:
+                handle._submitted.set()
 
         self._requests_to_submit.put(submit)
         return handle
@@ -204,22 +228,30 @@ class Stage:
         self._close()
 
     def _host_tensor(
-        self, job_memory: Callable[[int], Any], key: int, shape: torch.Size, dtype: torch.dtype
+        self,
+        job_memory: Callable[[int], Any],
+        is_in_arena: bool,
+        key: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        if self._job.shares_memory or self._device.type != "cuda":
+        if is_in_arena or self._device.type != "cuda":
             return torch.from_dlpack(job_memory(key)).view(shape)
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def _pin(self) -> None:
-        """Registers the arena with the device, so that the device can access it. If the device refuses, copies are slower but
-        correct."""
+        """Registers the arena with the device. If the device refuses, copies are slower but correct."""
         if self._device.type != "cuda" or not self._job.shares_memory:
             return
-        ranges = [memory_range(tensor) for tensor in (*self._gradients, *self._parameters)]
-        start = min(address for address, _ in ranges)
-        end = max(address + size for address, size in ranges)
         with self._on_device():
-            torch.cuda.cudart().cudaHostRegister(start, end - start, 0)
+            tensors = [tensor for tensor in (*self._gradients, *self._parameters) if not tensor.is_pinned()]
+            pages = _pinning.register(tensors, self._device)
+        # It must be undone while the memory is still mapped, so the finalizer keeps the tensors. No copy is submitted any more
+        # when it runs, because everything that submits one refers to the stage. At the end of the process the driver does it.
+        release = weakref.finalize(
+            self, _pinning.release, pages, tensors, self._device, (self._out, self._back)
+        )
+        release.atexit = False
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._device.type == "cpu" else self._streams.device(self._device)
@@ -230,3 +262,15 @@ def _submit_when_copied(requests: queue.SimpleQueue[Callable[[], None] | None]) 
         submit()
         # It refers to the stage, which ends this thread when nothing refers to it.
         del submit
+
+
+_stages: weakref.WeakSet[Stage] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Ends all threads before the interpreter shuts down. One that returned from a wait in C++ later would end the process with
+    an abort."""
+    for stage in list(_stages):
+        stage.close()
+        stage._thread.join(EXIT_TIMEOUT)

@@ -225,7 +225,7 @@ class HubOptimizer(BaseOptimizer):
 
     def _next_step(self) -> int:
         """The number of the next step."""
-        return self._step.job.next_step(self._exchanges[0].number)
+        return self._exchanges[0].next_step()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends a step: sends the gradients that no hook has sent, and checks all of them.

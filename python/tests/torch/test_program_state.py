@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,13 @@ def all_parts_come_back(rank: Rank) -> None:
         _ = state.batch
 
 
+def parts_of_a_device_come_back(rank: Rank) -> None:
+    """The step ends before the device has computed its gradients, and the job has none of them yet."""
+    paramhub.torch.HubOptimizer._stages_all = True
+    torch.cpu.Event.synchronize = lambda event: time.sleep(0.05)
+    all_parts_come_back(rank)
+
+
 def load(optimizer: paramhub.torch.HubOptimizer, step: int) -> dict[str, Any]:
     """What the hub has of this rank's state."""
     saved = optimizer._job.program_state(step)
@@ -102,7 +110,7 @@ def it_keeps_nothing_in_a_job_that_fails(rank: Rank) -> None:
     assert optimizer._job.rewind_every is None
 
 
-@pytest.mark.parametrize("what", [all_parts_come_back, misuse_is_explained])
+@pytest.mark.parametrize("what", [all_parts_come_back, parts_of_a_device_come_back, misuse_is_explained])
 def test_a_state_in_a_job_that_goes_back(team: Team, hub: paramhub.Hub, what: Callable[[Rank], None]) -> None:
     team(what, ranks=1, env={**REWINDS, "PARAMHUB_URL": hub.url})
 

@@ -12,7 +12,8 @@ import torch
 from workers import TIMEOUT, in_threads
 
 import paramhub
-from paramhub.torch._staging import Stage, StagedHandle
+from paramhub.torch._pinning import pages_of
+from paramhub.torch._staging import Stage, StagedHandle, _end_threads
 
 
 class FailingEvent(torch.cpu.Event):
@@ -90,3 +91,24 @@ def test_the_thread_of_a_stage_ends_when_nothing_refers_to_the_stage(hub: paramh
         assert ended.wait(TIMEOUT)
 
     in_threads(hub, 1, work)
+
+
+def test_the_thread_of_a_stage_ends_before_the_interpreter(hub: paramhub.Hub) -> None:
+    def work(job: paramhub.Job) -> None:
+        stage, gradient = staged(job)
+        exchange(stage, gradient).wait(TIMEOUT)
+        _end_threads()
+        assert not stage._thread.is_alive()
+
+    in_threads(hub, 1, work)
+
+
+def test_a_page_is_pinned_once() -> None:
+    assert pages_of([]) == [] and pages_of([(4096, 0)]) == []
+    # Within a page, over its end, on the next one; in any order, and a long range around a short one.
+    assert pages_of([(4100, 8)], 4096) == [(4096, 4096)]
+    assert pages_of([(8190, 4)], 4096) == [(4096, 8192)]
+    assert pages_of([(8200, 4), (4096, 4)], 4096) == [(4096, 8192)]
+    assert pages_of([(4096, 20_000), (8192, 10)], 4096) == [(4096, 20_480)]
+    # A page between them that neither needs is left out.
+    assert pages_of([(4096, 4), (12_288, 4)], 4096) == [(4096, 4096), (12_288, 4096)]
