@@ -55,6 +55,7 @@ class Case:
     ranks: int
     victim: int
     cleans_up: bool
+    device: str
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Part:
         stalls = case.death == "stalled"
         if case.way != TORCHS_OWN:
             import paramhub.torch
-        model = small_model() if case.way == "backend-small" else large_model()
+        model = (small_model() if case.way == "backend-small" else large_model()).to(case.device)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         step = model
         if case.way.startswith("backend"):
@@ -122,7 +123,7 @@ class Part:
         # DDP rebuilds its buckets in the second step, by a collective of its own group.
         for number in range(100):
             optimizer.zero_grad()
-            loss = step(torch.randn(4, model[0].in_features)).square().mean()
+            loss = step(torch.randn(4, model[0].in_features, device=case.device)).square().mean()
             if number == STEPS_BEFORE:
                 if stalls and case.way.startswith("backend"):
                     dist.group.WORLD.set_timeout(timedelta(seconds=STALL_SECONDS))
@@ -185,7 +186,7 @@ def main() -> Part | None:
     # To free these objects at the end of every rank would take longer than the measured times.
     gc.freeze()
     cases = [
-        Case(way, death, arguments.ranks, arguments.victim, arguments.cleans_up)
+        Case(way, death, arguments.ranks, arguments.victim, arguments.cleans_up, arguments.device)
         for way in arguments.way or WAYS
         for death in arguments.death or DEATHS
     ]
@@ -320,6 +321,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="every rank destroys its process group and calls shutdown() in a `finally`",
     )
+    parser.add_argument("--device", default="cpu", help="the device of the models, which all ranks share")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a case may take")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     return parser.parse_args()

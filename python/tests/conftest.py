@@ -1,7 +1,8 @@
 """Fixtures of all tests.
 
-Tests that need torch are in ``torch/``, tests of frameworks on torch in ``frameworks/``. They import torch at the top of their
-files. The helpers are in ``support/``, from which tests import by name: ``from team import Rank``.
+Tests that need torch are in ``torch/``, tests of frameworks on torch in ``frameworks/``, and tests that need a GPU in ``gpu/``.
+They import torch at the top of their files. The helpers are in ``support/``, from which tests import by name: ``from team import
+Rank``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import paramhub
 WITHOUT_TORCH = "PARAMHUB_TEST_WITHOUT_TORCH"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 # If torch is missing by mistake, its tests must fail, and they do so at their imports.
-collect_ignore = ["torch", "frameworks"] if not HAS_TORCH and os.environ.get(WITHOUT_TORCH) else []
+collect_ignore = ["torch", "frameworks", "gpu"] if not HAS_TORCH and os.environ.get(WITHOUT_TORCH) else []
 
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and with them the processes that must handle it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,0 +1,47 @@
+"""The device of the tests in ``gpu/``: the first GPU, or the one that the variable TESTED_DEVICE names. All ranks share it. With
+``cpu`` the tests check themselves: tensors are staged as those of a device are."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import training
+from torch import nn
+
+DEVICE = torch.device(os.environ.get("TESTED_DEVICE", "cuda:0"))
+STREAMS = torch.get_device_module(DEVICE)
+"""Streams, events and random numbers of the device, such as ``torch.cuda``."""
+BUSY_CYCLES = 200_000_000
+"""A tenth of a second at 2 GHz."""
+
+
+def is_there() -> bool:
+    return bool(STREAMS.is_available())
+
+
+def begin() -> None:
+    """Prepares a process: the device computes the same in each run, and without the short formats of its matrix units."""
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    if DEVICE.type == "cpu":
+        from paramhub.torch import HubOptimizer, _buckets, _gradients
+
+        _buckets.needs_stage = _gradients.needs_stage = lambda device: True
+        HubOptimizer._stages_all = True
+
+
+def keep_busy() -> None:
+    """Puts work on the current stream, so that what follows there begins much later than the host has submitted it."""
+    if DEVICE.type == "cuda":
+        torch.cuda._sleep(BUSY_CYCLES)
+
+
+def make(kind: type[training.Net] = training.OneHead) -> nn.Module:
+    """The same parameters on every rank and in every call."""
+    return training.make(kind).to(DEVICE)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, *arguments: int) -> torch.Tensor:
+    images, labels = training.batch(step, rank)
+    return nn.functional.cross_entropy(model(images.to(DEVICE), *arguments).float(), labels.to(DEVICE))
