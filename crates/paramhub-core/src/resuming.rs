@@ -206,6 +206,17 @@ pub enum BrokenPath {
     Nowhere,
 }
 
+impl BrokenPath {
+    /// What has broken where a stream has ended like this. A reset says nothing against the hub: if its process has died, its
+    /// system says so to the next dial at once, and if it lives, it waits for that dial for the redial grace only.
+    pub fn after(end: StreamEnd) -> BrokenPath {
+        match end {
+            StreamEnd::Reset => BrokenPath::Nowhere,
+            StreamEnd::Closed | StreamEnd::PathFailed => BrokenPath::Somewhere,
+        }
+    }
+}
+
 /// The place of a path among those that are tried: paths with what is not at fault come first.
 pub fn path_order(broken: BrokenPath, same_hub_address: bool, same_source: bool) -> usize {
     match broken {
@@ -268,6 +279,8 @@ mod tests {
         assert_eq!([path_order(OwnInterface, true, false), path_order(OwnInterface, false, false)], [0, 1]);
         // A stream that was reset stays where it was.
         assert_eq!([path_order(Nowhere, true, true), path_order(Nowhere, false, false)], [0, 2]);
+        assert_eq!(BrokenPath::after(StreamEnd::Reset), Nowhere);
+        assert_eq!([StreamEnd::Closed, StreamEnd::PathFailed].map(BrokenPath::after), [Somewhere; 2]);
     }
 
     #[test]

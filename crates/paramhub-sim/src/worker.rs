@@ -11,7 +11,7 @@ use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules, OwnPauses};
 use paramhub_core::requests::{Request, Requests};
-use paramhub_core::resuming::StreamEnd;
+use paramhub_core::resuming::{BrokenPath, StreamEnd};
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_core::worker_job::{Announcement, FailureCause, Output, Progress, WorkerJob};
 
@@ -450,7 +450,7 @@ impl Worker {
             let silence = self.lanes[index].liveness.silence(now);
             if self.job.resumes_after(silence) {
                 let patience = self.job.tries(StreamEnd::PathFailed).unwrap_or_default();
-                self.resume(index, patience, context);
+                self.resume(index, BrokenPath::Somewhere, patience, context);
             }
         }
         if !self.job.watches_hubs() {
@@ -465,7 +465,7 @@ impl Worker {
             if let Some(LivenessChange::Dead(silence)) = lane.liveness.check(now, &rules) {
                 if self.plan.resuming.has_standbys {
                     let patience = self.job.tries(StreamEnd::PathFailed).unwrap_or_default();
-                    self.resume(index, patience, context);
+                    self.resume(index, BrokenPath::Somewhere, patience, context);
                     continue;
                 }
                 let hub = lane.hub;

@@ -7,7 +7,9 @@ use paramhub_core::auth::Incarnation;
 use paramhub_core::composition::Composed;
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::placement::{Route, RouteId};
-use paramhub_core::resuming::{AfterRound, Attempts, Cuts, HANDSHAKE_OF_TWO, RESUME, StreamEnd};
+use paramhub_core::resuming::{
+    AfterRound, Attempts, BrokenPath, Cuts, HANDSHAKE_OF_TWO, RESUME, StreamEnd, path_order,
+};
 use paramhub_core::wire::{
     Attempt, CHALLENGE_BYTES, Caller, Capabilities, Header, Hello, Operation, Refusal,
 };
@@ -263,17 +265,26 @@ impl Worker {
             self.lanes[index].cuts.may_retry(context.instant(), (*patience).min(RESUME))
         };
         match patience.filter(may_retry) {
-            Some(patience) => self.resume(index, patience, context),
+            Some(patience) => self.resume(index, BrokenPath::after(end), patience, context),
             None => self.end_lane(index, &format!("{end:?}"), context),
         }
     }
 
     /// Opens a lane's stream again. The old one stays open until a frame comes on the new one.
-    pub(super) fn resume(&mut self, index: usize, patience: Duration, context: &mut Context<'_>) {
+    pub(super) fn resume(
+        &mut self,
+        index: usize,
+        broken: BrokenPath,
+        patience: Duration,
+        context: &mut Context<'_>,
+    ) {
         let lane = &mut self.lanes[index];
         if matches!(lane.state, LaneState::Open) {
-            // The hub may be gone.
-            (lane.round, lane.at) = (Round::default(), (lane.at + 1) % lane.places.len());
+            let is_same_hub_first = path_order(broken, true, true) < path_order(broken, false, true);
+            if !is_same_hub_first {
+                lane.at = (lane.at + 1) % lane.places.len();
+            }
+            lane.round = Round::default();
             (lane.asking, lane.resuming_since) = (None, context.instant());
             self.redial(index, Attempts::new(context.instant(), patience), context);
         }

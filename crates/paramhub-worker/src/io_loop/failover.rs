@@ -55,13 +55,7 @@ impl IoLoop {
         if !self.lanes[index].cuts.may_retry(now, patience.min(RESUME)) {
             return Ok(false);
         }
-        let broken = match end {
-            // The hub may be gone.
-            StreamEnd::Reset if self.job.has_standbys() => BrokenPath::Somewhere,
-            StreamEnd::Reset => BrokenPath::Nowhere,
-            StreamEnd::Closed | StreamEnd::PathFailed => BrokenPath::Somewhere,
-        };
-        self.resume_stream(index, broken, error.to_string(), patience, now).map(|()| true)
+        self.resume_stream(index, BrokenPath::after(end), error.to_string(), patience, now).map(|()| true)
     }
 
     /// Dials again where a hub has closed a stream before this worker has left, if the hub has a standby. Returns whether it
