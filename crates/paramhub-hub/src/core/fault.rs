@@ -109,6 +109,11 @@ impl Fault {
         }
     }
 
+    /// Whether a step was asked for that this hub has not come to.
+    pub(crate) fn is_ahead(&self) -> bool {
+        matches!(self, Fault::Rules { violation: ProtocolViolation::StepAhead { .. }, .. })
+    }
+
     /// The neighbour at fault, if the fault showed on the stream of `neighbour`.
     pub(crate) fn culprit(&self, neighbour: Neighbour) -> Neighbour {
         match self {

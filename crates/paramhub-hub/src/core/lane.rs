@@ -311,6 +311,10 @@ impl Lane {
                 None => Err(Fault::Lost(error.to_string())),
             },
             Err(ReceiveError::Frame(error)) => Err(Fault::Frame(error.to_string())),
+            // The worker may have made later steps with the standby, while this hub was cut off from the manager.
+            Err(ReceiveError::Sink(fault)) if fault.is_ahead() && shard.has_standby() => {
+                Err(Fault::Lost(fault.to_string()))
+            }
             Err(ReceiveError::Sink(fault)) => Err(fault),
         }
     }

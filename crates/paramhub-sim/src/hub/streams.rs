@@ -3,6 +3,7 @@
 use paramhub_core::auth::Incarnation;
 use paramhub_core::between_sites;
 use paramhub_core::composition::Neighbour;
+use paramhub_core::exchange::ProtocolViolation;
 use paramhub_core::job_control::{CoreEvent, FaultCause};
 use paramhub_core::liveness::{LivenessChange, PeerLiveness};
 use paramhub_core::placement::RouteId;
@@ -180,7 +181,12 @@ impl Hub {
                 job.route(route).take_frame(slot, number, &header, frame.content, context)
             }
         };
-        if let Err(violation) = taken {
+        let has_standby = self.job_mut().route(route).exchange.has_standby();
+        if let Err(violation @ ProtocolViolation::StepAhead { .. }) = &taken
+            && has_standby
+        {
+            self.lose(route, number, &violation.to_string(), context);
+        } else if let Err(violation) = taken {
             let name = self.name_at(route, number);
             context.ledger.violate(|| format!("{name} broke the rules at {header:?}: {violation}"));
         }

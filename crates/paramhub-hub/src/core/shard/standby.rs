@@ -62,9 +62,14 @@ impl Shard {
         }
     }
 
+    /// Whether another hub can take over what this one serves.
+    pub(crate) fn has_standby(&self) -> bool {
+        self.exchange.has_standby()
+    }
+
     /// Tells the standby that a worker has left, so that it does not wait for that worker if it takes over.
     pub(super) fn pass_on_leave(&mut self, member: u32) {
-        if let Some(port) = self.plan.ports.counterpart().filter(|_| self.exchange.has_standby()) {
+        if let Some(port) = self.plan.ports.counterpart().filter(|_| self.has_standby()) {
             self.outboxes[port as usize].message(leave_of(member), Vec::new());
             self.dirty.insert(port);
         }
