@@ -133,9 +133,10 @@ impl Member {
                 context.wake_in(self.process, TAKEN_PAUSE, Wake::Begin);
                 None
             }
-            // Another has been lost while this one waited.
+            // Another has been lost while this one waited, or a late call of a process that has died has got the rank.
             (Err(CallError::Refused(refusal)), Some(_))
-                if refusal.code == ErrorCode::Busy && self.plan.rewind_every.is_some() =>
+                if matches!(refusal.code, ErrorCode::Busy | ErrorCode::WrongNonce)
+                    && self.plan.rewind_every.is_some() =>
             {
                 self.begin_again(context);
                 None

@@ -256,7 +256,8 @@ impl Member {
             .unwrap_or(self.options.rendezvous_timeout);
         let initialised =
             self.manager.init_service(namespace, &request, timeout).map_err(|cause| match cause.code() {
-                Some(ErrorCode::Busy) if self.connected.options.rewinds() => {
+                // With a wrong proof another process has got the rank since. It may be one that has died, whose call was late.
+                Some(ErrorCode::Busy | ErrorCode::WrongNonce) if self.connected.options.rewinds() => {
                     WorkerError::Rewound { who, culprit: None, message: cause.to_string().into() }
                 }
                 // The manager shuts down, perhaps with a hub.
