@@ -93,7 +93,10 @@ impl ManagerState {
                     self.unsaved.hubs.insert(hub);
                 }
                 Output::Command { hub, command, unless_queued } => {
-                    self.queues.push(hub, &command, unless_queued);
+                    match self.waiting_before(hub, command.namespace()) {
+                        Some(commands) => commands.push((hub, command)),
+                        None => self.queues.push(hub, &command, unless_queued),
+                    }
                 }
                 Output::ChangeMembership { hub, namespace, command } => match self.records_of(namespace) {
                     Some(records) => records.commands.push((hub, command)),
@@ -120,6 +123,19 @@ impl ManagerState {
     fn records_of(&mut self, namespace: Namespace) -> Option<&mut Unsaved> {
         let records = [&mut self.unsaved, &mut self.saving];
         records.into_iter().find(|records| records.jobs.contains(&namespace))
+    }
+
+    /// The commands that wait until a record is saved, if one of them is for this hub and about this job: no later command about
+    /// it may reach the hub before.
+    fn waiting_before(
+        &mut self,
+        hub: u32,
+        namespace: Option<Namespace>,
+    ) -> Option<&mut Vec<(u32, HubCommand)>> {
+        let both = [&mut self.unsaved.commands, &mut self.saving.commands];
+        both.into_iter().find(|commands| {
+            commands.iter().any(|(to, command)| *to == hub && command.namespace() == namespace)
+        })
     }
 
     fn answer(&mut self, call: CallId, answer: Answer) {

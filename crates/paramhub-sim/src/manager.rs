@@ -142,7 +142,7 @@ impl Manager {
         self.carry_out(context);
     }
 
-    /// Whether any hub was ever lost.
+    /// Whether any hub was ever lost, or not heard for so long that a rank's word suffices to take it for lost.
     pub(crate) fn has_lost_hubs(&self) -> bool {
         self.lost_hubs > 0
     }
@@ -336,7 +336,10 @@ impl Manager {
             Output::Command { command: HubCommand::ReportJobs { .. }, .. }
                 if context.plant == Some(Plant::JobsNotAsked) => {}
             Output::Command { hub, command, unless_queued } => {
-                running.queues.push(hub, command, unless_queued);
+                match running.waiting_before(hub, command.namespace()) {
+                    Some(commands) => commands.push((hub, command)),
+                    None => running.queues.push(hub, command, unless_queued),
+                }
             }
             Output::ChangeMembership { hub, namespace, command } => {
                 match running.unsaved_of(Some(namespace)) {
@@ -354,7 +357,8 @@ impl Manager {
             }
             Output::Log(event) => {
                 context.trace(|| format!("the manager: {event:?}"));
-                self.lost_hubs += u32::from(matches!(event, LogEvent::HubLost { .. }));
+                let is_loss = matches!(event, LogEvent::HubLost { .. } | LogEvent::HubUnheard { .. });
+                self.lost_hubs += u32::from(is_loss);
                 let is_drained = |message: &str| message.contains("is drained by an operator; hub");
                 let left = matches!(&event, LogEvent::SharesChanged { message, .. } if is_drained(message));
                 self.left_drained += usize::from(left);
@@ -393,6 +397,19 @@ impl Running {
         let saving = self.saving.as_mut().map(|(unsaved, _)| unsaved);
         let both = [Some(&mut self.unsaved), saving].into_iter().flatten();
         both.into_iter().find(|records| records.jobs.contains(&namespace))
+    }
+
+    /// The commands that wait until a record is saved, if one of them is for this hub and about this job.
+    fn waiting_before(
+        &mut self,
+        hub: u32,
+        namespace: Option<Namespace>,
+    ) -> Option<&mut Vec<(u32, HubCommand)>> {
+        let saving = self.saving.as_mut().map(|(unsaved, _)| &mut unsaved.commands);
+        let both = [Some(&mut self.unsaved.commands), saving].into_iter().flatten();
+        both.into_iter().find(|commands| {
+            commands.iter().any(|(to, command)| *to == hub && command.namespace() == namespace)
+        })
     }
 }
 

@@ -57,7 +57,7 @@ pub(crate) struct Ends<'a> {
     pub(crate) has_all_hubs: bool,
     /// Whether a hub was killed, after another, while not all shares had two hubs.
     pub(crate) has_risked_chunks: bool,
-    /// Whether the manager has lost a hub.
+    /// Whether the manager has lost a hub, or has not heard it for so long that a rank's word suffices.
     pub(crate) has_lost_hubs: bool,
 }
 

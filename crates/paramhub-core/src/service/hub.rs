@@ -207,6 +207,25 @@ pub enum HubCommand {
     },
 }
 
+impl HubCommand {
+    /// The job that it concerns, if it concerns one.
+    pub fn namespace(&self) -> Option<Namespace> {
+        match self {
+            HubCommand::Allocate(plan) => Some(plan.namespace),
+            HubCommand::Link { namespace }
+            | HubCommand::Stop { namespace, .. }
+            | HubCommand::Tell { namespace, .. }
+            | HubCommand::LoseRank { namespace, .. }
+            | HubCommand::Rewind { namespace, .. }
+            | HubCommand::ExpectRank { namespace, .. }
+            | HubCommand::JoinRank { namespace, .. }
+            | HubCommand::ChangeShares { namespace, .. }
+            | HubCommand::Finish { namespace } => Some(*namespace),
+            HubCommand::Probe(_) | HubCommand::ReportJobs { .. } => None,
+        }
+    }
+}
+
 /// Shares whose standby a hub is to become that has a part in the job already.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
