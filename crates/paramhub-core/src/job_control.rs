@@ -140,7 +140,7 @@ impl JobControl {
         match event {
             Event::Planned(terms) => self.admit(*terms, now),
             Event::PlannedFurther { terms, further } => self.take_further(*terms, further),
-            Event::AllocateAgain { namespace, epoch, hub } => self.allocated_before(namespace, epoch, hub),
+            Event::AllocateAgain(plan) => self.allocated_before(plan),
             Event::ReportJobs { question } => self.report_jobs(question),
             Event::CannotPlan { namespace, reason } => self.refuse(namespace, reason),
             Event::Link { namespace } => self.link(namespace, now),

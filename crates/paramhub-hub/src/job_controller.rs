@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::{self, Event, JobControl, JobTerms};
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{FurtherShares, HubCommand, JobPlan};
+use paramhub_core::service::{HubCommand, JobPlan};
 use paramhub_kernels::Registry;
 
 use crate::checkpoint::{CheckpointCommand, CheckpointConfig, CheckpointStatuses};
@@ -121,11 +121,11 @@ impl JobController {
         Some(match command {
             HubCommand::Allocate(plan) => {
                 let (namespace, epoch, hub) = (plan.namespace, plan.epoch.number, plan.hub as u16);
-                if let Some(further) = &plan.further {
-                    return Some(self.plan_further(&plan, further));
+                if plan.further.is_some() {
+                    return Some(self.plan_further(plan));
                 }
                 if !self.control.wants(namespace, epoch, hub) {
-                    return Some(Event::AllocateAgain { namespace, epoch, hub });
+                    return Some(Event::AllocateAgain(plan));
                 }
                 match self.plan(&plan) {
                     Ok((job, terms)) => {
@@ -158,18 +158,19 @@ impl JobController {
     }
 
     /// Plans further shares of a job that this hub has.
-    fn plan_further(&mut self, plan: &JobPlan, further: &FurtherShares) -> Event {
+    fn plan_further(&mut self, plan: Box<JobPlan>) -> Event {
         let (namespace, epoch, hub) = (plan.namespace, plan.epoch.number, plan.hub as u16);
-        if !self.control.wants_further(namespace, epoch, hub, further) {
-            return Event::AllocateAgain { namespace, epoch, hub };
+        let further = plan.further.clone().unwrap_or_default();
+        if !self.control.wants_further(namespace, epoch, hub, &further) {
+            return Event::AllocateAgain(plan);
         }
-        match (self.plan(plan), self.jobs.get_mut(&namespace)) {
+        match (self.plan(&plan), self.jobs.get_mut(&namespace)) {
             (Ok((planned, terms)), Some(job)) => {
                 job.further = Some(Box::new(planned));
-                Event::PlannedFurther { terms: Box::new(terms), further: further.clone() }
+                Event::PlannedFurther { terms: Box::new(terms), further }
             }
             (Err(reason), _) => Event::CannotPlan { namespace, reason },
-            (Ok(_), None) => Event::AllocateAgain { namespace, epoch, hub },
+            (Ok(_), None) => Event::AllocateAgain(plan),
         }
     }
 

@@ -187,10 +187,7 @@ impl Hub {
     /// Passes a command of the manager to the job control.
     fn command(&mut self, command: HubCommand, context: &mut Context<'_>) {
         let event = match command {
-            HubCommand::Allocate(ordered) if ordered.further.is_some() => {
-                let further = ordered.further.clone().unwrap_or_default();
-                self.plan_further(&ordered, &further)
-            }
+            HubCommand::Allocate(ordered) if ordered.further.is_some() => self.plan_further(ordered),
             HubCommand::Allocate(ordered)
                 if self.control.wants(ordered.namespace, ordered.epoch.number, ordered.hub as u16) =>
             {
@@ -201,11 +198,7 @@ impl Hub {
                 self.allocations += 1;
                 Event::Planned(Box::new(terms))
             }
-            HubCommand::Allocate(ordered) => Event::AllocateAgain {
-                namespace: ordered.namespace,
-                epoch: ordered.epoch.number,
-                hub: ordered.hub as u16,
-            },
+            HubCommand::Allocate(ordered) => Event::AllocateAgain(ordered),
             HubCommand::ReportJobs { question } => Event::ReportJobs { question },
             HubCommand::Link { namespace } => Event::Link { namespace },
             HubCommand::Tell { namespace, rank, message } => Event::Tell { namespace, rank, message },
@@ -307,6 +300,7 @@ impl Hub {
                             job.is_forgotten = true;
                         }
                     }
+                    Output::Plan(ordered) => self.command(HubCommand::Allocate(ordered), context),
                     _ => {}
                 }
             }

@@ -30,6 +30,9 @@ impl JobControl {
     /// The manager ends a job.
     pub(super) fn stop(&mut self, namespace: Namespace, reason: String, when: StopWhen, now: Duration) {
         let job = self.jobs.get_mut(&namespace);
+        // A part that has not begun ends with the order, and a former part is ending already.
+        let had_next = job.and_then(|job| job.next_part.take()).is_some();
+        let job = self.jobs.get_mut(&namespace).filter(|job| !(had_next && job.is_ending()));
         match (job, when) {
             (_, StopWhen::WorkersEnding) => self.announce_end(namespace, reason),
             (None, _) => {
@@ -223,6 +226,7 @@ impl JobControl {
             self.report_end(EndReport { end, since, counters }, held_chunks, held_as);
         }
         self.outputs.push(Output::Forget(namespace));
+        self.outputs.extend(job.next_part.filter(|_| self.is_serving()).map(Output::Plan));
     }
 }
 

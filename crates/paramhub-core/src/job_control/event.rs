@@ -8,7 +8,7 @@ use crate::auth::Namespace;
 use crate::composition::Neighbour;
 use crate::exchange::Awaited;
 use crate::placement::{HubShape, RouteId};
-use crate::service::{CauseKind, FurtherShares, JobCounters, ProbeOrder, ProbeReport, StopWhen};
+use crate::service::{CauseKind, FurtherShares, JobCounters, JobPlan, ProbeOrder, ProbeReport, StopWhen};
 use crate::standbys::Share;
 
 /// With what a job begins that was to look for a checkpoint.
@@ -33,15 +33,8 @@ pub enum Event {
         /// The shares.
         further: FurtherShares,
     },
-    /// The manager wants a job allocated that the hub has planned before.
-    AllocateAgain {
-        /// The job.
-        namespace: Namespace,
-        /// The epoch with which it begins.
-        epoch: u64,
-        /// The position that this hub is to have in it.
-        hub: u16,
-    },
+    /// The manager wants a job allocated that the hub has planned before, or of which it still has a former part.
+    AllocateAgain(Box<JobPlan>),
     /// The manager has restarted and wants every job reported.
     ReportJobs {
         /// The number of the question, for the answer.

@@ -11,7 +11,7 @@ use super::ranks::ChangedRanks;
 use super::standbys::{LostCounterpart, LostWorker};
 use crate::composition::Neighbour;
 use crate::placement::RouteId;
-use crate::service::{CauseKind, FurtherShares, JobCounters, JobEnd, add_by_rank};
+use crate::service::{CauseKind, FurtherShares, JobCounters, JobEnd, JobPlan, add_by_rank};
 use crate::standbys::Share;
 
 /// The state of a job.
@@ -44,6 +44,8 @@ pub(super) struct Job {
     pub(super) awaits_workers_until: Option<Duration>,
     /// Whether it goes on at other hubs without this one.
     pub(super) is_retired: bool,
+    /// The part of the job that this hub is to have once this one has ended: it becomes a standby.
+    pub(super) next_part: Option<Box<JobPlan>>,
     /// The ranks that are lost, or were.
     pub(super) ranks: ChangedRanks,
     /// What has been reported of neighbours.
@@ -125,6 +127,7 @@ impl Job {
             lost_workers: BTreeMap::new(),
             awaits_workers_until: None,
             is_retired: false,
+            next_part: None,
             terms,
             has_opened: false,
             is_linked,

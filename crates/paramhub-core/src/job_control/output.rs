@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{EndReport, RoleChange};
 use crate::auth::Namespace;
 use crate::placement::{HubShape, RouteId};
-use crate::service::{HubEvent, ProbeOrder};
+use crate::service::{HubEvent, JobPlan, ProbeOrder};
 use crate::standbys::Share;
 use crate::wire::{Failure, Notice};
 
@@ -179,6 +179,9 @@ pub enum Output {
     },
     /// Forget the job: nothing is left of it here.
     Forget(Namespace),
+    /// Plan a part of the job, whose former part has ended here. [`Event::Planned`](super::Event::Planned) or
+    /// [`Event::CannotPlan`](super::Event::CannotPlan) answers.
+    Plan(Box<JobPlan>),
     /// Take part in a probe, or only report why the hub cannot. [`Event::Probed`](super::Event::Probed)
     /// answers.
     Probe {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{JobControl, Output};
 use crate::auth::Namespace;
-use crate::service::{HubEvent, HubJobCounters, JobEnd};
+use crate::service::{HubEvent, HubJobCounters, JobEnd, JobPlan};
 
 /// The ends of jobs that a hub still reports to a manager that restarts, the newest.
 pub const ENDS_KEPT: usize = 256;
@@ -44,13 +44,14 @@ impl JobControl {
     }
 
     /// The manager wants a job allocated that this hub has already: an earlier command has come twice, or the manager has
-    /// restarted since. A job that still opens is reported when it is open. A former part of the job, with another position,
-    /// may still be ending.
-    pub(super) fn allocated_before(&mut self, namespace: Namespace, epoch: u64, hub: u16) {
-        let Some(job) = self.jobs.get(&namespace).filter(|job| job.terms.epoch == epoch) else { return };
-        if job.terms.hub != hub {
-            let reason = "its former part of the job has not ended yet".to_owned();
-            self.report(HubEvent::Refused { namespace, reason });
+    /// restarted since. A job that still opens is reported when it is open. While a former part of the job, with another
+    /// position, is still ending, the next one waits for that.
+    pub(super) fn allocated_before(&mut self, plan: Box<JobPlan>) {
+        let namespace = plan.namespace;
+        let job = self.jobs.get_mut(&namespace).filter(|job| job.terms.epoch == plan.epoch.number);
+        let Some(job) = job else { return };
+        if u32::from(job.terms.hub) != plan.hub {
+            job.next_part = Some(plan);
         } else if job.has_opened {
             self.report_allocated(namespace);
         }

@@ -15,11 +15,16 @@ use std::sync::Arc;
 
 use super::job::Phase;
 use super::*;
+use crate::auth::{Epoch, EpochSecret, Nonce};
 use crate::chunk::ChunkMap;
 use crate::composition::{Composed, Composition, Neighbour};
 use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, InterfaceShape, RouteId};
-use crate::service::{Allowance, CauseKind, JobCounters, JobEnd, StopWhen, TeamAllowance};
+use crate::scheme::Cluster;
+use crate::service::{
+    Allowance, CauseKind, JobCounters, JobEnd, JobOptions, JobPlan, StopWhen, TeamAllowance,
+};
+use crate::settings::Settings;
 use crate::stragglers::Stragglers;
 use crate::wire::Failure;
 
@@ -38,11 +43,15 @@ fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds)
 }
 
+fn keys() -> KeyTable {
+    KeyTable::new(vec![Key::new("w", [100_000])]).unwrap()
+}
+
 fn terms(number: u8) -> JobTerms {
     let interface =
         |core| InterfaceShape { address: format!("10.0.0.{core}:1"), cores: vec![core], weight: 1 };
     let hub = HubShape { interfaces: vec![interface(0), interface(1)], local: None };
-    let keys = KeyTable::new(vec![Key::new("w", [100_000])]).unwrap();
+    let keys = keys();
     let map = ChunkMap::new(&keys, 4096).unwrap();
     let route = |id| RouteTerms { id, core: id, interface: id, share: 0, streams: 2, memory_bytes: 5 << 20 };
     JobTerms {
@@ -69,6 +78,28 @@ fn terms(number: u8) -> JobTerms {
         writes_checkpoints: false,
         checkpoint_folder: "/data/job-1".into(),
     }
+}
+
+/// The manager wants a job allocated of which this hub has a part, in which it is to have this position.
+fn again(number: u8, hub: u32) -> Event {
+    let composed = terms(number).composed;
+    Event::AllocateAgain(Box::new(JobPlan {
+        name: format!("job-{number}"),
+        namespace: job(number),
+        nonce: Nonce([0; 32]),
+        epoch: Epoch { number: 1, secret: EpochSecret([0; 32]) },
+        version_1_ranks: Vec::new(),
+        options: JobOptions::default(),
+        composition: composed.composition.clone(),
+        site: 0,
+        hub,
+        shares: Vec::new(),
+        later_hubs: Vec::new(),
+        further: None,
+        cluster: Cluster::beside_workers(2),
+        settings: Settings::new(keys()),
+        team: TeamAllowance::default(),
+    }))
 }
 
 fn hub_terms() -> HubTerms {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::job_control::{EndReport, Event, Output, Recipient, RoleChange};
 use paramhub_core::placement::RouteId;
+use paramhub_core::service::HubCommand;
 use paramhub_core::standbys::Role;
 use paramhub_core::stream_admission::{JobStreams, StreamTerms};
 use tracing::{info, warn};
@@ -85,6 +86,11 @@ impl JobController {
                 self.send_to_core(core, CoreCommand::End { namespace, failure });
             }
             Output::Forget(namespace) => drop(self.jobs.remove(&namespace)),
+            Output::Plan(plan) => {
+                if let Some(event) = self.command(HubCommand::Allocate(plan)) {
+                    self.handle(event);
+                }
+            }
             Output::Probe { order, refused } => {
                 self.prober.begin(order, refused, &self.directory, &self.own_sender);
             }

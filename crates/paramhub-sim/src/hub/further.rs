@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use paramhub_core::job_control::{CoreEvent, Event, RoleChange};
 use paramhub_core::placement::RouteId;
-use paramhub_core::service::{self, FurtherShares, JobCounters};
+use paramhub_core::service::{self, JobCounters};
 use paramhub_core::standbys::Role;
 
 use super::job::HubJob;
@@ -15,15 +15,16 @@ use crate::world::{Context, Wake};
 
 impl Hub {
     /// Plans further shares of the job that this hub has.
-    pub(super) fn plan_further(&mut self, ordered: &service::JobPlan, further: &FurtherShares) -> Event {
+    pub(super) fn plan_further(&mut self, ordered: Box<service::JobPlan>) -> Event {
         let (namespace, epoch, hub) = (ordered.namespace, ordered.epoch.number, ordered.hub as u16);
-        let wants = self.control.wants_further(namespace, epoch, hub, further);
+        let further = ordered.further.clone().unwrap_or_default();
+        let wants = self.control.wants_further(namespace, epoch, hub, &further);
         let Some(job) = self.job.as_mut().filter(|_| wants) else {
-            return Event::AllocateAgain { namespace, epoch, hub };
+            return Event::AllocateAgain(ordered);
         };
-        let (planned, terms) = HubJob::plan(&self.plan, ordered);
+        let (planned, terms) = HubJob::plan(&self.plan, &ordered);
         job.further = planned.routes;
-        Event::PlannedFurther { terms: Box::new(terms), further: further.clone() }
+        Event::PlannedFurther { terms: Box::new(terms), further }
     }
 
     /// The cores allocate further routes, and the streams of the hubs that serve them are admitted.

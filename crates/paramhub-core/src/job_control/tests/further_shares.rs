@@ -82,7 +82,7 @@ fn with_further() -> Hub {
 fn a_hub_allocates_a_further_share_and_is_its_standby_until_it_gives_it_up() {
     let mut hub = with_further();
     assert!(!hub.control.wants_further(job(1), 1, 0, &further(1)), "the same command has come again");
-    let again = hub.handle(Event::AllocateAgain { namespace: job(1), epoch: 1, hub: 0 });
+    let again = hub.handle(again(1, 0));
     assert_eq!(allocated(&again), [(Some(1), (5 << 20) + MEMORY_BYTES)]);
     let outputs = change(&mut hub, 2, shares(Some(0)));
     assert!(roles(&outputs).is_empty() && allocated(&outputs).is_empty(), "{outputs:?}");

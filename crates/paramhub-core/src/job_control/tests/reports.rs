@@ -57,12 +57,11 @@ fn the_newest_ends_are_kept() {
 fn a_job_that_is_to_be_allocated_again_is_reported_once_it_is_open() {
     let mut hub = Hub::new();
     hub.handle(Event::Planned(Box::new(terms(1))));
-    let again = || Event::AllocateAgain { namespace: job(1), epoch: 1, hub: 0 };
-    assert!(hub.handle(again()).is_empty());
+    assert!(hub.handle(again(1, 0)).is_empty());
     hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: false });
     let first = hub.core(1, CoreEvent::Opened { missing_bytes: None, has_snapshot: false });
-    assert_eq!(reports(&first), reports(&hub.handle(again())));
-    assert!(hub.handle(Event::AllocateAgain { namespace: job(2), epoch: 1, hub: 0 }).is_empty());
+    assert_eq!(reports(&first), reports(&hub.handle(again(1, 0))));
+    assert!(hub.handle(again(2, 0)).is_empty());
 }
 
 #[test]
@@ -72,7 +71,7 @@ fn a_job_that_has_ended_is_not_allocated_again_unless_the_hub_had_none_of_it() {
     hub.close(1);
     assert!(!hub.control.wants(job(1), 1, 0), "the order came from a manager that has restarted since");
     assert!(hub.handle(Event::Planned(Box::new(terms(1)))).is_empty());
-    let again = hub.handle(Event::AllocateAgain { namespace: job(1), epoch: 1, hub: 0 });
+    let again = hub.handle(again(1, 0));
     assert!(again.is_empty() && !hub.is_here(1), "{again:?}");
     let without_chunks = || Event::Planned(Box::new(JobTerms { routes: Vec::new(), ..terms(2) }));
     let first = hub.handle(without_chunks());

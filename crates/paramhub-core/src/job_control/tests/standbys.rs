@@ -246,14 +246,34 @@ fn a_hub_that_shuts_down_waits_until_its_standbys_have_all_chunks_but_not_long()
 #[test]
 fn a_hub_is_asked_under_its_newest_position_alone() {
     let mut hub = running();
-    let again = |hub| Event::AllocateAgain { namespace: job(1), epoch: 1, hub };
     let is_allocated = |output: &Output| matches!(output, Output::Report(HubEvent::Allocated { .. }));
-    let is_refused = |output: &Output| matches!(output, Output::Report(HubEvent::Refused { .. }));
-    assert!(hub.handle(again(0)).iter().any(is_allocated));
-    assert!(hub.handle(again(2)).iter().all(is_refused), "its former part is still there");
+    assert!(hub.handle(again(1, 0)).iter().any(is_allocated));
     change(&mut hub, 1, shares([(1, None), (1, None)]));
     hub.close(1);
     assert!(hub.control.wants(job(1), 1, 2));
+}
+
+#[test]
+fn a_hub_gets_its_next_part_once_its_former_one_has_ended() {
+    let waiting = || {
+        let mut hub = running();
+        change(&mut hub, 1, shares([(1, None), (1, None)]));
+        assert!(hub.handle(again(1, 2)).is_empty(), "its former part is still there");
+        hub
+    };
+    let is_planned = |outputs: &[Output]| has!(outputs, Output::Plan(plan) if plan.hub == 2);
+    let mut hub = waiting();
+    let outputs = hub.close(1);
+    assert!(is_planned(&outputs) && hub.control.wants(job(1), 1, 2), "{outputs:?}");
+
+    let mut hub = waiting();
+    let outputs = hub.stop(StopWhen::Now);
+    assert!(matches!(reports(&outputs)[..], [HubEvent::Ended(_)]), "{outputs:?}");
+    assert!(!is_planned(&hub.close(1)), "the job does not need it any more");
+
+    let mut hub = waiting();
+    hub.handle(Event::ShutDown);
+    assert!(!is_planned(&hub.close(1)));
 }
 
 #[test]

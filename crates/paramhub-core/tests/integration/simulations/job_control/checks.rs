@@ -99,6 +99,7 @@ impl Simulation {
                 assert_eq!(job.ends, 1, "reports of the end of {}", job.terms.name);
                 job.is_over = true;
             }
+            Output::Plan(plan) => unreachable!("job {} has one part here", plan.name),
             Output::Report(event) => self.check_report(&event),
             Output::ReportEnd(report) => self.check_end(&report.end),
             Output::StopCores => self.cores_stopped = true,
