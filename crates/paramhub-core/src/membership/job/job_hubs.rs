@@ -223,8 +223,8 @@ impl Job {
         if self.state == JobState::Running && self.is_dispensable(index) {
             return self.drop_dispensable(index, reason, now);
         }
-        // It goes on with the part that it has.
-        if self.state == JobState::Running && self.parts_of(hub) > 0 {
+        // The job goes on with the parts that its hubs have. The refusal may be of what a manager asked that has restarted since.
+        if self.state == JobState::Running && !self.shares.is_empty() {
             let _ = self.further_refused(index, now);
             return Transition::None;
         }
