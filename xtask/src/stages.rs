@@ -60,6 +60,12 @@ pub(crate) static ALL: &[Stage] = &[
         run: python::check,
     },
     Stage {
+        name: "gpu",
+        about: "the Python package with tensors on a GPU, where nvidia-smi finds one",
+        extent: Extent::Standard,
+        run: python::check_on_gpu,
+    },
+    Stage {
         name: "deny",
         about: "licences and sources of the dependencies",
         extent: Extent::Standard,

@@ -18,8 +18,10 @@ use environment::Environment;
 /// again.
 const TOOLS: [&str; 4] = ["uv==0.13.8", "maturin==1.16.0", "ruff==0.17.5", "mypy==2.4.1"];
 const PYTEST: &str = "pytest==9.2.0";
-const OUR_PYTHON: [&str; 6] =
-    ["python", "examples/pytorch", "bench/pytorch", "bench/models", "bench/soak", "xtask"];
+const RUN_PYTEST: [&str; 5] = ["-m", "pytest", "--durations=15", "-p", "no:cacheprovider"];
+const GPU_TESTS: &str = "python/tests/gpu";
+const OUR_PYTHON: [&str; 7] =
+    ["python", "examples/pytorch", "bench/pytorch", "bench/gpu", "bench/models", "bench/soak", "xtask"];
 /// Frameworks for which docs/pytorch.md has recipes and an example, which the tests of a full run use.
 const FRAMEWORKS: [&str; 3] =
     ["accelerate==1.15.0", "transformers==5.23.0; python_version >= '3.11'", "lightning==2.6.6"];
@@ -38,6 +40,27 @@ static VENV: SystemProgram = SystemProgram {
 };
 
 pub(crate) fn check(options: &TestOptions) -> Result<(), Failure> {
+    let tools = install_tools()?;
+    lint(&tools)?;
+    check_dependencies()?;
+    let wheel = build_wheel(&tools)?;
+    install_alone(&wheel)?;
+    run_tests(&tools, &wheel, options)
+}
+
+/// Runs the tests that need a GPU, with the same wheel and the same packages as the others.
+pub(crate) fn check_on_gpu(options: &TestOptions) -> Result<(), Failure> {
+    if !Invocation::parse("nvidia-smi -L").succeeds() {
+        println!("nvidia-smi does not answer, so there is no GPU to test on");
+        return Ok(());
+    }
+    let tools = install_tools()?;
+    let wheel = build_wheel(&tools)?;
+    let tests = tests_environment(&tools, &wheel, options)?;
+    tests.python().args(RUN_PYTEST).args([GPU_TESTS]).run()
+}
+
+fn install_tools() -> Result<Environment, Failure> {
     VENV.ensure()?;
     if !Invocation::new("python3").args(["-c", "import sys; sys.exit(sys.version_info < (3, 10))"]).succeeds()
     {
@@ -46,12 +69,7 @@ pub(crate) fn check(options: &TestOptions) -> Result<(), Failure> {
     let tools = Environment::new("tools");
     tools.create_unless_there()?;
     tools.python().args(["-m", "pip", "install", "--quiet"]).args(TOOLS).run()?;
-
-    lint(&tools)?;
-    check_dependencies()?;
-    let wheel = build_wheel(&tools)?;
-    install_alone(&wheel)?;
-    run_tests(&tools, &wheel, options)
+    Ok(tools)
 }
 
 fn lint(tools: &Environment) -> Result<(), Failure> {
@@ -110,6 +128,23 @@ fn install_alone(wheel: &str) -> Result<(), Failure> {
 }
 
 fn run_tests(tools: &Environment, wheel: &str, options: &TestOptions) -> Result<(), Failure> {
+    let tests = tests_environment(tools, wheel, options)?;
+    let selection: &[&str] = if options.extent == Extent::Full {
+        &[]
+    } else {
+        &["-m", "not full", "--ignore=python/tests/frameworks"]
+    };
+    // The stage `gpu` runs these.
+    let others = format!("--ignore={GPU_TESTS}");
+    tests.python().args(RUN_PYTEST).args([others]).args(selection.iter().copied()).run()
+}
+
+/// The environment in which the tests run, with the wheel and torch, and in a full run with the frameworks.
+fn tests_environment(
+    tools: &Environment,
+    wheel: &str,
+    options: &TestOptions,
+) -> Result<Environment, Failure> {
     let (torch, is_full) = (options.torch.as_deref(), options.extent == Extent::Full);
     let tests = Environment::new(&format!("tests-torch-{}", torch.unwrap_or("newest")));
     tests.create_unless_there()?;
@@ -120,10 +155,7 @@ fn run_tests(tools: &Environment, wheel: &str, options: &TestOptions) -> Result<
     let again = ["--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel];
     tests.python().args(["-m", "pip", "install"]).args(again).run()?;
     tests.python().args(["-c", "import torch; print('torch', torch.__version__)"]).run()?;
-    let selection: &[&str] =
-        if is_full { &[] } else { &["-m", "not full", "--ignore=python/tests/frameworks"] };
-    let pytest = ["-m", "pytest", "--durations=15", "-p", "no:cacheprovider"];
-    tests.python().args(pytest).args(selection.iter().copied()).run()
+    Ok(tests)
 }
 
 fn failure(reason: &str) -> Failure {
