@@ -10,6 +10,7 @@ row's time in a round is that of the slowest rank. Ratios are taken within round
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -46,9 +47,9 @@ class HandOut(torch.autograd.Function):
 class Tensors(nn.Module):
     """A model that has only parameters and computes nothing."""
 
-    def __init__(self, shapes: list) -> None:
+    def __init__(self, shapes: list, device: torch.device) -> None:
         super().__init__()
-        self.tensors = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        self.tensors = nn.ParameterList(torch.zeros(shape, device=device) for shape in shapes)
 
     def forward(self, ready: list) -> torch.Tensor:
         return HandOut.apply(ready, *self.tensors)
@@ -58,7 +59,7 @@ class Row:
     """One way to exchange."""
 
     def __init__(self, shapes: list, gradients: list) -> None:
-        self.model = Tensors(shapes)
+        self.model = Tensors(shapes, gradients[0].device)
         self.gradients = gradients
         self.train: nn.Module = self.model
 
@@ -180,37 +181,63 @@ BASELINE = {"hub": "gloo-step"}
 
 def main() -> None:
     arguments = parse()
+    device = torch.device(arguments.device)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     paramhub.torch.init()
     rank, size = dist.get_rank(), dist.get_world_size()
-    shapes = [
-        tensor["shape"] for tensor in json.loads((MODELS / f"{arguments.model}.json").read_text())["tensors"]
-    ]
+    shapes = shapes_of(arguments.model)
     if arguments.scale > 1:
         shapes = [[-(-torch.Size(shape).numel() // arguments.scale)] for shape in shapes]
-    gradients = [torch.full(shape, float(rank + 1)) for shape in shapes]
-    rows = {name: ROWS[name](shapes, gradients) for name in arguments.rows}
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    for turn in range(arguments.warm_up + arguments.rounds):
-        for name, row in rows.items():
-            row.prepare()
-            dist.barrier()
-            started = time.monotonic()
-            row.run()
-            taken = torch.tensor(time.monotonic() - started, dtype=torch.float64)
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
-            if turn == 0:
-                row.check(rank, size)
-            if turn >= arguments.warm_up:
-                times[name].append(taken.item())
-    for row in rows.values():
-        row.check(rank, size)
+    times = measure(shapes, arguments.rows, device, arguments.rounds, arguments.warm_up)
     if rank == 0:
         report(arguments, shapes, size, times)
     dist.barrier()
     dist.destroy_process_group()
     paramhub.torch.shutdown()
+
+
+def shapes_of(model: str) -> list:
+    """The shapes of a list in models/."""
+    return [tensor["shape"] for tensor in json.loads((MODELS / f"{model}.json").read_text())["tensors"]]
+
+
+def measure(
+    shapes: list, names: list[str], device: torch.device, rounds: int, warm_up: int, budget: float = math.inf
+) -> dict[str, list[float]]:
+    """The seconds of each round by row. After three rounds it ends early when rounds have taken more than ``budget`` seconds,
+    which all ranks see alike."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gradients = [torch.full(shape, float(rank + 1), device=device) for shape in shapes]
+    rows = {name: ROWS[name](shapes, gradients) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    spent = 0.0
+    for turn in range(warm_up + rounds):
+        if turn >= warm_up + 3 and spent > budget:
+            break
+        for name, row in rows.items():
+            row.prepare()
+            await_device(device)
+            dist.barrier()
+            started = time.monotonic()
+            row.run()
+            await_device(device)
+            taken = torch.tensor(time.monotonic() - started, dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            spent += taken.item()
+            if turn == 0:
+                row.check(rank, size)
+            if turn >= warm_up:
+                times[name].append(taken.item())
+    for row in rows.values():
+        row.check(rank, size)
+    return times
+
+
+def await_device(device: torch.device) -> None:
+    """Waits until the device has done what was submitted to it."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def report(arguments: argparse.Namespace, shapes: list, size: int, times: dict) -> None:
@@ -246,9 +273,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", type=int, default=1, help="divides every tensor's elements")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=",".join(ROWS))
+    parser.add_argument("--rows", type=lambda text: text.split(","), help=",".join(ROWS))
+    parser.add_argument("--device", default="cpu", help="the device of the tensors, which all ranks share")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.rows is None:
+        # The backend takes tensors of the host only.
+        arguments.rows = [name for name in ROWS if arguments.device == "cpu" or name != "backend"]
     if unknown := [name for name in arguments.rows if name not in ROWS]:
         parser.error(f"no row is called {unknown[0]}: there are {', '.join(ROWS)}")
     return arguments
