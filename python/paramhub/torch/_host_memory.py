@@ -27,7 +27,7 @@ def staged(
     if tensor.device.type != "cpu":
         raise MisuseError(
             f"a tensor on {tensor.device} cannot be exchanged yet: move it to the host, or give its device another "
-            f'backend, for example init_process_group("cpu:paramhub,{tensor.device.type}:nccl")'
+            f'backend, for example init_process_group("cpu:paramhub,{tensor.device.type}:nccl") with torch 2.14 or newer'
         )
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor, None
