@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need a GPU."""
+"""Leaves the tests of this folder out where there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from device import DEVICE, is_there
 
 
-@pytest.fixture(autouse=True)
-def _device_is_there() -> None:
+def pytest_pycollect_makemodule() -> None:
     if not is_there():
-        pytest.skip(f"torch finds no device {DEVICE}")
+        pytest.skip(f"torch finds no device {DEVICE}: python/tests/gpu is left out", allow_module_level=True)

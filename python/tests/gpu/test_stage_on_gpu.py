@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_callback_finds_the_result_on_its_stream(hub: paramhub.Hub) -> None:
         handle.wait(TIMEOUT)
         handle.add_done_callback(lambda _: seen.append(out.clone()))
         while len(seen) < 2:
-            pass
+            time.sleep(0.001)
         STREAMS.synchronize()
         assert all(all_are(tensor, SUM) for tensor in seen)
 
