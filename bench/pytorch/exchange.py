@@ -133,10 +133,16 @@ class GlooStep(Gloo):
     def __init__(self, *args) -> None:
         super().__init__(*args)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=True)
+        self.steps = 0
 
     def run(self) -> None:
         super().run()
         self.optimizer.step()
+        self.steps += 1
+
+    def check(self, rank: int, size: int) -> None:
+        # On a GPU this optimizer adds the momentum to the gradients themselves.
+        check_parameters(self, size, self.steps)
 
 
 class Hub(Row):
@@ -156,15 +162,19 @@ class Hub(Row):
         self.steps += 1
 
     def check(self, rank: int, size: int) -> None:
-        """Checks the parameters after all steps: the mean gradient is the same in each."""
-        mean = sum(range(1, size + 1)) / size
-        velocity = value = 0.0
-        for _ in range(self.steps):
-            velocity = MOMENTUM * velocity + mean
-            value -= RATE * (mean + MOMENTUM * velocity)
-        for parameter in self.model.parameters():
-            if not torch.allclose(parameter, torch.full_like(parameter, value), rtol=1e-4):
-                raise SystemExit("HubOptimizer: a parameter is not what the steps make of it")
+        check_parameters(self, size, self.steps)
+
+
+def check_parameters(row: Row, size: int, steps: int) -> None:
+    """Checks the parameters after all steps: the mean gradient is the same in each."""
+    mean = sum(range(1, size + 1)) / size
+    velocity = value = 0.0
+    for _ in range(steps):
+        velocity = MOMENTUM * velocity + mean
+        value -= RATE * (mean + MOMENTUM * velocity)
+    for parameter in row.model.parameters():
+        if not torch.allclose(parameter, torch.full_like(parameter, value), rtol=1e-4):
+            raise SystemExit(f"{type(row).__name__}: a parameter is not what the steps make of it")
 
 
 ROWS = {
