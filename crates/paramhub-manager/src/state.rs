@@ -79,36 +79,40 @@ impl ManagerState {
     /// Carries out the outputs of the events that the membership has handled since the last call.
     pub(crate) fn carry_out(&mut self) {
         for output in self.membership.take_outputs(now()) {
-            match output {
-                Output::Answer { call, namespace, answer } => self.answer_when_saved(call, namespace, answer),
-                Output::HubJoined { hub } => {
-                    tracing::info!(hub, "hub joined");
-                    self.queues.add(hub);
-                    self.unsaved.hubs.insert(hub);
-                }
-                Output::SaveHub { hub } => drop(self.unsaved.hubs.insert(hub)),
-                Output::HubRestored { hub } => self.queues.restore(hub),
-                Output::HubForgotten { hub } => {
-                    self.queues.remove(hub);
-                    self.unsaved.hubs.insert(hub);
-                }
-                Output::Command { hub, command, unless_queued } => {
-                    match self.waiting_before(hub, command.namespace()) {
-                        Some(commands) => commands.push((hub, command)),
-                        None => self.queues.push(hub, &command, unless_queued),
-                    }
-                }
-                Output::ChangeMembership { hub, namespace, command } => match self.records_of(namespace) {
-                    Some(records) => records.commands.push((hub, command)),
-                    None => self.queues.push(hub, &command, false),
-                },
-                Output::Save(namespace) => drop(self.unsaved.jobs.insert(namespace)),
-                Output::Remove(namespace) => {
-                    self.unsaved.jobs.remove(&namespace);
-                    self.unsaved.removed_jobs.push(namespace);
-                }
-                Output::Log(event) => log::log(&event),
+            self.carry_out_one(output);
+        }
+    }
+
+    fn carry_out_one(&mut self, output: Output) {
+        match output {
+            Output::Answer { call, namespace, answer } => self.answer_when_saved(call, namespace, answer),
+            Output::HubJoined { hub } => {
+                tracing::info!(hub, "hub joined");
+                self.queues.add(hub);
+                self.unsaved.hubs.insert(hub);
             }
+            Output::SaveHub { hub } => drop(self.unsaved.hubs.insert(hub)),
+            Output::HubRestored { hub } => self.queues.restore(hub),
+            Output::HubForgotten { hub } => {
+                self.queues.remove(hub);
+                self.unsaved.hubs.insert(hub);
+            }
+            Output::Command { hub, command, unless_queued } => {
+                match self.waiting_before(hub, command.namespace()) {
+                    Some(commands) => commands.push((hub, command)),
+                    None => self.queues.push(hub, &command, unless_queued),
+                }
+            }
+            Output::ChangeMembership { hub, namespace, command } => match self.records_of(namespace) {
+                Some(records) => records.commands.push((hub, command)),
+                None => self.queues.push(hub, &command, false),
+            },
+            Output::Save(namespace) => drop(self.unsaved.jobs.insert(namespace)),
+            Output::Remove(namespace) => {
+                self.unsaved.jobs.remove(&namespace);
+                self.unsaved.removed_jobs.push(namespace);
+            }
+            Output::Log(event) => log::log(&event),
         }
     }
 

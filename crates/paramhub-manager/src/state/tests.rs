@@ -137,6 +137,36 @@ fn callers_are_told_what_is_saved() {
 }
 
 #[test]
+fn the_commands_about_a_job_keep_their_order_while_one_of_them_waits_to_be_saved() {
+    let (mut state, hub, namespace, _) = connecting();
+    state.carry_out();
+    let other = Namespace([9; 16]);
+    let stop = |namespace| Output::Command {
+        hub,
+        command: HubCommand::Stop { namespace, reason: "enough".into(), when: StopWhen::Now },
+        unless_queued: false,
+    };
+    let change = Output::ChangeMembership { hub, namespace, command: HubCommand::Finish { namespace } };
+    [change, stop(namespace), stop(other)].into_iter().for_each(|output| state.carry_out_one(output));
+    let queued = |state: &mut ManagerState| {
+        let waiting = state.queues.poll(hub, 0).unwrap().unwrap().commands;
+        let commands = waiting.iter().map(|(_, json)| serde_json::from_slice::<HubCommand>(json).unwrap());
+        let name = |command: HubCommand| (command.namespace(), matches!(command, HubCommand::Stop { .. }));
+        commands.map(name).collect::<Vec<_>>()
+    };
+    let of_others = [(Some(other), true)];
+    assert_eq!(queued(&mut state), of_others, "other jobs do not wait");
+    state.take_unsaved().unwrap();
+    state.carry_out_one(stop(namespace));
+    assert_eq!(queued(&mut state), of_others);
+    state.saved();
+    let own = [(Some(namespace), false), (Some(namespace), true), (Some(namespace), true)];
+    assert_eq!(queued(&mut state), [&of_others[..], &own[..]].concat());
+    state.carry_out_one(stop(namespace));
+    assert_eq!(queued(&mut state).len(), 5, "nothing waits any more");
+}
+
+#[test]
 fn a_failure_that_a_hub_reports_and_has_warned_of_is_no_second_warning() {
     let report = |event: fn(Namespace) -> HubEvent| {
         logged(|state, hub, namespace| {
