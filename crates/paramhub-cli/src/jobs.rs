@@ -1,5 +1,7 @@
 //! `paramhub jobs`
 
+mod move_off;
+
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand, ValueEnum};
@@ -17,6 +19,7 @@ use serde::Serialize;
 use super::{ManagerUrl, client, schemes};
 use crate::config::Config;
 use crate::{ExitCode, Usage};
+use move_off::MoveFlags;
 
 /// The width at which sentences in a table are broken.
 const SENTENCE_COLUMNS: u16 = 100;
@@ -67,6 +70,11 @@ enum JobsCommand {
         /// Its name or namespace
         name: String,
     },
+    /// Move a job with standbys off a hub while it runs, without a lost step, and wait until it has moved
+    ///
+    /// The hub goes on with its other jobs. Another one receives what the job had there: use this to give a new hub a part of a
+    /// running job. Until it has all chunks, some of the job's chunks are at one hub alone.
+    Move(MoveFlags),
     /// End a job; its workers get the reason, its memory is freed
     Stop {
         /// Its name or namespace
@@ -292,6 +300,7 @@ pub(super) fn jobs(config: &Config, todo: JobsTask) -> anyhow::Result<ExitCode> 
             let created = client.replace_secret(&name)?;
             print(todo.json, &created, || membership(&client.url_for_workers(&created), &created))?;
         }
+        JobsCommand::Move(flags) => return move_off::move_off(&client, flags, todo.json),
         JobsCommand::Stop { name } => {
             let job = client.stop_job(&name)?;
             print(todo.json, &job, || stopped(&job))?;

@@ -11,8 +11,8 @@ use paramhub_core::scheme::{BestScheme, InformationBook};
 use paramhub_core::service::{
     AuthorityStatus, Commands, ConnectService, CreateService, CreateToken, DrainHub, DrainStatus, ErrorCode,
     HubRegistered, HubReport, HubStatus, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, LinkStatus,
-    PollCommands, ProbeLinks, RegisterHub, ReplaceAuthority, ReplaceSecret, ServiceConnected, ServiceCreated,
-    ServiceInitialised, TeamQuotas, TeamStatus, TokenCreated, TokenStatus,
+    MoveJob, MoveStatus, PollCommands, ProbeLinks, RegisterHub, ReplaceAuthority, ReplaceSecret,
+    ServiceConnected, ServiceCreated, ServiceInitialised, TeamQuotas, TeamStatus, TokenCreated, TokenStatus,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -251,6 +251,16 @@ impl ManagerClient {
     pub fn replace_secret(&self, job: &str) -> Result<ServiceCreated, ControlError> {
         let path = format!("{}/secret", job_path(job));
         self.answer(Call { repeatable: false, ..self.post(&path, &ReplaceSecret::default())? })
+    }
+
+    /// Moves a job that runs, by name or namespace, off a hub: to another one, or to whichever has room.
+    pub fn move_job(&self, job: &str, order: MoveJob) -> Result<MoveStatus, ControlError> {
+        self.answer(self.post(&format!("{}/move", job_path(job)), &order)?)
+    }
+
+    /// How far the newest move of a job is.
+    pub fn move_status(&self, job: &str) -> Result<MoveStatus, ControlError> {
+        self.answer(self.admin("GET", &format!("{}/move", job_path(job))))
     }
 
     /// Ends a job, by name or namespace, and waits until its hubs have freed it. The job's message then is

@@ -36,7 +36,7 @@ pub use options::{JobOptions, OnInterfaceDown, OnWorkerLoss};
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
 pub use status::{
     AwaitedRanks, CoreCounters, DrainStatus, HubStatus, JobAtHub, JobCounters, JobState, JobStatus,
-    LossCounters, StandbyCounts,
+    LossCounters, MoveStatus, StandbyCounts,
 };
 pub use teams::{Allowance, TeamAllowance, TeamQuotas, TeamStatus};
 pub use tokens::{CreateToken, TokenCreated, TokenRole, TokenStatus};
@@ -205,6 +205,19 @@ pub struct ServiceInitialised {
     /// ranks may have been there before.
     #[serde(default, skip_serializing_if = "is_default")]
     pub joined_running: bool,
+}
+
+/// `POST /v1/jobs/{job}/move`: has a job that runs leave a hub, without a lost step. Only jobs with
+/// [standbys](crate::standbys) can.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct MoveJob {
+    /// The number of the hub that it leaves, and to which it does not come back.
+    pub from: u32,
+    /// The number of the hub that is to become the standby of what it leaves behind; left out, any with room may.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<u32>,
 }
 
 /// `POST /v1/jobs/{namespace}/leave`: LeaveService.

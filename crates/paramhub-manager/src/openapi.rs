@@ -31,6 +31,7 @@ use crate::routes::{authority, hubs, information_book, jobs, pages, teams, token
     ),
     paths(
         jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop, jobs::membership, jobs::replace_secret,
+        jobs::move_job, jobs::move_status,
         information_book::query, information_book::best_scheme,
         hubs::register, hubs::list, hubs::drain, hubs::drain_status, hubs::poll, hubs::events, hubs::links, hubs::probe,
         authority::show, authority::replace,

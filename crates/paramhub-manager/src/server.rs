@@ -70,6 +70,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/jobs/{job}", get(jobs::show).delete(jobs::stop))
         .route("/v1/jobs/{job}/membership", get(jobs::membership))
         .route("/v1/jobs/{job}/secret", post(jobs::replace_secret))
+        .route("/v1/jobs/{job}/move", get(jobs::move_status).post(jobs::move_job))
         .route("/v1/jobs/{job}/book", get(information_book::query))
         .route("/v1/jobs/{job}/best-scheme", get(information_book::best_scheme))
         .route("/v1/jobs/{job}/connect", post(jobs::connect))

@@ -299,6 +299,32 @@ fn a_drained_hub_is_left_without_a_lost_step() {
 }
 
 #[test]
+fn a_job_moves_from_one_hub_to_another_without_a_lost_step() {
+    let expected = Job::start_with(2, JobOptions::default(), &lasting("900")).parameters();
+    let mut job = Job::start_with(2, JobOptions::default(), &lasting("900"));
+    let url = format!("http://{}", job.address);
+    let move_job = |arguments: &str| {
+        let flags = arguments.split(' ');
+        paramhub(["jobs", "move", "--hub", &url, "kept"].into_iter().chain(flags)).finish()
+    };
+    let nowhere = move_job("--from 0 --to 2").expect_code(1).stderr;
+    assert!(nowhere.contains("there is no hub 2"), "{nowhere}");
+    job.hubs.push(Some(hub(&url, "127.0.0.1:0", &job.state)));
+    let elsewhere = move_job("--from 2").expect_code(1).stderr;
+    assert!(elsewhere.contains("it has nothing at hub 2, but at hub 0 ("), "{elsewhere}");
+
+    let moved = move_job("--from 0 --to 2").expect_code(0).stdout;
+    assert!(moved.contains("job kept: it has left hub 0, and all its chunks have a standby"), "{moved}");
+    job.await_steps();
+    let jobs: Vec<u32> = job.client.hubs().unwrap().iter().map(|hub| hub.jobs).collect();
+    assert_eq!(jobs, [0, 1, 1]);
+    // Hub 2 has all that hub 0 had.
+    job.kill(1);
+    job.await_steps();
+    assert!(job.parameters() == expected, "other bits than undisturbed");
+}
+
+#[test]
 fn a_drained_hub_gets_no_new_jobs_and_keeps_those_without_standbys() {
     let (hub, url) = crate::common::hub([]);
     let drain = |arguments: &[&str]| {

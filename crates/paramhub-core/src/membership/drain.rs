@@ -1,11 +1,11 @@
 //! Hubs that an operator drains, so that they can be shut down or replaced: they take no new jobs, and jobs with standbys leave
-//! them.
+//! them. One job can be moved off a hub, too.
 
 use super::job::Transition;
 use super::job::job_hubs::describe_hub;
-use super::{Job, LogEvent, Membership, Now, Output};
+use super::{Job, LogEvent, Membership, Now, Output, forgotten};
 use crate::auth::Namespace;
-use crate::service::{DrainStatus, ErrorCode, JobAtHub, ServiceError, refusal};
+use crate::service::{DrainStatus, ErrorCode, JobAtHub, MoveJob, MoveStatus, ServiceError, refusal};
 
 impl Membership {
     /// Drains a hub from now on, or no longer. Jobs leave it with the next [checks of the time](Self::check_time).
@@ -44,7 +44,42 @@ impl Membership {
         Ok(DrainStatus { hub, name: describe_hub(hub, shape), drained: self.hubs.is_drained(hub), jobs })
     }
 
-    /// Has a job leave a hub that is drained, once others have all that it has there.
+    /// Moves a job off a hub, which goes on with other jobs. The job leaves it with the next
+    /// [checks of the time](Self::check_time).
+    ///
+    /// # Errors
+    /// If there is no such job or hub, if the job cannot leave a hub while it runs, or if the other hub takes no jobs.
+    pub fn move_job(
+        &mut self,
+        namespace: Namespace,
+        MoveJob { from, to }: MoveJob,
+    ) -> Result<MoveStatus, ServiceError> {
+        for hub in [Some(from), to].into_iter().flatten() {
+            if self.hubs.shape(hub).is_none() {
+                let message = format!("there is no hub {hub}: `paramhub hubs` lists all");
+                return Err(refusal(ErrorCode::NotFound, message));
+            }
+        }
+        if let Some(to) = to.filter(|&to| !self.hubs.shapes().iter().any(|&(hub, _)| hub == to)) {
+            let why = if self.hubs.is_drained(to) { "is drained" } else { "is not heard, or shuts down" };
+            return Err(refusal(ErrorCode::BadRequest, format!("hub {to} takes no jobs: it {why}")));
+        }
+        let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
+        job.order_move(from, to)?;
+        let status = job.move_status();
+        self.outputs.push(Output::Save(namespace));
+        status
+    }
+
+    /// How far the newest move of a job is.
+    ///
+    /// # Errors
+    /// If there is no such job, or it was not moved.
+    pub fn move_status(&self, namespace: Namespace) -> Result<MoveStatus, ServiceError> {
+        self.job(namespace)?.move_status()
+    }
+
+    /// Has a job leave a hub that is drained, or that it was moved off, once others have all that it has there.
     pub(super) fn check_drained_hubs(&mut self, namespace: Namespace, now: Now) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
         let transition =

@@ -22,6 +22,9 @@ mod loss_tally;
 #[cfg(test)]
 mod loss_tests;
 mod losses;
+mod moves;
+#[cfg(test)]
+mod moves_tests;
 pub(super) mod new_standbys;
 #[cfg(test)]
 mod new_standbys_tests;
@@ -65,6 +68,7 @@ use job_hubs::JobHub;
 use loss_tally::LossTally;
 pub(crate) use losses::MembershipChange;
 use losses::PendingJoin;
+use moves::MoveOrder;
 use rank_assignments::RankAssignments;
 pub use record::{JobRecord, MembersRecord};
 pub(crate) use rendezvous::InitNext;
@@ -168,6 +172,8 @@ pub struct Job {
     shares_reason: String,
     /// Since when shares have had no standby.
     lacking_since: BTreeMap<u16, Now>,
+    /// The hubs off which an operator has moved it, the newest order last.
+    moves: Vec<MoveOrder>,
     /// The hubs that their standbys have lost, until it is known whether they are still there.
     suspected_hubs: Vec<SuspectedHub>,
     /// The hubs that may still have a part of the job from before it began again, and whether they have said so to this
@@ -300,6 +306,7 @@ impl Job {
             shares_number: 0,
             shares_reason: String::new(),
             lacking_since: BTreeMap::new(),
+            moves: Vec::new(),
             suspected_hubs: Vec::new(),
             former_hubs: BTreeMap::new(),
             former_members: None,

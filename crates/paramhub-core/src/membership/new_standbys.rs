@@ -54,11 +54,17 @@ impl Membership {
         let served_by = lacking.served_by;
         let (serving, place) = (self.hubs.location(served_by), self.hubs.place(served_by)?);
         let mut free = self.hubs.shapes();
+        // The share waits for the hub that an operator has named, as long as that one takes jobs.
+        let destination = job.destination(lacking, now);
+        if let Some(named) = free.iter().find(|(hub, _)| Some(*hub) == destination).cloned() {
+            free = vec![named];
+        }
         free.retain(|(hub, (_, offered))| {
             // The job's workers must be served there, and as the hub demands.
             let may_serve = job.options.encrypt || !self.hubs.demand_encryption(|other| other == *hub);
             let may_ask = job.may_ask_standby(*hub, now) || job.may_ask_further(*hub, lacking, now);
-            (*offered == Place::default() || offered == place) && may_serve && may_ask
+            let is_allowed = may_serve && !job.is_moved_off(*hub);
+            (*offered == Place::default() || offered == place) && is_allowed && may_ask
         });
         let candidates: Vec<Candidate> = free
             .iter()

@@ -226,6 +226,24 @@ pub struct DrainStatus {
     pub jobs: Vec<JobAtHub>,
 }
 
+/// `GET /v1/jobs/{job}/move`, and the answer to [`MoveJob`](super::MoveJob): how far the newest move of a job is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct MoveStatus {
+    /// The hub that the job leaves.
+    pub from: u32,
+    /// The hub that is to have what it leaves behind; absent if that may be any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<u32>,
+    /// Whether it has left.
+    pub has_left: bool,
+    /// What it waits for until it leaves; empty once it has. A part of a sentence that begins with `it`.
+    pub why: String,
+    /// How many of its shares have a standby; absent once it has ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub standbys: Option<StandbyCounts>,
+}
+
 /// A job that has a part at a hub.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

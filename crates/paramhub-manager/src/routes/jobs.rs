@@ -8,14 +8,14 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use paramhub_core::auth::Purpose;
 use paramhub_core::service::{
-    ConnectService, CreateService, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, ReplaceSecret,
-    STOP_REASON_CHARS_MAX, ServiceConnected, ServiceCreated, ServiceError, ServiceInitialised, StopService,
-    StopWhen,
+    ConnectService, CreateService, IDEMPOTENCY_KEY, InitService, JobStatus, LeaveService, MoveJob,
+    MoveStatus, ReplaceSecret, STOP_REASON_CHARS_MAX, ServiceConnected, ServiceCreated, ServiceError,
+    ServiceInitialised, StopService, StopWhen,
 };
 use paramhub_core::teams::full_name;
 
 use super::{PathSegment, QueryParameters, namespace};
-use crate::auth::{CallerSlot, JobOwner, JobReader};
+use crate::auth::{Admin, CallerSlot, JobOwner, JobReader, Reader};
 use crate::body::{JsonBody, SMALL, TableBody};
 use crate::clock::now;
 use crate::error::Refusal;
@@ -264,6 +264,66 @@ pub(crate) async fn replace_secret(
     let replaced = registry.replace_nonce(namespace)?;
     audit(&by, format_args!("replaced the secret of job `{name}` ({namespace})"));
     Ok(Json(replaced))
+}
+
+/// Moves a job off a hub while it runs, without a lost step: another hub becomes the standby of what it had there. The hub goes on
+/// with its other jobs. Only jobs with standbys can leave a hub. A manager that restarts with its state goes on with the move.
+#[utoipa::path(
+    post, path = "/v1/jobs/{job}/move", tag = "jobs", operation_id = "move_job",
+    params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace.")),
+    request_body = MoveJob,
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "The move is under way.", body = MoveStatus),
+        (status = 400, description = "The body is malformed, or the job cannot make this move.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
+        (status = 404, description = "There is no such job or hub.", body = ServiceError),
+        (status = 408, description = "The body did not arrive in time.", body = ServiceError),
+        (status = 410, description = "The job has ended.", body = ServiceError),
+        (status = 413, description = "The body is too long.", body = ServiceError),
+        (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
+    )
+)]
+pub(crate) async fn move_job(
+    Admin(by): Admin,
+    State(registry): State<Arc<Registry>>,
+    PathSegment(job): PathSegment<String>,
+    JsonBody(order): JsonBody<MoveJob, SMALL>,
+) -> Answer<MoveStatus> {
+    let (name, status) = registry.with(|state| {
+        let job = state.membership.find(&job)?;
+        let (name, namespace) = (job.name.clone(), job.namespace);
+        Ok::<_, ServiceError>((name, state.membership.move_job(namespace, order)?))
+    })?;
+    let to = order.to.map_or(String::new(), |to| format!(" to hub {to}"));
+    audit(&by, format_args!("moved job `{name}` off hub {}{to}", order.from));
+    Ok(Json(status))
+}
+
+/// Returns how far the newest move of a job is.
+#[utoipa::path(
+    get, path = "/v1/jobs/{job}/move", tag = "jobs", operation_id = "move_status",
+    params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace.")),
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "How far it is.", body = MoveStatus),
+        (status = 400, description = "The path is malformed.", body = ServiceError),
+        (status = 401, description = "The token is missing, wrong or revoked.", body = ServiceError),
+        (status = 403, description = "The token has another role.", body = ServiceError),
+        (status = 404, description = "There is no such job, or it was not moved.", body = ServiceError),
+    )
+)]
+pub(crate) async fn move_status(
+    _: Reader,
+    State(registry): State<Arc<Registry>>,
+    PathSegment(job): PathSegment<String>,
+) -> Answer<MoveStatus> {
+    let status = registry.with(|state| {
+        let namespace = state.membership.find(&job)?.namespace;
+        state.membership.move_status(namespace)
+    })?;
+    Ok(Json(status))
 }
 
 /// StopService: ends a job for all ranks. Its status, its workers and the logs then say `stopped: ` and the

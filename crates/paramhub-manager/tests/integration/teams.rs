@@ -6,8 +6,8 @@ use crate::common::*;
 use paramhub_control::ManagerClient;
 use paramhub_core::auth::Namespace;
 use paramhub_core::service::{
-    CreateService, CreateToken, ErrorCode, HubCommand, JobOptions, JobPlan, JobState, JobStatus, RegisterHub,
-    TeamQuotas, TokenRole,
+    CreateService, CreateToken, ErrorCode, HubCommand, JobOptions, JobPlan, JobState, JobStatus, MoveJob,
+    RegisterHub, TeamQuotas, TokenRole,
 };
 use paramhub_core::wire::VERSION;
 use paramhub_manager::{ManagerConfig, RunningManager};
@@ -177,6 +177,8 @@ fn a_teams_token_opens_nothing_but_jobs() {
         code(&vision.probe_links()),
         code(&vision.drain_hub(0, true)),
         code(&vision.drain_status(0)),
+        code(&vision.move_job("vision/a", MoveJob { from: 0, to: None })),
+        code(&vision.move_status("vision/a")),
     ] {
         assert_eq!(refused, ErrorCode::Forbidden);
     }

@@ -1,4 +1,4 @@
-//! How a job leaves a hub that an operator drains: its standbys take over, as if the hub were lost, once there are some that
+//! How a job leaves a hub that an operator drains, or [moves](super::moves) it off: its standbys take over, as if the hub were lost, once there are some that
 //! have all chunks.
 
 use super::cause::Cause;
@@ -9,7 +9,7 @@ use crate::service::JobState;
 use crate::standbys::{Role, Share};
 
 impl Job {
-    /// Leaves a hub that is drained, if others have all that it has; one at a time. `last_contact` says what is known of a hub that
+    /// Leaves a hub that it is to leave, if others have all that it has; one at a time. `last_contact` says what is known of a hub that
     /// has not been forgotten: one that may have just been lost does not go on alone with chunks that the drained hub has, too.
     pub(crate) fn leave_drained_hub(
         &mut self,
@@ -36,13 +36,18 @@ impl Job {
         };
         let drained = (0..self.job_hubs.len()).find(|&index| {
             let job_hub = &self.job_hubs[index];
-            !job_hub.ended && is_drained(job_hub.hub) && can_leave(index)
+            let leaves = is_drained(job_hub.hub) || self.is_moved_off(job_hub.hub);
+            !job_hub.ended && leaves && can_leave(index)
         });
         let Some(index) = drained else { return Transition::None };
         if self.job_hubs[index].asked_standby.is_some() {
-            return self.refuse_standby(index, "an operator drains it", now);
+            return self.refuse_standby(index, "the job is to leave it, as an operator has said", now);
         }
-        let message = format!("{} is drained by an operator", self.job_hubs[index].describe());
+        let name = self.job_hubs[index].describe();
+        let message = match is_drained(self.job_hubs[index].hub) {
+            true => format!("{name} is drained by an operator"),
+            false => format!("an operator has moved the job off {name}"),
+        };
         self.go_on_without(index as u16, Cause::known(message, now), now)
     }
 

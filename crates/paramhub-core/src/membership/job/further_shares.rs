@@ -39,7 +39,8 @@ impl Job {
     pub(crate) fn may_ask_further(&self, hub: u32, lacking: LackingShare, now: Now) -> bool {
         let LackingShare { share, served_by } = lacking;
         let since = self.lacking_since.get(&share);
-        let is_due = since.is_some_and(|&since| now.seconds_since(since) >= NEW_HUBS_COME_WITHIN_S);
+        let has_waited = since.is_some_and(|&since| now.seconds_since(since) >= NEW_HUBS_COME_WITHIN_S);
+        let is_due = has_waited || self.destination(lacking, now) == Some(hub);
         let Some(index) = self.job_hub_index(hub).filter(|_| is_due && hub != served_by) else {
             return false;
         };

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::job_hubs::JobHub;
 use super::loss_tally::LossTally;
+use super::moves::MoveOrder;
 use super::rank_assignments::RankRecord;
 use super::rewind::Rewind;
 use super::{Job, JobPhase, SettingsSummary, SitePlacement, Transition};
@@ -69,6 +70,9 @@ pub struct MembersRecord {
     shares_number: u32,
     #[serde(default, skip_serializing_if = "is_default")]
     shares_reason: String,
+    /// The hubs off which an operator has moved the job.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    moves: Vec<MoveOrder>,
     /// The settings of a job with standbys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     settings: Option<Arc<Settings>>,
@@ -139,6 +143,7 @@ impl Job {
             shares: self.shares.clone(),
             shares_number: self.shares_number,
             shares_reason: self.shares_reason.clone(),
+            moves: self.moves.clone(),
             settings: self.settings.clone(),
             composition: self.composition.clone(),
             placed: information_book.map(|information_book| PlacedRecord {
@@ -216,6 +221,7 @@ impl Job {
         self.shares = members.shares;
         self.settings = members.settings;
         (self.shares_number, self.shares_reason) = (members.shares_number, members.shares_reason);
+        self.moves = members.moves;
         let newest: BTreeMap<u32, u16> =
             self.job_hubs.iter().zip(0..).map(|(job_hub, position)| (job_hub.hub, position)).collect();
         // A hub of which nothing is left in the shares has been lost, and is not awaited. Neither is the first part of a hub without

@@ -135,6 +135,56 @@ fn a_drained_hub_gets_no_jobs_and_is_left_by_those_with_standbys_also_under_the_
 }
 
 #[test]
+fn a_job_moves_off_a_hub_to_the_one_that_is_named_and_does_not_come_back() {
+    let now = at(0.0);
+    let mut state = teams(["vision", "speech"], TeamQuotas::default());
+    let hubs = [1, 2].map(|port| hub_on(&mut state, port, now).unwrap());
+    let job = with_standbys(&mut state, hubs, now);
+    let [other, named] = [3, 4].map(|port| hub_on(&mut state, port, now).unwrap());
+    let refused = |state: &mut Membership, from, to| state.move_job(job, MoveJob { from, to }).unwrap_err();
+    assert_eq!(refused(&mut state, 9, None).code, ErrorCode::NotFound);
+    assert_eq!(refused(&mut state, hubs[0], Some(9)).code, ErrorCode::NotFound);
+    let nothing = refused(&mut state, other, None).message;
+    assert!(nothing.contains("nothing at hub 2, but at hub 0 (127.0.0.1:1) and hub 1"), "{nothing}");
+    assert!(refused(&mut state, hubs[0], Some(hubs[0])).message.contains("are the same"));
+    state.drain_hub(named, true, now).unwrap();
+    assert!(refused(&mut state, hubs[0], Some(named)).message.contains("takes no jobs: it is drained"));
+    state.drain_hub(named, false, now).unwrap();
+    assert_eq!(state.move_status(job).unwrap_err().code, ErrorCode::NotFound);
+
+    let order = MoveJob { from: hubs[0], to: Some(named) };
+    let status = state.move_job(job, order).unwrap();
+    assert_eq!((status.has_left, status.why.as_str()), (false, "it is about to leave"));
+    let is_saved = |output: &Output| matches!(output, Output::Save(saved) if *saved == job);
+    assert!(state.take_outputs(now).iter().any(is_saved));
+    // A manager that restarts goes on with it.
+    let records = vec![state.job(job).unwrap().record(now)];
+    let stored = serde_json::to_string(&records).unwrap();
+    let hub_records = [hubs[0], hubs[1], other, named].map(|hub| state.hub_record(hub).unwrap()).into();
+    let limits = state.limits;
+    let restored = serde_json::from_str(&stored).unwrap();
+    let next = Membership::new(restored, hub_records, limits, Nonce([9; 32]), now);
+    assert_eq!(next.move_status(job).unwrap(), status);
+
+    for hub in [hubs[1], other, named] {
+        state.admit_hub(hub, Some("token"), at(1.0)).unwrap();
+    }
+    let [(hub, plan)] = &asked(&mut state, at(1.0))[..] else { panic!("one hub is asked") };
+    assert_eq!((*hub, plan.shares.len()), (named, 2), "and not the other, which joined first");
+    assert!(state.move_status(job).unwrap().has_left);
+    lose(&mut state, named, at(2.0));
+    let [(hub, _)] = &asked(&mut state, at(3.0))[..] else { panic!("one hub is asked") };
+    assert_eq!(*hub, other, "the named one is gone");
+    lose(&mut state, other, at(4.0));
+    assert!(asked(&mut state, at(60.0)).is_empty(), "the job does not come back");
+    assert!(state.hub_statuses(now).iter().all(|hub| !hub.drained), "which takes other jobs");
+    // The way back is a move, too.
+    state.move_job(job, MoveJob { from: hubs[1], to: Some(hubs[0]) }).unwrap();
+    assert_eq!(asked(&mut state, at(100.0)).len(), 1);
+    assert!(!state.move_status(job).unwrap().has_left, "no other hub has the chunks yet");
+}
+
+#[test]
 fn a_rank_that_waits_in_vain_for_hubs_hears_of_one_that_is_drained() {
     let now = at(0.0);
     let mut state = new(now);
