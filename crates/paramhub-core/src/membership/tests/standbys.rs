@@ -1,7 +1,7 @@
 //! The choice of hubs that become standbys of jobs which run.
 
 use super::*;
-use crate::service::{HubJobCounters, JobCounters, JobPlan};
+use crate::service::{HubJobCounters, JobCounters, JobPlan, MoveJob};
 
 /// A job of a team, with standbys, that runs at two hubs.
 fn with_standbys(state: &mut Membership, hubs: [u32; 2], now: Now) -> Namespace {
