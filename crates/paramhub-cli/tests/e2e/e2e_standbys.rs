@@ -310,7 +310,7 @@ fn a_job_moves_from_one_hub_to_another_without_a_lost_step() {
     let nowhere = move_job("--from 0 --to 2").expect_code(1).stderr;
     assert!(nowhere.contains("there is no hub 2"), "{nowhere}");
     job.hubs.push(Some(hub(&url, "127.0.0.1:0", &job.state)));
-    let elsewhere = move_job("--from 2").expect_code(1).stderr;
+    let elsewhere = move_job("--from 2").expect_code(2).stderr;
     assert!(elsewhere.contains("it has nothing at hub 2, but at hub 0 ("), "{elsewhere}");
 
     let moved = move_job("--from 0 --to 2").expect_code(0).stdout;

@@ -184,7 +184,8 @@ fn each_of_the_two_hubs_takes_from_the_other_only_what_it_has_to_say() {
 fn a_worker_that_is_ahead_may_have_made_the_steps_with_the_standby() {
     let [mut serving, _] = pair();
     let payload = wire(&[1.0; 256]);
-    let ahead = take(&mut serving, 0, &header(Operation::PushPull, 0, 3, &payload[..]), &payload);
+    take(&mut serving, 0, &header(Operation::Initialise, 0, 0, &payload), &payload).unwrap();
+    let ahead = take(&mut serving, 1, &header(Operation::PushPull, 0, 3, &payload), &payload);
     let fault = ahead.unwrap_err();
     assert!(fault.is_ahead() && serving.has_standby(), "{fault:?}");
 }
