@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -149,15 +150,20 @@ class Programs:
 
     def has_all_standbys(self) -> bool:
         """Whether each chunk of the job has a standby that can take over, as far as a manager says so."""
+        return re.search(r"standbys +of all chunks", self._ask("jobs", "show", NAME)) is not None
+
+    def has_part(self, number: int) -> bool:
+        """Whether a hub has a part in the job, as far as a manager says so."""
+        hubs = json.loads(self._ask("hubs", "--json") or '{"hubs": []}')["hubs"]
+        address = self.addresses[1 + number]
+        return any(hub["jobs"] > 0 and hub["shape"]["interfaces"][0]["address"] == address for hub in hubs)
+
+    def _ask(self, *what: str) -> str:
+        """What the tool prints that asks the manager; nothing if it is away."""
         inside = [] if self.network is None else self.network.inside("servers")
-        shown = subprocess.run(
-            [*inside, self.paramhub, "jobs", "show", NAME, "--hub", self.url],
-            check=False,
-            capture_output=True,
-            text=True,
-            env=self.environment,
-        )
-        return re.search(r"standbys +of all chunks", shown.stdout) is not None
+        command = [*inside, self.paramhub, *what, "--hub", self.url]
+        asked = subprocess.run(command, check=False, capture_output=True, text=True, env=self.environment)
+        return asked.stdout
 
     def close(self) -> None:
         """Ends all that this run has started, and removes its disks."""

@@ -253,7 +253,9 @@ class Run:
             hub.send_signal(signal.SIGSTOP)
             self.frozen.add(number)
             self.undoes.append(Undo(now + fault.seconds, None, lambda: self._wake(number, hub)))
-        is_missed = fault.seconds > SURELY_LOST_S and len(self.begun) == WORKERS
+        # Only the job's own hubs are missed so soon. The manager waits for a hub without jobs for longer.
+        has_part = fault.kind == "freeze" and self.programs.has_part(number)
+        is_missed = fault.seconds > SURELY_LOST_S and len(self.begun) == WORKERS and has_part
         if fault.kind == "hub" or is_missed:
             # One that has no part in the job is missed when it does not call, or joins again at its address.
             address = re.escape(self.programs.addresses[1 + number])
