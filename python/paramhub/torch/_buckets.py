@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
-from paramhub.torch._staging import Stage, StagedHandle
+from paramhub.torch._staged_handle import StagedHandle
+from paramhub.torch._staging import Stage
 from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
 from paramhub.torch._world import World
 

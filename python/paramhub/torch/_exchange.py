@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from paramhub.torch._factor_layers import FactorLayer
     from paramhub.torch._program_state import State
     from paramhub.torch._shutdown import FailureState
-    from paramhub.torch._staging import Stage, StagedHandle
+    from paramhub.torch._staged_handle import StagedHandle
+    from paramhub.torch._staging import Stage
 
 
 NO_BACKWARD = -1
@@ -105,6 +106,11 @@ class StepState:
         # Autograd does not call this if an exception has ended the pass.
         if self.backward == number:
             self.backward = NO_BACKWARD
+
+    def hand_over(self) -> None:
+        """Holds back no gradient that was sent any longer. Called when a step ends, well or not."""
+        if self.stage is not None:
+            self.stage.hand_over()
 
     def begin_next(self) -> None:
         """Resets the shared state for the next step."""
@@ -268,7 +274,7 @@ class Exchange:
                     self.keys, [(sent.data_ptr(), self.nbytes)], self.receives, (sent, self.memory)
                 )
             else:
-                self.handle = step.stage.push_pull(self.keys, [_memory.flat_view(sent)], [self.flat])
+                self.handle = step.stage.collect(self.number, _memory.flat_view(sent), self.flat)
         except JobFailedError as error:
             step.failures.note_raised(error)
             raise
@@ -302,7 +308,7 @@ class Exchange:
         """The step to which the next gradient contributes."""
         step = self.step
         if step.stage is not None and self.handle is not None:
-            # A stage submits the request when the device has computed the gradient.
+            # A stage submits the request later, when the device has computed the gradients of a group.
             self.handle.await_submission()
         return step.job.next_step(self.number)
 

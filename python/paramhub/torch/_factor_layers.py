@@ -11,7 +11,8 @@ from paramhub.errors import MisuseError
 from paramhub.torch import trace
 from paramhub.torch._capture import Capture, Factors
 from paramhub.torch._exchange import Exchange
-from paramhub.torch._staging import Stage, StagedHandle
+from paramhub.torch._staged_handle import StagedHandle
+from paramhub.torch._staging import Stage
 from paramhub.torch._tensors import memory_range
 
 

@@ -12,7 +12,8 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
 from paramhub.torch._initialization import world
-from paramhub.torch._staging import Stage, StagedHandle
+from paramhub.torch._staged_handle import StagedHandle
+from paramhub.torch._staging import Stage
 from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
 
 NAMED_MAX = 5
@@ -147,22 +148,22 @@ class GradientExchange:
             gradient.passes_left = passes
 
     def _send(self, gradients: Sequence[_Gradient]) -> None:
-        """Submits one request for all these gradients."""
+        """Submits these gradients: in one request, or in groups of a stage."""
         memories = [self._prepare(gradient) for gradient in gradients]
         keys = [gradient.key for gradient in gradients]
         # The stage writes the result with a torch operation, which increments the version.
         versions = [memory._version + (self._stage is not None) for memory in memories]
-        handle: _native.Handle | StagedHandle
+        handles: Sequence[_native.Handle | StagedHandle]
         if self._stage is None:
             ranges = [
                 (memory.data_ptr(), gradient.nbytes)
                 for gradient, memory in zip(gradients, memories, strict=True)
             ]
-            handle = self._job.push_pull_in_place(keys, ranges, memories)
+            handles = [self._job.push_pull_in_place(keys, ranges, memories)] * len(keys)
         else:
             parts = [memory.as_strided((memory.numel(),), (1,)) for memory in memories]
-            handle = self._stage.push_pull(keys, parts, parts)
-        for gradient, memory, version in zip(gradients, memories, versions, strict=True):
+            handles = [self._stage.collect(key, part, part) for key, part in zip(keys, parts, strict=True)]
+        for gradient, memory, version, handle in zip(gradients, memories, versions, handles, strict=True):
             gradient.memory = memory
             gradient.version = version
             gradient.handle = handle

@@ -10,9 +10,13 @@ device stream wait for that copy.
     stage's thread                               '--- request              |
     back stream                                               '--- copy ---'
 
+Each exchange costs the host a fraction of a millisecond, however small its tensors are. So gradients that become ready one after
+the other are collected into groups, and each group is one exchange. Ranks may group differently, because hubs count the
+gradients of each key.
+
 Except for pinned memory, which only CUDA has, the code is the same for every accelerator: it gets the streams and events of a
-device from torch by the device's name. The CPU is such a device too; its streams do nothing, and the tests run this code on it.
-On a GPU the code is untested so far.
+device from torch by the device's name. The CPU is such a device too; its streams do nothing, and most tests run this code on it.
+Those in python/tests/gpu run it on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import queue
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,77 +31,41 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paramhub.errors import MisuseError
 from paramhub.torch import _pinning
+from paramhub.torch._staged_handle import StagedHandle
 from paramhub.torch._tensors import memory_range
 
 if TYPE_CHECKING:
     from paramhub._native import Handle, Job
 
+_Copies = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""Tensors to copy to, and those to copy from."""
 EXIT_TIMEOUT = 10.0
 """Seconds for which the end of the process waits for a stage's thread, which may be waiting for the device."""
+GROUP_BYTES = 1 << 20
+"""The bytes from which on a group of gradients is exchanged. On an H200 groups of 1, 4 and 8 MiB take equally long; with smaller
+ones the exchange of a small model begins earlier."""
+NO_BACKWARD = -1
+"""Autograd's number of the current backward pass where there is none."""
 
 
-class StagedHandle:
-    """The counterpart of `paramhub.Handle` for an exchange of device tensors. `wait` returns when the exchange has ended and
-    the current device stream is ordered after the copies of the results. The host does not wait for these copies."""
+class _Group:
+    """Gradients that became ready one after the other on one device stream, to be exchanged in one request."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._submitted, self._ended = threading.Event(), threading.Event()
-        self._request_handle: Handle | None = None
-        self._copied_back: Any = None
-        self._failure: BaseException | None = None
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[StagedHandle], object]] = []
+    def __init__(self, stage: Stage, stream: Any) -> None:
+        self.handle = StagedHandle(stage, is_collecting=True)
+        self.stream = stream
+        self.keys: list[int] = []
+        self.gradients: list[torch.Tensor] = []
+        self.outs: list[torch.Tensor] = []
+        self.nbytes = 0
 
-    def wait(self, timeout: float | None = None) -> None:
-        """The counterpart of `paramhub.Handle.wait`."""
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the exchange has not ended within {timeout} s")
-        if self._failure is not None:
-            raise self._failure
-        self._copied_back.wait(self._stage.current_stream())
-
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def exception(self) -> BaseException | None:
-        """The reason why the exchange failed, or None. None before the end."""
-        return self._failure
-
-    def await_submission(self) -> None:
-        """Waits until the job has the request, or has refused it. Before, the job does not count it as a step."""
-        self._submitted.wait()
-
-    def add_done_callback(self, callback: Callable[[StagedHandle], object]) -> None:
-        """Calls ``callback(handle)`` at the end. If there are results, the current device stream is then the one on which they
-        arrive."""
-        with self._lock:
-            if not self._ended.is_set():
-                self._callbacks.append(callback)
-                return
-        with self._stage.on_results_stream():
-            callback(self)
-
-    @property
-    def submitted_ns(self) -> int:
-        return self._request_handle.submitted_ns if self._request_handle is not None else 0
-
-    @property
-    def finished_ns(self) -> int:
-        return self._request_handle.finished_ns if self._request_handle is not None else 0
-
-    def _end(self, failure: BaseException | None, copied_back: Any) -> None:
-        self._failure, self._copied_back = failure, copied_back
-        with self._lock:
-            self._ended.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            try:
-                callback(self)
-            except BaseException:
-                # The thread and the other callbacks go on, as with `paramhub.Handle`.
-                threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), threading.current_thread()]))
+    def add(self, key: int, gradient: torch.Tensor, out: torch.Tensor) -> None:
+        self.keys.append(key)
+        self.gradients.append(gradient)
+        self.outs.append(out)
+        self.nbytes += gradient.numel() * gradient.element_size()
 
 
 class Stage:
@@ -130,6 +97,11 @@ class Stage:
             for key, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         ]
         self._pin()
+        self._lock = threading.RLock()
+        self._group: _Group | None = None
+        """The gradients that were collected and not handed over yet."""
+        self._backward = NO_BACKWARD
+        """Autograd's number of the newest backward pass at whose end a group is handed over."""
         self._requests_to_submit: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_submit_when_copied, args=(self._requests_to_submit,), name="paramhub-stage", daemon=True
@@ -147,12 +119,38 @@ class Stage:
         self, keys: list[int], gradients: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> StagedHandle:
         """Exchanges ``gradients`` with their values at this point of the current device stream, and receives into ``outs``."""
-        sends, receives = [self._gradients[key] for key in keys], [self._parameters[key] for key in keys]
-        ranges = [memory_range(tensor) for tensor in sends], [memory_range(tensor) for tensor in receives]
-        copies, copies_back = zip(sends, gradients, strict=True), zip(outs, receives, strict=True)
-        return self.exchange(
-            list(copies), lambda: self._job.push_pull(keys, *ranges, self), list(copies_back)
-        )
+        handle = StagedHandle(self)
+        self._push_pull(handle, self.current_stream(), keys, gradients, outs)
+        return handle
+
+    def collect(self, key: int, gradient: torch.Tensor, out: torch.Tensor) -> StagedHandle:
+        """Exchanges a gradient as `push_pull` does, together with others that come before or after it. Its values are those at
+        this point of the current device stream, or at a later one: the caller does not write to it until the end.
+
+        It is handed over with its group when the group is large enough, when a caller asks for the end, and at the end of a
+        backward pass. Outside of one the caller calls `hand_over` after the last gradient."""
+        stream = self.current_stream()
+        with self._lock:
+            self._hand_over_after_backward()
+            if self._group is not None and self._group.stream != stream:
+                # The copies of a group wait for the work on one device stream.
+                self.hand_over()
+            if self._group is None:
+                self._group = _Group(self, stream)
+            group = self._group
+            group.add(key, gradient, out)
+            if group.nbytes >= GROUP_BYTES:
+                self.hand_over()
+        return group.handle
+
+    def hand_over(self) -> None:
+        """Begins the exchange of the gradients that were collected so far."""
+        with self._lock:
+            group, self._group = self._group, None
+            if group is None:
+                return
+            group.handle.is_collecting = False
+            self._push_pull(group.handle, group.stream, group.keys, group.gradients, group.outs)
 
     def exchange(
         self,
@@ -163,49 +161,89 @@ class Stage:
         """Copies the device's tensors with their values at this point of the current device stream. Submits the request when
         they are on the host, and copies its results back. ``copies`` and ``copies_back`` are pairs of tensors: copy to, from."""
         handle = StagedHandle(self)
-        ready = self._streams.Event()
-        ready.record(self.current_stream())
-        ready.wait(self._out)
-        with self._streams.stream(self._out):
-            for to, tensor in copies:
-                to.copy_(tensor, non_blocking=True)
-                if self._device.type != "cpu":
-                    # The allocator must not reuse the tensor's memory before the copy has read it.
-                    tensor.record_stream(self._out)
-            copied = self._streams.Event()
-            copied.record(self._out)
+        out, back = _columns(copies), _columns(copies_back)
+        self._exchange(handle, self.current_stream(), out, request, back)
+        return handle
+
+    def _push_pull(
+        self,
+        handle: StagedHandle,
+        stream: Any,
+        keys: list[int],
+        gradients: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        sends, receives = [self._gradients[key] for key in keys], [self._parameters[key] for key in keys]
+        ranges = [memory_range(tensor) for tensor in sends], [memory_range(tensor) for tensor in receives]
+        self._exchange(
+            handle,
+            stream,
+            (sends, gradients),
+            lambda: self._job.push_pull(keys, *ranges, self),
+            (outs, receives),
+        )
+
+    def _exchange(
+        self, handle: StagedHandle, stream: Any, copies: _Copies, request: Callable[[], Handle], back: _Copies
+    ) -> None:
+        """Makes an exchange that ``handle`` stands for, of tensors that have their values at this point of ``stream``."""
+        try:
+            ready = self._streams.Event()
+            ready.record(stream)
+            ready.wait(self._out)
+            with self._streams.stream(self._out):
+                _copy(copies)
+                copied = self._streams.Event()
+                copied.record(self._out)
+        except BaseException as error:
+            # Callers of a group's other tensors have the handle already.
+            handle.end(error, None)
+            handle.submitted()
+            raise
 
         def copy_back(request: Handle) -> None:
             failure = request.exception()
             if failure is not None:
-                handle._end(failure, None)
+                handle.end(failure, None)
                 return
             with self.on_results_stream():
                 try:
-                    for to, tensor in copies_back:
-                        to.copy_(tensor, non_blocking=True)
-                        if self._device.type != "cpu":
-                            # If nothing waits for the result and its tensor is dropped, the same holds for this copy.
+                    _copy(back)
+                    if self._device.type != "cpu":
+                        # If nothing waits for a result and its tensor is dropped, the allocator must not reuse the tensor's
+                        # memory before the copy has written to it.
+                        for to in back[0]:
                             to.record_stream(self._back)
                     copied_back = self._streams.Event()
                     copied_back.record(self._back)
                 except BaseException as error:
-                    handle._end(error, None)
+                    handle.end(error, None)
                 else:
-                    handle._end(None, copied_back)
+                    handle.end(None, copied_back)
+
+        # These references keep the allocator from reusing the tensors' memory before they are copied.
+        kept = list(copies[1])
 
         def submit() -> None:
             try:
                 copied.synchronize()
-                handle._request_handle = request()
-                handle._request_handle.add_done_callback(copy_back)
+                kept.clear()
+                handle.follow(request(), copy_back)
             except BaseException as error:
-                handle._end(error, None)
+                handle.end(error, None)
             finally:
-                handle._submitted.set()
+                handle.submitted()
 
         self._requests_to_submit.put(submit)
-        return handle
+
+    def _hand_over_after_backward(self) -> None:
+        """Has the group handed over at the end of the backward pass under way. If an exception ends a pass, autograd does not
+        call this: then the next caller does that asks for an end or ends the step."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            if backward != NO_BACKWARD:
+                torch.autograd.Variable._execution_engine.queue_callback(self.hand_over)
+            self._backward = backward
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that the device can access."""
@@ -224,7 +262,14 @@ class Stage:
         return self._streams.stream(self._back)
 
     def close(self) -> None:
-        """Ends the stage's thread. Requests that were submitted before still end."""
+        """Ends the stage's thread. Requests that were submitted before still end. Gradients that were collected and not handed
+        over are not exchanged."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.handle.is_collecting = False
+            group.handle.end(MisuseError("the job was closed before this gradient was sent"), None)
+            group.handle.submitted()
         self._close()
 
     def _host_tensor(
@@ -255,6 +300,17 @@ class Stage:
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._device.type == "cpu" else self._streams.device(self._device)
+
+
+def _columns(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Copies:
+    return [to for to, _ in pairs], [source for _, source in pairs]
+
+
+def _copy(copies: _Copies) -> None:
+    """Copies on the current device stream. One call for all of them keeps the interpreter's lock free for other threads."""
+    to, sources = copies
+    if to:
+        torch._foreach_copy_(to, sources, non_blocking=True)
 
 
 def _submit_when_copied(requests: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -16,7 +16,7 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 
 if TYPE_CHECKING:
-    from paramhub.torch._staging import StagedHandle
+    from paramhub.torch._staged_handle import StagedHandle
 
 COMPUTATION, WAITS, EXCHANGE = "computation", "waits", "exchange"
 """Tracks. Two spans of one of the first two tracks must not overlap partly. Exchanges may overlap, and have a row

@@ -16,7 +16,7 @@ from paramhub.torch import trace
 from paramhub.torch._buckets import Buckets, UnknownParameter
 from paramhub.torch._ddp_instances import ddp_instances
 from paramhub.torch._initialization import world
-from paramhub.torch._staging import StagedHandle
+from paramhub.torch._staged_handle import StagedHandle
 from paramhub.torch._world import World
 
 

@@ -249,6 +249,8 @@ class HubOptimizer(BaseOptimizer):
             except BaseException:
                 self._step.is_interrupted = self._step.left > 0
                 raise
+            finally:
+                self._step.hand_over()
             refusal = None
             try:
                 self._check_unchanged()
@@ -292,6 +294,7 @@ class HubOptimizer(BaseOptimizer):
                 exchange.wait()
                 exchange.leave_zeros()
         self._schemes.complete(used)
+        self._step.hand_over()
         self._end_step()
 
     def _send_remaining_gradients(self) -> None:

@@ -29,7 +29,7 @@ from paramhub import _native
 from paramhub.torch._trace_files import COMPUTATION, EXCHANGE, WAITS, Event, Origin, merge, write
 
 if TYPE_CHECKING:
-    from paramhub.torch._staging import StagedHandle
+    from paramhub.torch._staged_handle import StagedHandle
 
 __all__ = ["COMPUTATION", "EVENTS_MAX", "WAITS", "merge", "record", "request", "span", "wait", "watch"]
 

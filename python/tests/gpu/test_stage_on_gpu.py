@@ -15,6 +15,8 @@ from paramhub.torch._staging import Stage
 
 LARGE = 24_000_000 if DEVICE.type != "cpu" else 100_000
 """Elements of a tensor whose copy between host and device takes milliseconds, in which the device could fill it often."""
+SMALL = 1000
+"""Elements of a tensor that is exchanged in a group with others."""
 SUM = 3.0
 """The sum of the ranks' gradients, which are 1 and 2."""
 
@@ -114,6 +116,72 @@ def two_keys_in_one_request(job: paramhub.Job) -> None:
     assert all_are(outs[0], SUM) and all_are(outs[1], 2.0)
 
 
+def a_group_that_is_handed_over_on_another_stream(job: paramhub.Job) -> None:
+    stage = staged(job, SMALL, SMALL)
+    gradients = [torch.zeros(SMALL, device=DEVICE) for _ in range(2)]
+    side = STREAMS.Stream()
+    side.wait_stream(STREAMS.current_stream())
+    with STREAMS.stream(side):
+        keep_busy()
+        for gradient in gradients:
+            gradient += job.rank + 1
+        handles = [stage.collect(key, gradient, gradient) for key, gradient in enumerate(gradients)]
+    # This has the group handed over, and orders only this stream after the results.
+    handles[1].wait(TIMEOUT)
+    seen = [gradient.clone() for gradient in gradients]
+    STREAMS.synchronize()
+    assert handles[0] is handles[1] and all(all_are(tensor, SUM) for tensor in seen)
+
+
+def gradients_on_two_streams(job: paramhub.Job) -> None:
+    stage = staged(job, SMALL, SMALL, SMALL)
+    gradients = [torch.zeros(SMALL, device=DEVICE) for _ in range(3)]
+    side, handles = STREAMS.Stream(), []
+    side.wait_stream(STREAMS.current_stream())
+    for key in (0, 1, 2):
+        with STREAMS.stream(side if key == 1 else STREAMS.current_stream()):
+            keep_busy()
+            gradients[key] += job.rank + 1
+            handles.append(stage.collect(key, gradients[key], gradients[key]))
+    for handle in handles:
+        handle.wait(TIMEOUT)
+    assert all(all_are(gradient, SUM) for gradient in gradients)
+
+
+def groups_whose_gradients_are_freed_at_once(job: paramhub.Job) -> None:
+    """Each group has many gradients in the allocator's small blocks, which it gives out again as soon as they are free."""
+    count = 200
+    stage = staged(job, *[SMALL] * count)
+    for _ in range(5):
+        outs = [torch.zeros(SMALL, device=DEVICE) for _ in range(count)]
+        keep_busy()
+        handles = []
+        for key, out in enumerate(outs):
+            handles.append(stage.collect(key, torch.full((SMALL,), job.rank + 1.0, device=DEVICE), out))
+        stage.hand_over()
+        blocks = [torch.full((SMALL,), -1.0, device=DEVICE) for _ in range(4 * count)]
+        for handle in handles:
+            handle.wait(TIMEOUT)
+        assert all(all_are(out, SUM) for out in outs)
+        del blocks
+
+
+def results_of_a_group_that_no_code_waits_for(job: paramhub.Job) -> None:
+    stage = staged(job, LARGE, SMALL)
+    gradients = [on_the_device(float(job.rank + 1)), torch.ones(SMALL, device=DEVICE)]
+    for _ in range(3):
+        outs = [torch.empty_like(gradient) for gradient in gradients]
+        handles = [stage.collect(key, gradients[key], outs[key]) for key in (1, 0)]
+        stage.hand_over()
+        del outs
+        assert all(handle._ended.wait(TIMEOUT) for handle in handles)
+        del handles
+        blocks = [*overwrite_free_memory(), *(torch.full((SMALL,), -1.0, device=DEVICE) for _ in range(50))]
+        STREAMS.synchronize()
+        assert all(all_are(block, -1.0) for block in blocks)
+        del blocks
+
+
 CASES = [
     a_gradient_that_is_not_there_yet,
     a_gradient_that_is_freed_at_once,
@@ -121,6 +189,10 @@ CASES = [
     a_result_that_no_code_waits_for,
     a_result_on_another_stream,
     two_keys_in_one_request,
+    a_group_that_is_handed_over_on_another_stream,
+    gradients_on_two_streams,
+    groups_whose_gradients_are_freed_at_once,
+    results_of_a_group_that_no_code_waits_for,
 ]
 
 

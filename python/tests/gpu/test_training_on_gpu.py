@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, begin, loss_of, make
+from device import DEVICE, begin, group_differently, loss_of, make
 from team import Rank, Team
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -76,6 +76,7 @@ def through_hub_optimizer(rank: Rank) -> list[float]:
     import paramhub.torch
 
     begin()
+    group_differently(rank.rank)
     dist.init_process_group("gloo")
     differences = []
     cases: list[tuple[type[Net], bool]] = [(OneHead, False), (OneHead, True), (Net, False)]
@@ -117,6 +118,7 @@ def through_distributed_optimizer(rank: Rank) -> list[float]:
     import paramhub.torch
 
     begin()
+    group_differently(rank.rank)
     dist.init_process_group("gloo")
     differences = []
     for _, make_optimizer in SAME:

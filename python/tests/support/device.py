@@ -31,6 +31,14 @@ def begin() -> None:
         HubOptimizer._stages_all = True
 
 
+def group_differently(rank: int) -> None:
+    """Has rank 0 exchange the gradients of a small model in one group, and the others in several."""
+    from paramhub.torch import _staging
+
+    if rank > 0:
+        _staging.GROUP_BYTES = 1000 * rank
+
+
 def keep_busy() -> None:
     """Puts work on the current stream, so that what follows there begins much later than the host has submitted it."""
     if DEVICE.type == "cuda":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from device import group_differently
 from hub_training import Net, Reference, all_parameters, begin, compare, largest_difference, loss_of, made
 from team import Rank, Team
 
@@ -58,6 +59,7 @@ class Staged(HubOptimizer):
 
 
 def staged(rank: Rank) -> list[bytes]:
+    group_differently(rank.rank)
     model = begin(rank)
     optimizer = Staged(model, paramhub.AdamW(lr=3e-3))
     assert optimizer._step.stage is not None
