@@ -181,8 +181,9 @@ class Run:
                 self.least_step = None
             self.begun[rank] = process
             self.launched_with.add(rank)
-        elif back := re.search(r"rank (\d) goes back", line):
-            self.begun.pop(int(back[1]), None)
+        elif gone := re.search(r"rank (\d) goes back|WARN rank (\d) was lost", line):
+            # Hubs do not name a lost rank again before another process has it.
+            self.begun.pop(int(gone[1] or gone[2]), None)
         elif end := re.search(r"rank (\d) ends with", line):
             self._forget_cuts(int(end[1]))
         elif "cannot say that this run has begun" in line:
