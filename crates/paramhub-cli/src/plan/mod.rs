@@ -56,6 +56,9 @@ pub(super) struct PlanFlags {
     /// Dedicated hubs of NCS [default: one in each rack; in a single rack one for each worker]
     #[arg(long, value_name = "S", value_parser = value_parser!(u32).range(1..=HUBS_MAX as i64))]
     hubs: Option<u32>,
+    /// Standbys of each chunk, 0 or 1: with 1 each hub sends its sums to another hub, too
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "schemes", value_parser = value_parser!(u32).range(0..=1))]
+    replicas: u32,
     /// Computation of a step, behind which the exchange can hide
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     compute_ms: Option<f64>,
@@ -123,6 +126,7 @@ pub(super) fn plan(flags: &PlanFlags) -> anyhow::Result<ExitCode> {
         racks: flags.racks,
         hubs: flags.hubs.unwrap_or(if flags.racks > 1 { flags.racks } else { flags.workers.max(1) }),
         hub_interfaces: flags.interfaces,
+        replicas: flags.replicas,
         ..Network::new(bytes, flags.workers, Rates { worker: rates.worker, hub, core: rates.core })
     };
     let model = CostModel::new(network).map_err(|error| Usage(error.to_string()))?;

@@ -49,8 +49,7 @@ impl Report {
         prices: Option<Prices>,
     ) -> Report {
         let network = *model.network();
-        let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
-        let row = |&arrangement: &Arrangement| {
+        let row = |arrangement: Arrangement| {
             let exchange = model.exchange(arrangement);
             let hub_side_bits_per_second = compute_s
                 .map(|compute_s| exchange.hub_side_bits_per_second(network.hub_interfaces, compute_s));
@@ -69,7 +68,7 @@ impl Report {
             network,
             compute_s,
             prices,
-            exchanges: Arrangement::FLAT.iter().chain(between_racks).map(row).collect(),
+            exchanges: model.arrangements().into_iter().map(row).collect(),
             reduction,
             recommendation: model.recommend(compute_s, prices.as_ref()),
         }
@@ -91,16 +90,17 @@ impl Report {
     }
 
     fn heading(&self) -> String {
-        let Network { model_bytes, workers, racks, hub_interfaces, rates, .. } = self.network;
+        let Network { model_bytes, workers, racks, hub_interfaces, replicas, rates, .. } = self.network;
         let mut links = format!("worker {}, hub {hub_interfaces} x {}", rates.worker, rates.hub);
         if let (true, Some(core)) = (racks > 1, rates.core) {
             links.push_str(&format!(", rack to core {core}"));
         }
         format!(
-            "{}{} MB of gradients from each of {workers} workers in {}, and as much back\nlinks, each way: {links}",
+            "{}{} MB of gradients from each of {workers} workers in {}, and as much back{}\nlinks, each way: {links}",
             self.model.as_ref().map(|name| format!("{name}: ")).unwrap_or_default(),
             megabytes(model_bytes as f64),
             if racks == 1 { "1 rack".into() } else { format!("{racks} racks") },
+            if replicas > 0 { "; each sum also goes to a standby at another hub" } else { "" },
         )
     }
 

@@ -75,11 +75,11 @@ impl CostModel {
         })
     }
 
-    /// Applies the paper's condition; `None` in a single rack. If the condition holds, the lower bound of the
+    /// Applies the paper's condition; `None` in a single rack, and with standbys, which only flat arrangements have. If the condition holds, the lower bound of the
     /// choice is no higher than that of the flat arrangement. If it does not, a hierarchical bound may still
     /// be lower, by as much as the two levels can overlap.
     pub fn choose_reduction(&self) -> Option<ReductionChoice> {
-        let inequality = self.inequality()?;
+        let inequality = self.inequality().filter(|_| self.network().replicas == 0)?;
         let mut candidates: Vec<ExchangeCost> =
             Arrangement::HIERARCHICAL.iter().map(|&arrangement| self.exchange(arrangement)).collect();
         let hierarchical = cheapest(&candidates, |exchange| exchange.seconds).arrangement;
@@ -95,12 +95,8 @@ impl CostModel {
     /// fewest machines.
     pub fn recommend(&self, compute_s: Option<f64>, prices: Option<&Prices>) -> Recommendation {
         let network = self.network();
-        let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
-        let mut all: Vec<ExchangeCost> = Arrangement::FLAT
-            .iter()
-            .chain(between_racks)
-            .map(|&arrangement| self.exchange(arrangement))
-            .collect();
+        let mut all: Vec<ExchangeCost> =
+            self.arrangements().into_iter().map(|arrangement| self.exchange(arrangement)).collect();
         all.sort_by_key(|exchange| exchange.arrangement.hub_machines(network));
         let takes = |exchange: &ExchangeCost| machines(exchange.arrangement.hub_machines(network));
         if let Some((compute_s, prices)) = compute_s.zip(prices) {

@@ -59,6 +59,16 @@ impl Arrangement {
         }
     }
 
+    /// Hubs among which the model is divided, if there is no rack's hub below another.
+    fn flat_hubs(self, network: &Network) -> u32 {
+        match self {
+            Arrangement::HubBesideOneWorker | Arrangement::DedicatedHub => 1,
+            Arrangement::HubBesideEveryWorker => network.workers,
+            Arrangement::DedicatedHubs => network.hubs,
+            Arrangement::Tree | Arrangement::Ring | Arrangement::Sharded => 0,
+        }
+    }
+
     /// Machines that only hubs use.
     pub fn hub_machines(self, network: &Network) -> u32 {
         match self {
@@ -174,6 +184,22 @@ impl ExchangeCost {
 }
 
 impl CostModel {
+    /// The arrangements that this job can have: with standbys only those of several hubs that sum for all racks.
+    pub fn arrangements(&self) -> Vec<Arrangement> {
+        let network = &self.network;
+        let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
+        let can_be = |arrangement: &&Arrangement| {
+            network.replicas == 0 || arrangement.flat_hubs(network) > network.replicas
+        };
+        Arrangement::FLAT.iter().chain(between_racks).filter(can_be).copied().collect()
+    }
+
+    /// Bytes of sums that each hub sends to its standby, and gets as the standby of another.
+    fn to_standby(&self, arrangement: Arrangement) -> f64 {
+        let hubs = arrangement.flat_hubs(&self.network).max(1);
+        f64::from(self.network.replicas) * self.network.model_bytes as f64 / f64::from(hubs)
+    }
+
     /// The costs of one exchange.
     pub fn exchange(&self, arrangement: Arrangement) -> ExchangeCost {
         let mut loads = self.within_racks(arrangement);
@@ -209,10 +235,13 @@ impl CostModel {
             Arrangement::HubBesideOneWorker => vec![worker, beside((workers - 1.0) * model)],
             // The machine sends its worker's gradients except those of its own part; its hub receives the
             // others' contributions to that part.
-            Arrangement::HubBesideEveryWorker => vec![beside(2.0 * (workers - 1.0) / workers * model)],
+            Arrangement::HubBesideEveryWorker => {
+                vec![beside(2.0 * (workers - 1.0) / workers * model + self.to_standby(arrangement))]
+            }
             Arrangement::DedicatedHub => vec![worker, hub(LinkKind::HubInterface, workers * model)],
             Arrangement::DedicatedHubs => {
-                vec![worker, hub(LinkKind::HubInterface, workers * model / f64::from(network.hubs))]
+                let from_workers = workers * model / f64::from(network.hubs);
+                vec![worker, hub(LinkKind::HubInterface, from_workers + self.to_standby(arrangement))]
             }
             Arrangement::Tree => {
                 let below = f64::from(network.share(network.workers, 0));
@@ -241,9 +270,11 @@ impl CostModel {
         let flat = |part: f64| (here * (1.0 - part) + (workers - here) * part) * model;
         match arrangement {
             Arrangement::HubBesideOneWorker | Arrangement::DedicatedHub => flat(f64::from(rack == 0)),
-            Arrangement::HubBesideEveryWorker => flat(here / workers),
+            // Standbys are in other racks.
+            Arrangement::HubBesideEveryWorker => flat(here / workers) + here * self.to_standby(arrangement),
             Arrangement::DedicatedHubs => {
-                flat(f64::from(network.share(network.hubs, rack)) / f64::from(network.hubs))
+                let hubs_here = f64::from(network.share(network.hubs, rack));
+                flat(hubs_here / f64::from(network.hubs)) + hubs_here * self.to_standby(arrangement)
             }
             Arrangement::Tree if rack == 0 => f64::from(network.racks - 1) * model,
             Arrangement::Tree => model,

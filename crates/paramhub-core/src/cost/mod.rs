@@ -49,6 +49,8 @@ pub struct Network {
     pub hubs: u32,
     /// Interfaces of each dedicated hub.
     pub hub_interfaces: u32,
+    /// The number of [standbys](crate::standbys) of each chunk, 0 or 1.
+    pub replicas: u32,
     /// The rates of the links.
     pub rates: Rates,
 }
@@ -82,6 +84,11 @@ pub enum NetworkError {
     /// A model of no bytes.
     #[error("a model of 0 bytes has nothing to exchange")]
     NoBytes,
+    /// Standbys where no arrangement has two hubs.
+    #[error(
+        "a standby is at another hub, and here no arrangement has two: plan for two workers or two hubs at least"
+    )]
+    NoSecondHub,
     /// Several racks without a rate between them.
     #[error(
         "{racks} racks are joined by a core, whose rate is missing: name what a rack's link to it carries"
@@ -95,7 +102,7 @@ pub enum NetworkError {
 impl Network {
     /// One rack, with as many dedicated hubs as workers, each with one interface, as in PHub's table 2.
     pub fn new(model_bytes: u64, workers: u32, rates: Rates) -> Network {
-        Network { model_bytes, workers, racks: 1, hubs: workers, hub_interfaces: 1, rates }
+        Network { model_bytes, workers, racks: 1, hubs: workers, hub_interfaces: 1, replicas: 0, rates }
     }
 
     fn check(&self) -> Result<(), NetworkError> {
@@ -109,6 +116,9 @@ impl Network {
         within("interfaces of a hub", self.hub_interfaces, INTERFACES_MAX as u64)?;
         if self.model_bytes == 0 {
             return Err(NetworkError::NoBytes);
+        }
+        if self.replicas > 0 && self.workers.max(self.hubs) < 2 {
+            return Err(NetworkError::NoSecondHub);
         }
         if self.racks > 1 && self.rates.core.is_none() {
             return Err(NetworkError::NoCore { racks: self.racks });

@@ -379,3 +379,37 @@ proptest! {
         prop_assert!(worth(&recommended) * 1.01 * ROUNDING >= most);
     }
 }
+
+#[test]
+fn each_hub_sends_its_sums_to_a_standby() {
+    let rates = rates("10gbit", "10gbit", Some("40gbit"));
+    let network = Network { replicas: 1, hubs: 4, ..Network::new(100_000_000, 8, rates) };
+    let with_standbys = model(network);
+    assert_eq!(
+        with_standbys.arrangements(),
+        [Arrangement::HubBesideEveryWorker, Arrangement::DedicatedHubs],
+        "a standby is at another hub"
+    );
+    let sent = |model: &CostModel, arrangement, link| {
+        model.exchange(arrangement).load(link).expect("it has such links").sent_bytes
+    };
+    // As a ninth worker would, for each hub of the dedicated ones.
+    assert_eq!(sent(&with_standbys, Arrangement::DedicatedHubs, LinkKind::HubInterface), 9.0 * 25e6);
+    assert_eq!(sent(&with_standbys, Arrangement::DedicatedHubs, LinkKind::Worker), 100e6);
+    assert_eq!(
+        sent(&with_standbys, Arrangement::HubBesideEveryWorker, LinkKind::SharedMachine),
+        175e6 + 12.5e6
+    );
+    let racks = Network { racks: 2, ..network };
+    let [without, with] = [0, 1].map(|replicas| model(Network { replicas, ..racks }));
+    let crossing = |model: &CostModel| sent(model, Arrangement::DedicatedHubs, LinkKind::Core);
+    assert_eq!(
+        crossing(&with) - crossing(&without),
+        50e6,
+        "two hubs of a rack have their standbys in the other"
+    );
+    assert!(without.choose_reduction().is_some() && with.choose_reduction().is_none());
+    assert_eq!(with.arrangements(), with_standbys.arrangements());
+    let alone = Network { replicas: 1, hubs: 1, ..Network::new(1, 1, rates) };
+    assert_eq!(CostModel::new(alone).unwrap_err(), NetworkError::NoSecondHub);
+}
