@@ -134,6 +134,10 @@ struct CreateFlags {
     /// How many hubs must have joined before it begins; all that have serve it [default: the first is enough]
     #[arg(long, value_name = "N")]
     hubs: Option<u32>,
+    /// The most hubs that serve it, those with the fewest jobs, so that the loss of another does not concern it; hubs of racks
+    /// and hosts do not count [default: all that have joined]
+    #[arg(long, value_name = "N")]
+    max_hubs: Option<u32>,
     /// How long workers wait for each other and for the hubs [default: 60]
     #[arg(long, value_name = "SECONDS")]
     rendezvous_timeout: Option<f64>,
@@ -219,6 +223,7 @@ impl CreateFlags {
             reduction: self.reduction.unwrap_or(default.reduction),
             optimize_at: self.optimize_at.unwrap_or(default.optimize_at),
             hubs: self.hubs,
+            max_hubs: self.max_hubs,
             encrypt: self.encrypt.unwrap_or(default.encrypt),
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             redial_grace_s: self.redial_grace.unwrap_or(default.redial_grace_s),

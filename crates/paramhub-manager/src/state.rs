@@ -248,6 +248,14 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
     {
         return refuse(format!("job `{name}` waits for {hubs} hubs: at most {HUBS_MAX} are possible"));
     }
+    if let Some(most) = options.max_hubs {
+        let least = options.hubs.unwrap_or(0).max(if options.has_standbys() { 2 } else { 1 });
+        if !(least..=HUBS_MAX as u32).contains(&most) {
+            return refuse(format!(
+                "job `{name}` is to have {most} hubs at most: {least} to {HUBS_MAX} are possible with its `hubs` and `replicas`"
+            ));
+        }
+    }
     combinations::check(options.features())
         .map_err(|conflict| refusal(ErrorCode::BadRequest, format!("job `{name}`: {conflict}")))?;
     if !(1..=WEIGHT_MAX).contains(&options.weight) {

@@ -39,7 +39,7 @@ impl Membership {
             return;
         }
         let Some(core) = self.core_for(namespace, may_probe, now) else { return };
-        let shapes = self.hubs.shapes();
+        let shapes = self.hubs_for(namespace);
         if let Some(job) = self.jobs.get_mut(&namespace) {
             let transition = job.begin_initialising(shapes, &core);
             if transition != Transition::None {
@@ -52,6 +52,24 @@ impl Membership {
             }
             self.follow(namespace, transition);
         }
+    }
+
+    /// The hubs that may serve a job. Of those that serve all workers these are the ones with the fewest jobs, up to its
+    /// `max_hubs`, in the order in which they joined.
+    fn hubs_for(&self, namespace: Namespace) -> Vec<OfferedHub> {
+        let mut hubs = self.hubs.shapes();
+        let most = self.jobs.get(&namespace).and_then(|job| job.options.max_hubs);
+        let Some(most) = most else { return hubs };
+        let serves_all = |(_, (_, place)): &OfferedHub| place.host.is_empty() && place.rack.is_empty();
+        let jobs_at = |hub: u32| {
+            let living = self.jobs.values().filter(|job| !job.state().has_ended());
+            (living.filter(|job| job.is_served_by(hub)).count(), hub)
+        };
+        let mut general: Vec<u32> = hubs.iter().filter(|hub| serves_all(hub)).map(|(hub, _)| *hub).collect();
+        general.sort_by_key(|&hub| jobs_at(hub));
+        general.truncate(most as usize);
+        hubs.retain(|hub| !serves_all(hub) || general.contains(&hub.0));
+        hubs
     }
 
     /// The core's rate for a job's reduction `auto`; `None` while it is being probed.

@@ -40,10 +40,14 @@ pub struct JobOptions {
     #[serde(skip_serializing_if = "is_one")]
     pub weight: u32,
     /// The number of hubs, at most 1,024, for which ConnectService waits; hubs of single hosts do not count.
-    /// Every hub that has joined by then serves the job. `None` waits for the first hub only. With 0 the
+    /// Every hub that has joined by then serves the job, up to `max_hubs`. `None` waits for the first hub only. With 0 the
     /// ranks only meet, no hub serves them, and options that only a hub can follow are refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
+    /// The most hubs that serve the job when it begins, those with the fewest jobs, so that the loss of another does not
+    /// concern it; hubs of racks and of hosts do not count. `None` for all that have joined.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_hubs: Option<u32>,
     /// The reaction of the job when a network interface that its streams use goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
@@ -288,6 +292,7 @@ impl Default for JobOptions {
             lease_s: 120.0,
             dead_after_s: 30.0,
             hubs: None,
+            max_hubs: None,
             encrypt: false,
             on_interface_down: OnInterfaceDown::default(),
             redial_grace_s: REDIAL_GRACE_S,
