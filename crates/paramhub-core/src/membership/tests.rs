@@ -315,3 +315,27 @@ fn teams_are_few() {
     state.remove_team("t0");
     assert!(state.check_team_name("more").is_ok() && state.team("t0").is_err());
 }
+
+#[test]
+fn a_job_gets_no_more_hubs_than_it_asks_for_and_those_with_the_fewest_jobs() {
+    let now = at(0.0);
+    let mut state = new(now);
+    let hubs = [1, 2, 3].map(|port| hub_on(&mut state, port, now).unwrap());
+    let of_rack = hub_at(&mut state, "10.0.0.1:1", "a", now);
+    let begun = |state: &mut Membership, number: u8, options: JobOptions, rack: &str| -> Vec<u32> {
+        let namespace = Namespace([number; 16]);
+        let request = CreateService { name: format!("job-{number}"), workers: 1, options };
+        let order = state.reserve(&request.name, 1, namespace).unwrap();
+        state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), now));
+        connect(state, namespace, 0, rack, now);
+        state.job(namespace).unwrap().hubs().collect()
+    };
+    let at_most = |max_hubs: u32| JobOptions { max_hubs: Some(max_hubs), ..JobOptions::default() };
+    assert_eq!(begun(&mut state, 1, at_most(1), ""), [hubs[0]]);
+    assert_eq!(begun(&mut state, 2, at_most(2), ""), [hubs[1], hubs[2]], "the first has a job");
+    assert_eq!(begun(&mut state, 3, at_most(2), ""), [hubs[0], hubs[1]], "all have one");
+    assert_eq!(begun(&mut state, 4, at_most(9), ""), hubs);
+    assert_eq!(begun(&mut state, 5, JobOptions::default(), ""), hubs);
+    let in_rack = begun(&mut state, 6, at_most(1), "a");
+    assert!(in_rack.contains(&of_rack), "the hub of its rack does not count: {in_rack:?}");
+}

@@ -247,6 +247,7 @@ fn network() -> impl Strategy<Value = Network> {
             racks,
             hubs,
             hub_interfaces,
+            replicas: 0,
             rates: Rates { worker, hub, core: Some(core) },
         },
     )

@@ -219,6 +219,12 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         let refused = refusal(JobOptions { min_workers: 2, start_workers, ..outlives }).unwrap().to_string();
         assert!(refused.ends_with("set start_workers to 2 to 4, from min_workers to all"), "{refused}");
     }
+    for (max_hubs, replicas, hubs) in [(0, 0, None), (1, 1, None), (2, 0, Some(3))] {
+        let options = JobOptions { max_hubs: Some(max_hubs), replicas, hubs, ..usual };
+        let refused = refusal(options).unwrap().to_string();
+        assert!(refused.contains(&format!("is to have {max_hubs} hubs at most")), "{refused}");
+        assert_eq!(refusal(JobOptions { max_hubs: Some(3), ..options }), None);
+    }
     let rewinds = JobOptions { on_worker_loss: OnWorkerLoss::Rewind, ..usual };
     assert_eq!(refusal(JobOptions { rewind_every: 1000, linger_s: 5.0, ..rewinds }), None);
     assert_eq!(refusal(JobOptions { start_workers: Some(2), ..rewinds }), None);
