@@ -195,7 +195,7 @@ impl CostModel {
     }
 
     /// Bytes of sums that each hub sends to its standby, and gets as the standby of another.
-    fn to_standby(&self, arrangement: Arrangement) -> f64 {
+    fn standby_bytes(&self, arrangement: Arrangement) -> f64 {
         let hubs = arrangement.flat_hubs(&self.network).max(1);
         f64::from(self.network.replicas) * self.network.model_bytes as f64 / f64::from(hubs)
     }
@@ -236,12 +236,12 @@ impl CostModel {
             // The machine sends its worker's gradients except those of its own part; its hub receives the
             // others' contributions to that part.
             Arrangement::HubBesideEveryWorker => {
-                vec![beside(2.0 * (workers - 1.0) / workers * model + self.to_standby(arrangement))]
+                vec![beside(2.0 * (workers - 1.0) / workers * model + self.standby_bytes(arrangement))]
             }
             Arrangement::DedicatedHub => vec![worker, hub(LinkKind::HubInterface, workers * model)],
             Arrangement::DedicatedHubs => {
                 let from_workers = workers * model / f64::from(network.hubs);
-                vec![worker, hub(LinkKind::HubInterface, from_workers + self.to_standby(arrangement))]
+                vec![worker, hub(LinkKind::HubInterface, from_workers + self.standby_bytes(arrangement))]
             }
             Arrangement::Tree => {
                 let below = f64::from(network.share(network.workers, 0));
@@ -271,10 +271,12 @@ impl CostModel {
         match arrangement {
             Arrangement::HubBesideOneWorker | Arrangement::DedicatedHub => flat(f64::from(rack == 0)),
             // Standbys are in other racks.
-            Arrangement::HubBesideEveryWorker => flat(here / workers) + here * self.to_standby(arrangement),
+            Arrangement::HubBesideEveryWorker => {
+                flat(here / workers) + here * self.standby_bytes(arrangement)
+            }
             Arrangement::DedicatedHubs => {
                 let hubs_here = f64::from(network.share(network.hubs, rack));
-                flat(hubs_here / f64::from(network.hubs)) + hubs_here * self.to_standby(arrangement)
+                flat(hubs_here / f64::from(network.hubs)) + hubs_here * self.standby_bytes(arrangement)
             }
             Arrangement::Tree if rack == 0 => f64::from(network.racks - 1) * model,
             Arrangement::Tree => model,
