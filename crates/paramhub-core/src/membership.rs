@@ -502,7 +502,10 @@ impl Membership {
             Transition::SharesChanged { message, told_later } => {
                 let (hubs, command) = (job.hubs_told_of_shares(), job.shares_command());
                 if let Some(message) = message {
-                    let event = LogEvent::SharesChanged { job: name, namespace, message };
+                    let is_whole = job
+                        .standby_counts()
+                        .is_none_or(|counts| counts.ready + counts.copying == counts.shares);
+                    let event = LogEvent::SharesChanged { job: name, namespace, message, is_whole };
                     self.outputs.extend([Output::Log(event), Output::Save(namespace)]);
                 }
                 // A hub that has no share any more hears it, too: it ends its part.

@@ -39,8 +39,11 @@ pub(crate) fn log(event: &LogEvent) {
         LogEvent::RankChanged { job, namespace, epoch, message } => {
             tracing::warn!(job, %namespace, epoch, "{message}");
         }
-        LogEvent::SharesChanged { job, namespace, message } => {
+        LogEvent::SharesChanged { job, namespace, message, is_whole: false } => {
             tracing::warn!(job, %namespace, "{message}");
+        }
+        LogEvent::SharesChanged { job, namespace, message, is_whole: true } => {
+            tracing::info!(job, %namespace, "{message}");
         }
         LogEvent::HubUnheard { message }
         | LogEvent::HubHeardAgain { message }

@@ -247,6 +247,8 @@ impl JobControl {
                 to_link.extend(roles.iter().any(takes_standby).then_some(route.id));
             }
         }
+        let is_loss =
+            changes.iter().any(|(.., role)| matches!(role, RoleChange::TakeOver | RoleChange::GoOnAlone));
         let message = format!("job `{}` goes on: {reason}", job.terms.name);
         let until = now.saturating_add(job.terms.opening());
         let shares = job.shares.clone();
@@ -262,7 +264,11 @@ impl JobControl {
         if !to_link.is_empty() {
             self.outputs.push(Output::LinkStandbys { namespace, routes: to_link, until });
         }
-        self.notify_all(namespace, None, &message);
+        // That a share gets another standby concerns nobody's program.
+        match is_loss {
+            true => self.notify_all(namespace, None, &message),
+            false => self.info(message),
+        }
         self.finish_if_all_left(namespace, now);
     }
 

@@ -202,6 +202,8 @@ pub enum LogEvent {
         namespace: Namespace,
         /// What has happened, and what follows.
         message: String,
+        /// Whether every share has a standby again, or is about to.
+        is_whole: bool,
     },
     /// A hub is not heard any more. It gets no new jobs.
     HubUnheard {

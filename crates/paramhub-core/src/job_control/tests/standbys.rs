@@ -145,7 +145,8 @@ fn a_manager_that_has_restarted_hears_again_which_hub_is_lost() {
 fn with_new_standby() -> (Hub, Vec<Output>) {
     let mut hub = running();
     lose(&mut hub, 1);
-    change(&mut hub, 1, shares([(0, None), (0, None)]));
+    let lost = change(&mut hub, 1, shares([(0, None), (0, None)]));
+    assert!(has!(lost, Output::Notify { .. }) && has!(lost, Output::Warning(_)), "{lost:?}");
     let copying = Share { copying: true, ..Share::new(0, Some(2)) };
     let outputs = change(&mut hub, 2, vec![copying, Share::new(0, None)]);
     (hub, outputs)
@@ -163,6 +164,7 @@ fn ready(outputs: &[Output]) -> Vec<(u16, u16)> {
 fn a_new_standby_is_linked_and_the_manager_hears_when_it_has_all_chunks() {
     let (mut hub, outputs) = with_new_standby();
     assert_eq!(roles(&outputs), [(0, RoleChange::TakeStandby { standby: 2 })]);
+    assert!(!has!(outputs, Output::Notify { .. } | Output::Warning(_)), "no rank need know: {outputs:?}");
     let linked = |output: &Output| matches!(output, Output::LinkStandbys { routes, .. } if *routes == [0]);
     assert!(outputs.iter().any(linked), "{outputs:?}");
     assert_eq!(ready(&hub.core(1, CoreEvent::Copied { route: 0 })), [(0, 2)]);
