@@ -236,8 +236,13 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
-        for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(saved, device)
+        saved = state["cuda"]
+        if isinstance(saved, torch.Tensor):
+            # An earlier release saved the generator of the current device alone.
+            torch.cuda.set_rng_state(saved)
+        else:
+            for device, of_device in enumerate(saved[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(of_device, device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         name, keys, *rest = state["numpy"]
