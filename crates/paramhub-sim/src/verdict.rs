@@ -17,6 +17,8 @@ const SILENT_HANDSHAKE: Duration = Duration::from_secs(4);
 const ADMISSION: Duration = Duration::from_millis(25);
 /// The manager need not hear hubs for so long while the job runs.
 const UNHEARD: Duration = Duration::from_secs(80);
+/// The manager takes a hub for gone that a rank has lost and that it has not heard for so long.
+const MISSED_AFTER: Duration = Duration::from_secs(3);
 /// The manager may be away for so long while ranks gather: they call again for 10 s.
 const AWAY: Duration = Duration::from_secs(6);
 /// Outages of this length together are survived while ranks gather: one whose call broke must call again within 2 s.
@@ -291,7 +293,14 @@ impl Ends<'_> {
         }
         let have_finished =
             self.has_all_hubs && self.hubs.iter().all(|(_, end)| end.is_some_and(|end| end.finished));
-        match have_finished && !self.has_lost_hubs {
+        // A hub that a rank has lost and whose calls do not reach the manager counts as gone.
+        let keeps_from_calling = |fault: &Fault| {
+            let is_between = fault.is_of_manager() || matches!(fault, Fault::Pause(Process::Hub(_), _));
+            is_between && fault.length() >= MISSED_AFTER
+        };
+        let is_missed = message.contains("does not hear either")
+            && self.scenario.faults.iter().any(|(_, fault)| keeps_from_calling(fault));
+        match have_finished && !self.has_lost_hubs && !is_missed {
             true => Err(format!("the manager records a failure of a job that has finished: {message}")),
             false => Ok(()),
         }
