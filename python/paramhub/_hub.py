@@ -60,8 +60,8 @@ def create_job(
     ``patience`` is how long this call dials a manager that is still starting.
 
     Ranks also wait for ``hubs`` hubs. By default the first hub is enough. All hubs that have joined serve the job, or of those
-    that serve all workers the ``max_hubs`` with the fewest jobs, so that the loss of another does not concern it. A job of
-    collectives alone, for instance of `paramhub.kvstore`, may have 0.
+    that serve all workers the ``max_hubs`` with the fewest jobs: whatever happens to another hub leaves the job alone. A job
+    of collectives alone, for instance of `paramhub.kvstore`, may have 0.
 
     Where hubs serve racks or hosts, ``reduction`` is how sites combine their sums: ``auto``, ``flat``, ``tree``, ``ring`` or
     ``sharded``. ``optimize_at`` is where the optimizer runs: at ``every_site`` on the same gradient, or at each chunk's

@@ -134,8 +134,8 @@ struct CreateFlags {
     /// How many hubs must have joined before it begins; all that have serve it [default: the first is enough]
     #[arg(long, value_name = "N")]
     hubs: Option<u32>,
-    /// The most hubs that serve it, those with the fewest jobs, so that the loss of another does not concern it; hubs of racks
-    /// and hosts do not count [default: all that have joined]
+    /// The most hubs that serve it when it begins, those with the fewest jobs: whatever happens to another hub leaves it alone.
+    /// Hubs of racks and hosts do not count [default: all that have joined]
     #[arg(long, value_name = "N")]
     max_hubs: Option<u32>,
     /// How long workers wait for each other and for the hubs [default: 60]

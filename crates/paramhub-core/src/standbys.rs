@@ -6,7 +6,7 @@
 //! So the standby is never behind an answer, and can take over when the first hub is lost.
 //!
 //! A share that has lost one of its hubs gets another standby while the job runs, as soon as there is a hub that has no part in
-//! the job, or after a while one that has. The hub that serves the share sends it every chunk, with the optimizer's state, and from then on the sums of that
+//! the job, or after a while one that has; or the hub that an operator has named, who moves the job. The hub that serves the share sends it every chunk, with the optimizer's state, and from then on the sums of that
 //! chunk. Once the standby has all chunks it is one like any other; before that it cannot take over.
 //!
 //! The connection manager alone decides which hub serves a share. It saves that before hubs hear of it.

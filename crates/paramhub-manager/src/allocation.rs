@@ -62,7 +62,7 @@ fn plan_of(
     team: TeamAllowance,
 ) -> impl FnOnce(Settings) -> (JobPlan, Roster) + Send + use<> {
     let (name, namespace, nonce) = (job.name.clone(), job.namespace, job.nonce);
-    let (options, composition) = (job.options, job.composition());
+    let (options, composition) = (job.options_told(), job.composition());
     let (epoch, version_1_ranks) = (job.epoch, job.version_1_ranks());
     let shares = job.shares().to_vec();
     move |settings| {

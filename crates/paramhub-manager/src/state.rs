@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 use crate::clock::now;
 use crate::error::refusal;
-use crate::hub_queues::HubQueues;
+use crate::hub_queues::{HubQueues, command_json};
 use crate::log;
 
 /// The manager's state: the membership, the commands queued for hubs, the callers that wait, and the records
@@ -99,6 +99,7 @@ impl ManagerState {
             }
             Output::Command { hub, command, unless_queued } => {
                 match self.waiting_before(hub, command.namespace()) {
+                    Some(commands) if unless_queued && waits(commands, hub, &command) => {}
                     Some(commands) => commands.push((hub, command)),
                     None => self.queues.push(hub, &command, unless_queued),
                 }
@@ -210,6 +211,12 @@ impl ManagerState {
         let answers = answers.into_iter().chain(std::mem::take(&mut self.unsaved.answers));
         answers.collect::<Vec<_>>().into_iter().for_each(|(call, answer)| self.answer(call, answer));
     }
+}
+
+/// Whether the same command for a hub waits already.
+fn waits(commands: &[(u32, HubCommand)], hub: u32, command: &HubCommand) -> bool {
+    let json = command_json(command);
+    commands.iter().any(|(to, waiting)| *to == hub && command_json(waiting) == json)
 }
 
 /// The rank that makes a call. Its request has proved all three fields.

@@ -225,6 +225,7 @@ def _random_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         # Each device has a generator of its own, and the model need not be on the current one.
         state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_current"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state(legacy=True)
@@ -243,6 +244,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
         else:
             for device, of_device in enumerate(saved[: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(of_device, device)
+            # The rank may have another GPU of its host now.
+            torch.cuda.set_rng_state(state["cuda_current"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         name, keys, *rest = state["numpy"]

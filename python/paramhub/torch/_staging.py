@@ -46,6 +46,7 @@ EXIT_TIMEOUT = 10.0
 GROUP_BYTES = 1 << 20
 """The bytes from which on a group of gradients is exchanged. On an H200 groups of 1, 4 and 8 MiB take equally long; with smaller
 ones the exchange of a small model begins earlier."""
+CLOSED = "the job was closed before this gradient was sent"
 NO_BACKWARD = -1
 """Autograd's number of the current backward pass where there is none."""
 
@@ -100,6 +101,7 @@ class Stage:
         self._lock = threading.RLock()
         self._group: _Group | None = None
         """The gradients that were collected and not handed over yet."""
+        self._is_closed = False
         self._backward = NO_BACKWARD
         """Autograd's number of the newest backward pass at whose end a group is handed over."""
         self._requests_to_submit: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -234,7 +236,14 @@ class Stage:
             finally:
                 handle.submitted()
 
-        self._requests_to_submit.put(submit)
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._requests_to_submit.put(submit)
+        if is_closed:
+            # The thread that would submit it has ended.
+            handle.end(MisuseError(CLOSED), None)
+            handle.submitted()
 
     def _hand_over_after_backward(self) -> None:
         """Has the group handed over at the end of the backward pass under way. If an exception ends a pass, autograd does not
@@ -265,10 +274,11 @@ class Stage:
         """Ends the stage's thread. Requests that were submitted before still end. Gradients that were collected and not handed
         over are not exchanged."""
         with self._lock:
+            self._is_closed = True
             group, self._group = self._group, None
         if group is not None:
             group.handle.is_collecting = False
-            group.handle.end(MisuseError("the job was closed before this gradient was sent"), None)
+            group.handle.end(MisuseError(CLOSED), None)
             group.handle.submitted()
         self._close()
 

@@ -220,6 +220,17 @@ def test_a_group_ends_if_the_stage_is_closed_before(hub: paramhub.Hub) -> None:
     in_threads(hub, 1, work)
 
 
+def test_what_a_closed_stage_is_given_ends(hub: paramhub.Hub) -> None:
+    def work(job: paramhub.Job) -> None:
+        stage = staged(job)
+        stage.close()
+        for handle in Collected(job, stage, [0, 1]).handles.values():
+            with pytest.raises(paramhub.MisuseError, match="closed before"):
+                handle.wait(TIMEOUT)
+
+    in_threads(hub, 1, work)
+
+
 def by_hub_optimizer(rank: Rank) -> list[bool]:
     """Whether the exchanges end of each way in which gradients leave, although the program does nothing more."""
     import paramhub.torch

@@ -26,8 +26,8 @@ pub(super) struct MoveFlags {
     timeout: Option<f64>,
 }
 
-/// Moves a job off a hub, and waits until it has left and, if a hub was named, until that has all chunks. Says what happens
-/// meanwhile, or with `json` how far it is at the end.
+/// Moves a job off a hub, and waits until it has left and, if a hub was named, until that has all chunks that it leaves behind.
+/// Says what happens meanwhile, or with `json` how far it is at the end.
 pub(super) fn move_off(client: &ManagerClient, flags: MoveFlags, json: bool) -> anyhow::Result<ExitCode> {
     let MoveFlags { name, from, to, timeout } = flags;
     let timeout = timeout.map(|seconds| {
@@ -43,17 +43,19 @@ pub(super) fn move_off(client: &ManagerClient, flags: MoveFlags, json: bool) -> 
             println!("job {name}: {state}");
             said = state;
         }
-        let is_over = is_over(&status);
-        if is_over || until.is_some_and(|until| Instant::now() >= until) {
+        let outcome = outcome(&status);
+        if outcome.is_some() || until.is_some_and(|until| Instant::now() >= until) {
             if json {
                 println!("{}", serde_json::to_string_pretty(&status)?);
             }
-            anyhow::ensure!(
-                is_over,
-                "job {name} has not moved yet: {}; it goes on with that by itself",
-                describe(&status)
-            );
-            return Ok(ExitCode::SUCCESS);
+            return match outcome {
+                Some(Ok(())) => Ok(ExitCode::SUCCESS),
+                Some(Err(why)) => anyhow::bail!("job {name} has not moved: {why}"),
+                None => anyhow::bail!(
+                    "job {name} has not moved yet: {}; it goes on with that by itself",
+                    describe(&status)
+                ),
+            };
         }
         std::thread::sleep(PAUSE);
         status = client.move_status(&name)?;
@@ -64,27 +66,34 @@ pub(super) fn move_off(client: &ManagerClient, flags: MoveFlags, json: bool) -> 
     }
 }
 
-/// Whether nothing is to be waited for any more. A share may lack a standby for long if no hub was named.
-fn is_over(status: &MoveStatus) -> bool {
-    let are_ready = status.standbys.is_none_or(|StandbyCounts { shares, ready, .. }| ready == shares);
-    status.has_left && (are_ready || status.to.is_none())
+/// What has come of the move, or why nothing will; `None` before that is known.
+fn outcome(status: &MoveStatus) -> Option<Result<(), &'static str>> {
+    let MoveStatus { to, has_left, has_arrived, standbys, .. } = status;
+    let Some(StandbyCounts { shares, ready, .. }) = standbys else {
+        return Some(Err("it has ended"));
+    };
+    match (has_left, to) {
+        (false, _) => None,
+        (true, None) => Some(Ok(())),
+        (true, Some(_)) if *has_arrived => Some(Ok(())),
+        (true, Some(_)) if ready == shares => Some(Err("another hub has what it left behind")),
+        (true, Some(_)) => None,
+    }
 }
 
-fn describe(MoveStatus { from, has_left, why, standbys, .. }: &MoveStatus) -> String {
+fn describe(MoveStatus { from, to, has_left, has_arrived, why, standbys }: &MoveStatus) -> String {
+    let Some(StandbyCounts { shares, ready, copying }) = standbys else { return "it has ended".into() };
     if !has_left {
         return why.clone();
     }
-    match standbys {
-        None => format!("it has left hub {from}, and has ended"),
-        Some(StandbyCounts { shares, ready, .. }) if ready == shares => {
-            format!("it has left hub {from}, and all its chunks have a standby")
-        }
-        Some(StandbyCounts { copying: 0, .. }) => {
-            format!(
-                "it has left hub {from}; another hub becomes the standby of what it had there when it can"
-            )
-        }
-        Some(_) => format!("it has left hub {from}; another hub receives what it had there"),
+    let here = match to.filter(|_| *has_arrived) {
+        Some(to) => format!("it has left hub {from}, and hub {to} has what it had there"),
+        None => format!("it has left hub {from}"),
+    };
+    match (shares - ready, copying) {
+        (0, _) => format!("{here}; all its chunks have a standby"),
+        (missing, 0) => format!("{here}; {missing} of its {shares} parts get a standby when a hub is there"),
+        (_, _) => format!("{here}; another hub receives what it had there"),
     }
 }
 
@@ -93,22 +102,38 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_move_to_a_hub_ends_when_that_has_all_chunks() {
+    fn a_move_ends_when_the_job_has_left_and_the_hub_that_was_named_has_all_chunks() {
         let counts = |ready, copying| Some(StandbyCounts { shares: 2, ready, copying });
-        let status = |to, has_left, standbys| MoveStatus {
+        let status = |to, has_left, has_arrived, standbys| MoveStatus {
             from: 3,
             to,
             has_left,
+            has_arrived,
             why: "it is about to leave".into(),
             standbys,
         };
-        let staying = status(None, false, counts(2, 0));
-        assert!(!is_over(&staying));
-        assert_eq!(describe(&staying), "it is about to leave");
-        assert!(is_over(&status(None, true, counts(0, 0))), "there may be no other hub");
-        let copying = status(Some(4), true, counts(1, 1));
-        assert!(!is_over(&copying) && describe(&copying).ends_with("another hub receives what it had there"));
-        assert!(is_over(&status(Some(4), true, counts(2, 0))));
-        assert!(is_over(&status(Some(4), true, None)), "the job has ended");
+        let staying = status(None, false, false, counts(2, 0));
+        assert_eq!((outcome(&staying), describe(&staying).as_str()), (None, "it is about to leave"));
+        let alone = status(None, true, false, counts(0, 0));
+        assert_eq!(outcome(&alone), Some(Ok(())), "there may be no other hub");
+        assert!(describe(&alone).ends_with("2 of its 2 parts get a standby when a hub is there"));
+        let copying = status(Some(4), true, false, counts(1, 1));
+        assert_eq!(outcome(&copying), None);
+        assert!(describe(&copying).ends_with("another hub receives what it had there"));
+        let arrived = status(Some(4), true, true, counts(2, 0));
+        assert_eq!(outcome(&arrived), Some(Ok(())));
+        assert_eq!(
+            describe(&arrived),
+            "it has left hub 3, and hub 4 has what it had there; all its chunks have a standby"
+        );
+        let had_all = status(Some(4), true, true, counts(0, 0));
+        assert_eq!(outcome(&had_all), Some(Ok(())), "it was the other hub of all chunks before");
+        assert!(
+            matches!(outcome(&status(Some(4), true, false, counts(2, 0))), Some(Err(_))),
+            "another took it"
+        );
+        for has_left in [false, true] {
+            assert_eq!(outcome(&status(Some(4), has_left, false, None)), Some(Err("it has ended")));
+        }
     }
 }

@@ -270,13 +270,15 @@ impl CostModel {
         let flat = |part: f64| (here * (1.0 - part) + (workers - here) * part) * model;
         match arrangement {
             Arrangement::HubBesideOneWorker | Arrangement::DedicatedHub => flat(f64::from(rack == 0)),
-            // Standbys are in other racks.
             Arrangement::HubBesideEveryWorker => {
-                flat(here / workers) + here * self.standby_bytes(arrangement)
+                flat(here / workers) + here.min(workers - here) * self.standby_bytes(arrangement)
             }
             Arrangement::DedicatedHubs => {
+                let hubs = f64::from(network.hubs);
                 let hubs_here = f64::from(network.share(network.hubs, rack));
-                flat(hubs_here / f64::from(network.hubs)) + hubs_here * self.standby_bytes(arrangement)
+                // As many standbys as can be are in other racks.
+                let elsewhere = hubs_here.min(hubs - hubs_here);
+                flat(hubs_here / hubs) + elsewhere * self.standby_bytes(arrangement)
             }
             Arrangement::Tree if rack == 0 => f64::from(network.racks - 1) * model,
             Arrangement::Tree => model,

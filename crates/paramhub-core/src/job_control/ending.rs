@@ -31,7 +31,8 @@ impl JobControl {
     pub(super) fn stop(&mut self, namespace: Namespace, reason: String, when: StopWhen, now: Duration) {
         let job = self.jobs.get_mut(&namespace);
         // A part that has not begun ends with the order, and a former part is ending already.
-        let had_next = job.and_then(|job| job.next_part.take()).is_some();
+        let ends_now = when != StopWhen::WorkersEnding;
+        let had_next = ends_now && job.and_then(|job| job.next_part.take()).is_some();
         let job = self.jobs.get_mut(&namespace).filter(|job| !(had_next && job.is_ending()));
         match (job, when) {
             (_, StopWhen::WorkersEnding) => self.announce_end(namespace, reason),

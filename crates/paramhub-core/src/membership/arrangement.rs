@@ -55,19 +55,30 @@ impl Membership {
     }
 
     /// The hubs that may serve a job. Of those that serve all workers these are the ones with the fewest jobs, up to its
-    /// `max_hubs`, in the order in which they joined.
+    /// `max_hubs`, in a job with standbys on as many machines as can be.
     fn hubs_for(&self, namespace: Namespace) -> Vec<OfferedHub> {
         let mut hubs = self.hubs.shapes();
         let most = self.jobs.get(&namespace).and_then(|job| job.options.max_hubs);
         let Some(most) = most else { return hubs };
         let serves_all = |(_, (_, place)): &OfferedHub| place.host.is_empty() && place.rack.is_empty();
+        let has_standbys = self.jobs.get(&namespace).is_some_and(|job| job.options.has_standbys());
         let jobs_at = |hub: u32| {
             let living = self.jobs.values().filter(|job| !job.state().has_ended());
-            (living.filter(|job| job.is_served_by(hub)).count(), hub)
+            living.filter(|job| job.has_part_at(hub)).count()
         };
-        let mut general: Vec<u32> = hubs.iter().filter(|hub| serves_all(hub)).map(|(hub, _)| *hub).collect();
-        general.sort_by_key(|&hub| jobs_at(hub));
-        general.truncate(most as usize);
+        let mut free: Vec<u32> = hubs.iter().filter(|hub| serves_all(hub)).map(|(hub, _)| *hub).collect();
+        let mut general: Vec<u32> = Vec::new();
+        while general.len() < most as usize {
+            let is_beside = |hub: u32| {
+                let machine = self.hubs.machine(hub);
+                let mut chosen = general.iter().map(|&chosen| self.hubs.machine(chosen));
+                has_standbys && !machine.is_empty() && chosen.any(|other| other == machine)
+            };
+            let best = (0..free.len())
+                .min_by_key(|&position| (is_beside(free[position]), jobs_at(free[position]), free[position]));
+            let Some(best) = best else { break };
+            general.push(free.swap_remove(best));
+        }
         hubs.retain(|hub| !serves_all(hub) || general.contains(&hub.0));
         hubs
     }

@@ -64,11 +64,20 @@ impl Membership {
             let why = if self.hubs.is_drained(to) { "is drained" } else { "is not heard, or shuts down" };
             return Err(refusal(ErrorCode::BadRequest, format!("hub {to} takes no jobs: it {why}")));
         }
+        let job = self.jobs.get(&namespace).ok_or_else(forgotten)?;
+        let places = |to| self.hubs.place(to).zip(self.hubs.place(from));
+        if let Some(to) = to.filter(|&to| !places(to).is_some_and(|places| self.may_serve(job, to, places))) {
+            let message = format!(
+                "hub {to} cannot serve job `{}`: it serves one rack or host, or demands encryption, and the job does not",
+                job.name
+            );
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
         let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
-        job.order_move(from, to)?;
-        let status = job.move_status();
-        self.outputs.push(Output::Save(namespace));
-        status
+        if job.order_move(from, to)? {
+            self.outputs.push(Output::Save(namespace));
+        }
+        self.move_status(namespace)
     }
 
     /// How far the newest move of a job is.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::job::Transition;
 use super::job::new_standbys::LackingShare;
-use super::{Membership, Now, Output};
+use super::{Job, Membership, Now, Output};
 use crate::auth::Namespace;
 use crate::composition::Place;
 use crate::standbys::{Candidate, best_candidate};
@@ -42,6 +42,12 @@ impl Membership {
         }
     }
 
+    /// Whether a hub that offers to serve at `offered` can serve the workers of another at `place`, as it demands.
+    pub(super) fn may_serve(&self, job: &Job, hub: u32, (offered, place): (&Place, &Place)) -> bool {
+        let is_encrypted = job.options.encrypt || !self.hubs.demand_encryption(|other| other == hub);
+        (*offered == Place::default() || offered == place) && is_encrypted
+    }
+
     /// The hub that is best asked to become the standby of one that serves a share, besides what is `asked` of others.
     fn new_standby(
         &self,
@@ -54,25 +60,22 @@ impl Membership {
         let served_by = lacking.served_by;
         let (serving, place) = (self.hubs.location(served_by), self.hubs.place(served_by)?);
         let mut free = self.hubs.shapes();
+        free.retain(|(hub, (_, offered))| {
+            self.may_serve(job, *hub, (offered, place)) && !job.is_moved_off(*hub)
+        });
         // The share waits for the hub that an operator has named, as long as that one takes jobs.
         let destination = job.destination(lacking, now);
         if let Some(named) = free.iter().find(|(hub, _)| Some(*hub) == destination).cloned() {
             free = vec![named];
         }
-        free.retain(|(hub, (_, offered))| {
-            // The job's workers must be served there, and as the hub demands.
-            let may_serve = job.options.encrypt || !self.hubs.demand_encryption(|other| other == *hub);
-            let may_ask = job.may_ask_standby(*hub, now) || job.may_ask_further(*hub, lacking, now);
-            let is_allowed = may_serve && !job.is_moved_off(*hub);
-            (*offered == Place::default() || offered == place) && is_allowed && may_ask
-        });
+        free.retain(|(hub, _)| job.may_ask_standby(*hub, now) || job.may_ask_further(*hub, lacking, now));
         let candidates: Vec<Candidate> = free
             .iter()
             .map(|(hub, _)| {
                 let elsewhere = self.jobs.values().filter(|job| !job.state().has_ended());
                 let parts = (
                     job.parts_of(*hub) + asked.get(hub).map_or(0, Vec::len),
-                    elsewhere.filter(|job| job.is_served_by(*hub)).count(),
+                    elsewhere.filter(|job| job.has_part_at(*hub)).count(),
                 );
                 Candidate { location: self.hubs.location(*hub), parts }
             })

@@ -44,8 +44,8 @@ pub struct JobOptions {
     /// ranks only meet, no hub serves them, and options that only a hub can follow are refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
-    /// The most hubs that serve the job when it begins, those with the fewest jobs, so that the loss of another does not
-    /// concern it; hubs of racks and of hosts do not count. `None` for all that have joined.
+    /// The most hubs that serve the job when it begins, those with the fewest jobs: whatever happens to another hub leaves it
+    /// alone. Hubs of racks and of hosts do not count. `None` for all that have joined. Hubs and workers do not hear of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_hubs: Option<u32>,
     /// The reaction of the job when a network interface that its streams use goes down.

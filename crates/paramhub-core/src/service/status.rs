@@ -237,6 +237,8 @@ pub struct MoveStatus {
     pub to: Option<u32>,
     /// Whether it has left.
     pub has_left: bool,
+    /// Whether `to` has all chunks of what the job leaves behind.
+    pub has_arrived: bool,
     /// What it waits for until it leaves; empty once it has. A part of a sentence that begins with `it`.
     pub why: String,
     /// How many of its shares have a standby; absent once it has ended.

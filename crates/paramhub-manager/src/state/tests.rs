@@ -158,6 +158,8 @@ fn the_commands_about_a_job_keep_their_order_while_one_of_them_waits_to_be_saved
     assert_eq!(queued(&mut state), of_others, "other jobs do not wait");
     state.take_unsaved().unwrap();
     state.carry_out_one(stop(namespace));
+    let Output::Command { hub, command, .. } = stop(namespace) else { unreachable!("it is a command") };
+    state.carry_out_one(Output::Command { hub, command, unless_queued: true });
     assert_eq!(queued(&mut state), of_others);
     state.saved();
     let own = [(Some(namespace), false), (Some(namespace), true), (Some(namespace), true)];

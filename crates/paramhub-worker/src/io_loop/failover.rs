@@ -65,6 +65,9 @@ impl IoLoop {
             return Ok(false);
         }
         let patience = self.job.tries(StreamEnd::Closed).unwrap_or_default();
+        if !self.lanes[index].cuts.may_retry(now, patience.min(RESUME)) {
+            return Ok(false);
+        }
         let reason = "it closed the connection".to_owned();
         self.resume_stream(index, BrokenPath::Somewhere, reason, patience, now).map(|()| true)
     }

@@ -6,7 +6,9 @@ use crate::checkpoint::CheckpointStatus;
 use crate::composition::SiteId;
 use crate::limits::MESSAGE_BYTES_MAX;
 use crate::placement::HubShape;
-use crate::service::{AwaitedRanks, CauseKind, ErrorCode, JobCounters, JobEnd, JobState, add_by_rank};
+use crate::service::{
+    AwaitedRanks, CauseKind, ErrorCode, JobCounters, JobEnd, JobOptions, JobState, add_by_rank,
+};
 
 use super::cause::Cause;
 use super::further_shares::AskedFurther;
@@ -404,6 +406,16 @@ impl Job {
             .filter(|job_hub| job_hub.asked && !job_hub.ended)
             .map(|job_hub| job_hub.hub)
             .collect()
+    }
+
+    /// The options that hubs and workers hear of: those of an earlier release need not know what concerns the manager alone.
+    pub fn options_told(&self) -> JobOptions {
+        JobOptions { max_hubs: None, ..self.options }
+    }
+
+    /// Whether a hub has a part of the job, or is about to.
+    pub(crate) fn has_part_at(&self, hub: u32) -> bool {
+        self.job_hubs.iter().any(|job_hub| job_hub.hub == hub && !job_hub.ended)
     }
 
     /// Returns whether this hub was asked to hold part of the job.

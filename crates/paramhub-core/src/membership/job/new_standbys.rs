@@ -131,7 +131,7 @@ impl Job {
             nonce: self.nonce,
             epoch: self.epoch?,
             version_1_ranks: self.version_1_ranks(),
-            options: self.options,
+            options: self.options_told(),
             composition: self.composition.as_ref()?.as_ref().clone(),
             site: 0,
             hub: u32::from(position),

@@ -132,7 +132,7 @@ impl Job {
             name: self.name.clone(),
             workers: self.workers,
             hubs,
-            options: self.options,
+            options: self.options_told(),
             peer_addresses: self.peer_addresses.clone(),
             epoch: self.epoch.map_or(0, |epoch| epoch.number),
             shares: self.shares.clone(),

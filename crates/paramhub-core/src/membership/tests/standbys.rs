@@ -151,6 +151,10 @@ fn a_job_moves_off_a_hub_to_the_one_that_is_named_and_does_not_come_back() {
     assert!(refused(&mut state, hubs[0], Some(named)).message.contains("takes no jobs: it is drained"));
     state.drain_hub(named, false, now).unwrap();
     assert_eq!(state.move_status(job).unwrap_err().code, ErrorCode::NotFound);
+    let of_rack = hub_at(&mut state, "10.0.0.9:1", "a", now);
+    let narrow = refused(&mut state, hubs[0], Some(of_rack)).message;
+    assert!(narrow.contains("cannot serve job `vision/kept`: it serves one rack"), "{narrow}");
+    lose(&mut state, of_rack, now);
 
     let order = MoveJob { from: hubs[0], to: Some(named) };
     let status = state.move_job(job, order).unwrap();
@@ -171,7 +175,8 @@ fn a_job_moves_off_a_hub_to_the_one_that_is_named_and_does_not_come_back() {
     }
     let [(hub, plan)] = &asked(&mut state, at(1.0))[..] else { panic!("one hub is asked") };
     assert_eq!((*hub, plan.shares.len()), (named, 2), "and not the other, which joined first");
-    assert!(state.move_status(job).unwrap().has_left);
+    let status = state.move_status(job).unwrap();
+    assert!(status.has_left && !status.has_arrived, "the named hub has no chunks yet");
     lose(&mut state, named, at(2.0));
     let [(hub, _)] = &asked(&mut state, at(3.0))[..] else { panic!("one hub is asked") };
     assert_eq!(*hub, other, "the named one is gone");
