@@ -4,71 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from launching import PYTHON, Launcher
+from survivors import RANK_1, check_ends, find_ends
 from team import Died, Rank, Team
 from torch.nn.parallel import DistributedDataParallel
 from training import loss_of, make
 
-PROGRAM = Path(__file__).resolve().parents[3] / "bench" / "pytorch" / "ends.py"
 WAYS = ("optimizer", "hook", "distributed", "backend", "backend-small")
 DEATHS = ("raised", "killed", "ended", "stalled")
-RANK_1 = re.compile(r"\b(rank|worker|ranks( \d+,)*) 1\b")
 NEVER = 3600.0
 """Seconds of a wait that must not happen: it would exceed the test's timeout."""
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    """The end of every survivor in every case. One program runs all cases, so that torch is imported once."""
-    launcher = Launcher(tmp_path_factory.mktemp("ends"))
-    try:
-        code, output = launcher.launch(PYTHON, PROGRAM, "--json", timeout=900)
-        assert code == 0, output
-        found = re.search(r"^\[\{.*\}\]$", output, re.MULTILINE)
-        assert found is not None, output
-        yield json.loads(found[0])
-    finally:
-        launcher.end()
+def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return find_ends(tmp_path_factory.mktemp("ends"), timeout=900)
 
 
 @pytest.mark.parametrize("death", DEATHS)
 @pytest.mark.parametrize("way", WAYS)
 def test_survivors_raise_what_names_the_rank_that_ended(
-    rows: list[dict[str, Any]], way: str, death: str
+    ends: list[dict[str, Any]], way: str, death: str
 ) -> None:
-    mine = [row for row in rows if (row["way"], row["death"]) == (way, death)]
-    assert [row["rank"] for row in mine] == [0, 2]
-    for row in mine:
-        print({name: value for name, value in row.items() if name != "message"})
-        # The rank did not crash, and did not hang until it was killed.
-        assert row["code"] == 1, row
-        assert row["message"].startswith("JobFailedError: "), row
-        assert RANK_1.search(row["message"]), row
+    check_ends(ends, way, death)
 
 
 def test_survivors_name_rank_0_that_ran_their_hub(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path)
-    try:
-        ways = ["--way", "optimizer", "--way", "hook", "--death", "killed", "--victim", "0"]
-        code, output = launcher.launch(PYTHON, PROGRAM, *ways, "--json", timeout=300)
-    finally:
-        launcher.end()
-    assert code == 0, output
-    found = re.search(r"^\[\{.*\}\]$", output, re.MULTILINE)
-    assert found is not None, output
-    rows = json.loads(found[0])
+    ways = ["--way", "optimizer", "--way", "hook", "--death", "killed", "--victim", "0"]
+    rows = find_ends(tmp_path, *ways, timeout=300)
     assert [(row["way"], row["rank"]) for row in rows] == [
         (way, rank) for way in ("optimizer", "hook") for rank in (1, 2)
     ]
