@@ -3,9 +3,9 @@
     python bench/soak/faults.py --paramhub target/release/paramhub --runs 100 --faults 10 --seed 1
 
 Each run has a connection manager that keeps its state, two or three hubs with checkpoints, and ``paramhub run`` with four workers
-in Python, which needs the package and numpy. A quarter of the jobs go on with any one worker (``--on-worker-loss continue``), a
-quarter need all of them, in a quarter all go back when a worker or a hub is lost (``rewind``), and a quarter have standbys
-(``--replicas 1``). The seed chooses what befalls them, one fault after the other:
+in Python, which needs the package and numpy. A fifth of the jobs go on with any one worker (``--on-worker-loss continue``), a
+fifth need all of them, in a fifth all go back when a worker or a hub is lost (``rewind``), a fifth have standbys
+(``--replicas 1``), and a fifth have both. The seed chooses what befalls them, one fault after the other:
 
 - kill: SIGKILL for a worker.
 - stop: SIGSTOP for a worker, for up to four seconds. It counts as lost after two.
@@ -18,8 +18,8 @@ quarter need all of them, in a quarter all go back when a worker or a hub is los
 - hub: SIGKILL for a hub, which is started again up to three seconds later.
 - freeze: SIGSTOP for a hub, for up to four seconds.
 
-A job outlives its hubs if it has standbys, or goes back and has a checkpoint. One with standbys ends with the first worker that
-it loses, so no worker is lost then. The next hub is struck when all chunks have standbys again.
+A job outlives its hubs if it has standbys, or goes back and has a checkpoint. One with standbys alone ends with the first worker
+that it loses, so no worker is lost then. The next hub is struck when all chunks have standbys again, or there is a checkpoint.
 
 Cuts, partitions and disks need root and are left out without it. Cuts and partitions also need workers on hosts of their own,
 which are network namespaces. The seed puts a third of the runs on one host, where workers and hubs share memory.

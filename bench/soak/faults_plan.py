@@ -43,6 +43,7 @@ KINDS = {
     "continue": tuple(kind for kind in WEIGHTS if kind not in OF_HUBS),
     "rewind": tuple(WEIGHTS),
     "replicas": tuple(kind for kind in WEIGHTS if kind not in LOSING),
+    "replicas and rewind": tuple(WEIGHTS),
 }
 """What a job outlives, by what becomes of it."""
 WAYS = ("both", "to", "from")

@@ -19,7 +19,13 @@ from faults_plan import DISKS, HUBS, WORKERS
 from kills import free_ports
 from processes import end_all
 
-POLICIES = (("continue", 1), ("continue", WORKERS), ("rewind", WORKERS), ("replicas", WORKERS))
+POLICIES = (
+    ("continue", 1),
+    ("continue", WORKERS),
+    ("rewind", WORKERS),
+    ("replicas", WORKERS),
+    ("replicas and rewind", WORKERS),
+)
 """What becomes of a job that loses a worker or a hub, and the workers that it needs for a step."""
 DEAD_AFTER_S = 2.0
 WORKERS_END_S = 5.0
@@ -58,7 +64,15 @@ class Programs:
 
     @property
     def outlives_hubs(self) -> bool:
-        return self.policy in ("rewind", "replicas")
+        return self.has_standbys or self.goes_back
+
+    @property
+    def has_standbys(self) -> bool:
+        return self.policy.startswith("replicas")
+
+    @property
+    def goes_back(self) -> bool:
+        return self.policy.endswith("rewind")
 
     @property
     def manager_runs(self) -> bool:
@@ -72,7 +86,7 @@ class Programs:
     @property
     def hub_count(self) -> int:
         """The hubs of a job at its beginning. One that comes back takes the place of one that is lost as a standby."""
-        return HUBS if self.policy == "replicas" else 2
+        return HUBS if self.has_standbys else 2
 
     def make_disks(self) -> None:
         for name in DISKS:
@@ -91,10 +105,11 @@ class Programs:
 
     def launch(self) -> None:
         how = ["--dead-after", f"{DEAD_AFTER_S:.0f}"]
-        if self.policy == "replicas":
+        if self.has_standbys:
             how += ["--replicas", "1"]
-        else:
-            how += ["--on-worker-loss", self.policy, "--linger", "60", "--max-restarts", "1000"]
+        if self.goes_back or self.policy == "continue":
+            loss = "rewind" if self.goes_back else "continue"
+            how += ["--on-worker-loss", loss, "--linger", "60", "--max-restarts", "1000"]
         if self.policy == "continue":
             how += ["--min-workers", str(self.least)]
         if self.policy == "rewind":

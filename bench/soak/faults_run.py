@@ -153,10 +153,10 @@ class Run:
         self.hubs_whole_at = now + ASKS_AGAIN_S
         if self.has_begun() and not self.has_ended():
             spare = self.programs.spare_hub
-            if self.programs.policy == "replicas" and spare is not None and now > self.adds_hub_at:
+            if self.programs.has_standbys and spare is not None and now > self.adds_hub_at:
                 self.programs.start_hub(spare)
-            has_standbys = self.programs.policy == "replicas" and self.programs.has_all_standbys()
-            goes_back = self.programs.policy == "rewind" and self.programs.newest_checkpoint() > 0
+            has_standbys = self.programs.has_standbys and self.programs.has_all_standbys()
+            goes_back = self.programs.goes_back and self.programs.newest_checkpoint() > 0
             self.may_lose_hub = has_standbys or goes_back
 
     def end_after(self, steps: int) -> None:
@@ -284,6 +284,9 @@ class Run:
 
     def _strike_worker(self, fault: Fault, process: int) -> bool:
         rank, now = fault.rank, time.monotonic()
+        needs_checkpoint = self.programs.has_standbys and fault.kind in LOSING
+        if needs_checkpoint and self.programs.newest_checkpoint() == 0:
+            return False
         takes_part = self.begun.get(rank) == process
         lost = rf"rank {rank} was lost|rank {rank} gave up|worker {rank} (was killed|exited|had ended)"
         if fault.kind in LOSING:

@@ -36,7 +36,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    end, is_exact, every = Path(sys.argv[1]), sys.argv[2] in ("rewind", "replicas"), int(sys.argv[3])
+    end, is_exact, every = Path(sys.argv[1]), sys.argv[2] != "continue", int(sys.argv[3])
     while True:
         try:
             return train(end, is_exact, every)

@@ -91,8 +91,8 @@ def create_job(
     synchronous consistency and an optimizer at the hub, and every rank must exchange all keys in every step.
 
     With ``replicas=1`` another hub stands by for each chunk: it has all that workers were answered, and takes over inside the
-    step when the hub is lost. The job waits for two hubs. It needs synchronous consistency, one site and no ``clip_norm``, and
-    for now ``on_worker_loss`` ``fail`` and no checkpoints.
+    step when the hub is lost. The job waits for two hubs. It needs synchronous consistency, one site and no ``clip_norm``. With
+    ``on_worker_loss`` ``rewind`` it also needs ``checkpoint_every``: its ranks go back to the newest checkpoint when one is lost.
 
     ``program_state_bytes`` is the largest number of bytes that a rank can save with `Job.save_program_state`, at most 64 MiB. By
     default none can be saved.

@@ -206,6 +206,39 @@ def test_kills_of_ranks_and_their_hub_at_any_moment_change_no_bit(place: Place) 
     assert ends(output) == undisturbed, output
 
 
+def test_kills_of_ranks_and_hubs_with_standbys_change_no_bit(place: Place) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    manager = place.start(*PARAMHUB, "manager", "--listen", "127.0.0.1:0")
+    url = manager.await_output(r"(http://\S+)")[1]
+    hubs = [place.hub("--listen", "127.0.0.1:0", "--join", url) for _ in range(2)]
+    undisturbed = place.undisturbed(url, hubs=2)
+    command = ["run", "-n", "2", "--hub", url, "--hubs", "2", "--replicas", "1", "--on-worker-loss", "rewind"]
+    command += ["--max-restarts", "20", "--name", "disturbed", "--checkpoint-every", "3"]
+    ranks = place.start(*PARAMHUB, *command, "--", PYTHON, place.folder / "train.py")
+    place.await_checkpoint("disturbed", 3, hubs=2)
+    begun = len(beginnings(ranks.output()))
+    # The first hub costs nothing while all chunks have standbys.
+    hubs.pop(chance.randrange(2)).signal(signal.SIGKILL)
+    ranks.await_output("goes on at its standbys|takes over|rank 0 goes on over")
+    assert len(beginnings(ranks.output())) == begun
+    hubs.append(place.hub("--listen", "127.0.0.1:0", "--join", url))
+    for _ in range(4):
+        time.sleep(chance.uniform(0.0, 1.5))
+        if chance.random() < 0.5:
+            # Sometimes another hub still receives the chunks of this one, and ranks go back.
+            hubs.pop(0).signal(signal.SIGKILL)
+            time.sleep(chance.choice([0.0, 0.0, 1.0]))
+            hubs.append(place.hub("--listen", "127.0.0.1:0", "--join", url))
+        else:
+            process = chance.choice(re.findall(r"is process (\d+)", ranks.output())[-2:])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+    output = place.end(ranks)
+    assert ends(output) == undisturbed, output
+
+
 def test_a_killed_hub_of_two_is_replaced_by_another(place: Place) -> None:
     manager = place.start(*PARAMHUB, "manager", "--listen", "127.0.0.1:0")
     url = manager.await_output(r"(http://\S+)")[1]

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use paramhub::ManagerClient;
 use paramhub::checkpoint::Resume;
-use paramhub::service::{CreateService, JobOptions, JobState, JobStatus};
+use paramhub::service::{CreateService, JobOptions, JobState, JobStatus, OnWorkerLoss};
 use paramhub_hub::{FoundCheckpoint, list_checkpoints};
 use rustix::process::Signal;
 
@@ -471,7 +471,7 @@ fn standbys_need_another_hub_and_a_job_that_a_standby_can_follow() {
     let replicas = JobOptions { replicas: 1, ..Default::default() };
     let one = refused(JobOptions { hubs: Some(1), ..replicas });
     assert!(one.contains("ask for 2 hubs or more, or leave `replicas` out"), "{one}");
-    let with_states = refused(JobOptions { program_state_bytes: 1 << 20, ..replicas });
-    assert!(with_states.contains("leave one of the two out"), "{with_states}");
+    let going_back = refused(JobOptions { on_worker_loss: OnWorkerLoss::Rewind, ..replicas });
+    assert!(going_back.contains("give `checkpoint_every`, too"), "{going_back}");
     drop(hub);
 }

@@ -41,6 +41,8 @@ impl JobControl {
             }
             // Every worker has left: only the last checkpoint is missing.
             (Some(job), _) if job.is_finishing() => {}
+            // The job begins again, and waits for the end of this part.
+            (Some(job), StopWhen::Now) if job.is_retired => job.is_retired = false,
             (Some(_), StopWhen::Now) => self.fail(namespace, CauseKind::Hearsay, None, reason, now),
             (Some(job), StopWhen::WorkersEnded) => {
                 // Each stream brings a Leave or an end without one, and both decide the job's outcome.
@@ -137,9 +139,12 @@ impl JobControl {
         }
     }
 
-    /// A core has lost what it had of a job, of which this hub has nothing to go back to. The job begins again from its checkpoint
-    /// if it can, and otherwise it ends.
+    /// A core has lost what it had of a job, of which this hub has nothing to go back to. The job goes on at its standbys if it can,
+    /// or begins again from its checkpoint, and otherwise it ends.
     pub(super) fn part_lost(&mut self, namespace: Namespace, reason: String, now: Duration) {
+        if self.hand_over(namespace, &reason, now) {
+            return;
+        }
         let begins_again = self.begins_again_after(namespace, CauseKind::HubLost);
         let cause = if begins_again { CauseKind::HubLost } else { CauseKind::Known };
         self.fail(namespace, cause, None, reason, now);

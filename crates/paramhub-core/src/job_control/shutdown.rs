@@ -141,7 +141,7 @@ impl JobControl {
     fn end_jobs(&mut self, now: Duration) {
         let living: Vec<Namespace> = self.jobs.keys().copied().collect();
         for namespace in living {
-            if self.hand_over(namespace, now) {
+            if self.hand_over(namespace, "it is shutting down", now) {
                 continue;
             }
             let reason = "the hub is shutting down";

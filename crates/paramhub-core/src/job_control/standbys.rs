@@ -294,9 +294,8 @@ impl JobControl {
         }
     }
 
-    /// Hands a job over to the standbys, if there are any for all that this hub serves: the hub shuts down. Returns whether it
-    /// does.
-    pub(super) fn hand_over(&mut self, namespace: Namespace, now: Duration) -> bool {
+    /// Hands a job over to the standbys for this reason, if there are any for all that this hub serves. Returns whether it does.
+    pub(super) fn hand_over(&mut self, namespace: Namespace, reason: &str, now: Duration) -> bool {
         let Some(job) = self.jobs.get(&namespace).filter(|job| job.can_be_replaced() && job.has_opened)
         else {
             return false;
@@ -304,9 +303,10 @@ impl JobControl {
         let (hub, number) = (job.terms.hub, job.shares_number);
         let share = job.shares.iter().position(|share| share.role(hub) != Role::None);
         let Some(share) = share.filter(|_| !job.is_ending()) else { return false };
-        let reason = "it is shutting down".to_owned();
+        let retires = format!("its hub has left: {reason}");
+        let reason = reason.to_owned();
         self.report(HubEvent::HubLost { namespace, share: share as u16, hub, number, reason });
-        self.retire(namespace, "its hub is shutting down", now);
+        self.retire(namespace, &retires, now);
         true
     }
 

@@ -180,8 +180,8 @@ pub struct Job {
     /// manager.
     former_hubs: BTreeMap<u32, bool>,
     former_members: Option<FormerMembers>,
-    /// Whether the job had several sites before it began again.
-    had_several_sites: bool,
+    /// Whether the hubs of the job had streams among one another before it began again.
+    had_linked_hubs: bool,
     /// The step to which the job has gone back last, and how often it has done so without having written a newer checkpoint.
     went_back_to: Option<u32>,
     fruitless: u32,
@@ -310,7 +310,7 @@ impl Job {
             suspected_hubs: Vec::new(),
             former_hubs: BTreeMap::new(),
             former_members: None,
-            had_several_sites: false,
+            had_linked_hubs: false,
             went_back_to: None,
             fruitless: 0,
             composition: None,

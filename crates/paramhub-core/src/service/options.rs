@@ -138,6 +138,12 @@ impl JobOptions {
         self.rewinds() && self.checkpoint_every.is_some()
     }
 
+    /// Returns whether the hubs keep copies of earlier steps, to which ranks go back. Hubs that exchange sums with one another, at
+    /// several sites or with standbys, keep none: the ranks of such a job go back to a checkpoint.
+    pub fn keeps_copies(&self, has_several_sites: bool) -> bool {
+        self.rewinds() && !has_several_sites && !self.has_standbys()
+    }
+
     /// The number of a job's ranks that are there when it begins.
     pub fn first_workers(&self, workers: u32) -> u32 {
         self.start_workers.map_or(workers, |first| first.min(workers))

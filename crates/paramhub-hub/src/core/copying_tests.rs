@@ -330,6 +330,34 @@ fn a_snapshot_waits_for_the_program_states_of_its_version() {
 }
 
 #[test]
+fn a_hub_that_takes_over_has_no_snapshot_of_a_version_whose_program_states_are_lost() {
+    let (mut shard, snapshot) = begun_with_program_states();
+    (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
+    shard.take_over_program_states();
+    // One step is made. The rank may be two ahead, and have saved the states of steps 2 and 3 elsewhere, and of 1.
+    shard.arm(SnapshotTarget::Version(4), snapshot);
+    let snapshot = shard.ended_snapshot().unwrap();
+    assert_eq!((snapshot.outcome, snapshot.newest), (SnapshotOutcome::Missed, 4));
+    shard.arm(SnapshotTarget::Version(5), snapshot);
+    for made in 2..=5 {
+        (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
+        assert!(shard.ended_snapshot().is_none());
+        save(&mut shard, made);
+    }
+    let snapshot = shard.ended_snapshot().unwrap();
+    is_of_version(&snapshot, 5);
+    assert_eq!(states(&snapshot), [(0, "state of 5")]);
+    // It has left: the last checkpoint is that of the end.
+    let (mut shard, snapshot) = begun_with_program_states();
+    (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
+    shard.take_over_program_states();
+    take(&mut shard, 0, &Header::bare(Operation::Leave), &[]).unwrap();
+    shard.arm(SnapshotTarget::Version(1), snapshot);
+    shard.copy_some(usize::MAX);
+    is_of_version(&shard.ended_snapshot().unwrap(), 1);
+}
+
+#[test]
 fn a_shard_begins_with_the_program_states_of_its_checkpoint() {
     let (shard, _) = begun_with_program_states();
     let mut restored = Restored::room(shard.plan(), 3, vec![Hyperparameters::default()]).unwrap();

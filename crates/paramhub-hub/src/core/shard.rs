@@ -74,6 +74,8 @@ pub(crate) struct Shard {
     quantised: Quantised,
     factors: FactorLayers,
     program_states: ProgramStates,
+    /// The first version of which this hub is to have the program states of all ranks: another has got earlier ones.
+    program_states_from: u32,
     outboxes: Vec<Outbox>,
     /// The ports whose outbox has something new.
     dirty: ReadySet,
@@ -140,6 +142,7 @@ impl Shard {
             quantised: Quantised::new(&layout, plan.ports.workers())?,
             factors: FactorLayers::new(&plan, &layout)?,
             program_states: plan.program_states(),
+            program_states_from: 0,
             outboxes: (0..plan.ports.len())
                 .map(|port| {
                     let sender = plan.ports.side(port);

@@ -389,12 +389,12 @@ impl PlacedChunks {
             min_workers: job_plan
                 .options
                 .least_workers(job_plan.composition.workers())
-                .filter(|_| job_plan.composition.is_flat()),
+                .filter(|_| job_plan.composition.is_flat() && !job_plan.options.has_standbys()),
             first_workers: job_plan.options.first_workers(job_plan.composition.workers()),
             shares: job_plan.shares.clone(),
             hub: job_plan.hub as u16,
             rewinds: keeps_copies(job_plan),
-            begins_again: job_plan.options.outlives_hubs() && !job_plan.composition.is_flat(),
+            begins_again: job_plan.options.outlives_hubs() && !keeps_copies(job_plan),
             epoch: job_plan.epoch.number,
             stragglers: job_plan.options.stragglers,
             weight: weight(job_plan),
@@ -431,7 +431,7 @@ fn features_of(job_plan: &JobPlan) -> Features {
 
 /// Whether the hub keeps copies of the chunks to which all workers can go back. At several sites no hub could go back alone.
 fn keeps_copies(job_plan: &JobPlan) -> bool {
-    job_plan.options.rewinds() && job_plan.composition.is_flat()
+    job_plan.options.keeps_copies(!job_plan.composition.is_flat())
 }
 
 /// The job's share of a core's time, relative to other jobs' weights.

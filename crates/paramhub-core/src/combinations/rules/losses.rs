@@ -4,8 +4,8 @@ use crate::combinations::Caller::{CommandLine, CreateService, InitService, Worke
 use crate::combinations::Feature::{
     Asynchronous, BoundedStaleness, ContinuesOverInterfaces, ContinuesWithoutWorkers, Elastic, Factors,
     FactorsToHub, FailsWithWorkers, LateLeftOut, Linger, MaxRestarts, MinWorkers, NoOptimizer, NoRewind,
-    Quantised, Replicas, Reproducible, RewindEvery, Rewinds, RewindsByCopies, SavesProgramStates,
-    SeveralSites, SharedMemory, SharedParameters, TwoPhase,
+    Quantised, Replicas, Reproducible, RewindEvery, Rewinds, RewindsByCopies, SeveralSites, SharedMemory,
+    SharedParameters, TwoPhase,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -176,18 +176,18 @@ pub(super) const REPLICAS: &[Rule] = &[
     },
     Rule {
         these: &[Replicas],
-        those: &[ContinuesWithoutWorkers, Rewinds],
+        those: &[ContinuesWithoutWorkers],
         verdict: Refused,
-        why: "a standby does not hear yet which ranks are lost and which step is made again",
-        remedy: "use `on_worker_loss = fail`, or leave `replicas` out",
+        why: "a standby does not hear which ranks are lost",
+        remedy: "use `on_worker_loss = rewind` with `checkpoint_every`, or leave `replicas` out",
         callers: &[CreateService],
     },
     Rule {
         these: &[Replicas],
-        those: &[SavesProgramStates],
+        those: &[RewindsByCopies],
         verdict: Refused,
-        why: "the program states of the ranks are at one hub alone",
-        remedy: "leave one of the two out",
+        why: "a standby does not hear which step is made again, so the ranks go back to a checkpoint",
+        remedy: "give `checkpoint_every`, too, or leave `replicas` out",
         callers: &[CreateService],
     },
     Rule {

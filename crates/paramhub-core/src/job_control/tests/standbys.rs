@@ -112,6 +112,29 @@ fn a_hub_without_a_share_ends_its_part_without_a_word_to_its_workers() {
 }
 
 #[test]
+fn a_part_that_the_manager_ends_while_it_ends_already_is_reported() {
+    let mut hub = running();
+    change(&mut hub, 1, shares([(1, None), (1, None)]));
+    hub.stop(StopWhen::Now);
+    let outputs = hub.close(1);
+    assert!(
+        outputs.iter().any(|output| matches!(output, Output::ReportEnd(_))),
+        "a job that begins again waits for this"
+    );
+}
+
+#[test]
+fn a_core_that_panics_hands_the_job_over_if_it_can() {
+    let panicked = || CoreEvent::Panicked { reason: "core 0 of its hub panicked".into() };
+    let mut hub = running();
+    let outputs = hub.core(1, panicked());
+    assert_eq!((reported(&outputs), has_failed(&outputs)), (vec![(0, 0, 0)], false));
+    let mut hub = running();
+    change(&mut hub, 1, shares([(0, None), (1, Some(0))]));
+    assert!(has_failed(&hub.core(1, panicked())), "no other hub has share 0");
+}
+
+#[test]
 fn a_job_finishes_when_the_workers_of_its_own_share_and_the_other_hub_have_left() {
     let mut hub = running();
     for (route, port) in [(0, 0), (0, 1), (0, 2), (1, 2)] {

@@ -84,7 +84,8 @@ impl Job {
 
     /// Returns the number of hubs that the job needs to begin.
     fn hubs_needed(&self) -> usize {
-        let least = if self.options.has_standbys() { 2 } else { 1 };
+        // One that begins again gets its standbys when hubs are there.
+        let least = if self.options.has_standbys() && !self.has_begun_again() { 2 } else { 1 };
         self.options.hubs.map_or(least, |hubs| hubs as usize)
     }
 

@@ -1,13 +1,15 @@
-//! Jobs that begin again from their newest checkpoint when a hub is lost, or in racks and hosts a rank.
+//! Jobs that begin again from their newest checkpoint when a hub is lost, or in racks and hosts and with standbys a rank.
 //!
-//! A job whose ranks go back to an earlier step needs its hubs for that. If one is lost, and they write checkpoints, all ranks
-//! connect anew, in an epoch that begins with this. The job is then arranged for the hubs that are there, as at the start, and
-//! they begin with the newest checkpoint that this job has written. Hubs that still have a part of it end that first.
+//! A job whose ranks go back to an earlier step needs its hubs for that. If one is lost that has no standby, and they write
+//! checkpoints, all ranks connect anew, in an epoch that begins with this. The job is then arranged for the hubs that are there, as
+//! at the start, and they begin with the newest checkpoint that this job has written. Hubs that still have a part of it end that
+//! first.
 //!
-//! Between hubs of several sites sums are under way that no hub could take back alone. So a job at several sites begins again when
-//! a rank is lost, too. Its hubs end their parts as soon as they lose a rank or one another, and the first report of that decides.
+//! Between hubs of several sites, and between hubs and their standbys, sums are under way that no hub could take back alone. So
+//! such a job begins again when a rank is lost, too. Its hubs end their parts as soon as they lose a rank, at several sites also
+//! when they lose one another, and the first report of that decides.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::cause::Cause;
 use super::job_hubs::{JobHub, cause_of};
@@ -44,7 +46,7 @@ impl Job {
 
     /// Whether the job begins again when a rank is lost, since its hubs have streams among one another.
     pub(super) fn begins_again_without_ranks(&self) -> bool {
-        self.options.outlives_hubs() && self.has_several_sites()
+        self.options.outlives_hubs() && !self.options.keeps_copies(self.has_several_sites())
     }
 
     /// Whether the job may go on after its part at a hub has ended for a reason of this kind: the hub has lost a rank or another
@@ -147,15 +149,20 @@ impl Job {
     fn begin_again(&mut self, former: Epoch, reason: &str, now: Now) -> Transition {
         let since = self.assignments.held_since();
         self.former_members = Some(FormerMembers { epoch: former, since });
-        self.had_several_sites = self.has_several_sites();
+        self.had_linked_hubs = self.begins_again_without_ranks();
         let epoch = self.assignments.begin_epoch();
         self.epoch = Some(former.begin_again(epoch));
         (self.recorded_counters, self.recorded_left_out) = (self.counters(), self.left_out());
         self.recorded_checkpoints = self.checkpoints();
-        let still_there = |job_hub: &&JobHub| job_hub.asked && !job_hub.ended;
-        let hubs: Vec<u32> = self.job_hubs.iter().filter(still_there).map(|job_hub| job_hub.hub).collect();
+        // A hub without which the job has gone on may not have heard of that.
+        let may_have_part =
+            |job_hub: &&JobHub| job_hub.asked && (!job_hub.ended || job_hub.failed_standby.is_some());
+        let hubs: BTreeSet<u32> =
+            self.job_hubs.iter().filter(may_have_part).map(|job_hub| job_hub.hub).collect();
         self.former_hubs.extend(hubs.iter().map(|&hub| (hub, true)));
+        let hubs: Vec<u32> = hubs.into_iter().collect();
         self.job_hubs.clear();
+        self.forget_shares();
         (self.composition, self.information_book, self.proposed) = (None, None, None);
         self.placements.clear();
         self.agreed = false;
@@ -203,11 +210,11 @@ impl Job {
         }
     }
 
-    /// A hub reports how its part from before has ended. At several sites the hubs hear of one another's ends: one may have
-    /// reported a loss that has followed from what this one can prove, and the job would fail for that again.
+    /// A hub reports how its part from before has ended. Hubs with streams among one another hear of one another's ends: one may
+    /// have reported a loss that has followed from what this one can prove, and the job would fail for that again.
     pub(crate) fn former_part_ended(&mut self, end: &JobEnd, is_leaving: bool, now: Now) -> Transition {
         let is_proven = !end.finished && end.cause == CauseKind::Known && !is_leaving;
-        match is_proven && self.had_several_sites && self.has_begun_again() && !self.state.has_ended() {
+        match is_proven && self.had_linked_hubs && self.has_begun_again() && !self.state.has_ended() {
             true => self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now),
             false => Transition::None,
         }

@@ -2,9 +2,10 @@
 
 use super::cause::Cause;
 use super::standbys::LastContact;
-use super::tests::{later, now, running_with};
+use super::tests::{call, hubs, later, now, running_with};
 use super::*;
-use crate::service::{CauseKind, HubCommand, JobEnd};
+use crate::membership::probes::CoreBandwidth;
+use crate::service::{CauseKind, HubCommand, JobEnd, OnWorkerLoss};
 use crate::standbys::{HubLocation, Share};
 
 /// A running job at three hubs, each of which is the standby of another.
@@ -196,4 +197,75 @@ fn a_manager_that_restarts_knows_the_shares_and_repeats_them() {
     assert!(restored.hubs_of_members().eq([0, 2]), "the hub that has left is not awaited");
     let mut restored = restored;
     assert!(has_changed(&restored.hub_allocated(0, "", (None, None), later(31.0))));
+}
+
+/// A running job at two hubs, whose ranks go back to a checkpoint.
+fn going_back() -> Job {
+    let options = JobOptions {
+        replicas: 1,
+        on_worker_loss: OnWorkerLoss::Rewind,
+        checkpoint_every: Some("20".parse().unwrap()),
+        ..JobOptions::default()
+    };
+    let mut job = running_with(2, 2, options);
+    job.choose_standbys(|_| HubLocation::default());
+    job
+}
+
+/// The hubs that are to end their parts, as the job begins again.
+fn begun_again(transition: &Transition) -> &[u32] {
+    match transition {
+        Transition::BeganAgain { hubs, .. } => hubs,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_job_that_goes_back_begins_again_when_a_rank_or_the_last_hub_of_a_share_is_lost() {
+    let rank_lost = |job: &Job| JobEnd {
+        rank: Some(1),
+        ..JobEnd::failed(job.namespace, "rank 1 was lost".into(), CauseKind::PeerLost)
+    };
+    let mut job = going_back();
+    let end = rank_lost(&job);
+    assert_eq!(begun_again(&job.hub_ended(0, &end, later(9.0))), [1]);
+    assert_eq!((job.state(), job.shares().len()), (JobState::Connecting, 0));
+    assert_eq!(job.losses(later(9.0)).unwrap().workers_lost, 1);
+    // The first loss of a hub costs no step. A frozen hub may not have heard of it when a rank is lost.
+    let mut job = going_back();
+    assert!(
+        has_changed(&lose(&mut job, 0, 0, 1))
+            && has_changed(&job.check_suspected_hubs(|_| None, later(10.0)))
+    );
+    assert_eq!(begun_again(&job.hub_ended(0, &end, later(11.0))), [1]);
+    assert_eq!(job.former_hubs(), [1]);
+    // Nor may the last hub of a share that the manager does not hear.
+    let mut job = going_back();
+    assert!(
+        has_changed(&lose(&mut job, 0, 0, 1))
+            && has_changed(&job.check_suspected_hubs(|_| None, later(10.0)))
+    );
+    let cause =
+        Cause { kind: CauseKind::HubLost, rank: None, began: later(12.0), message: "hub 0 was lost".into() };
+    let lost = job.hub_lost(0, cause, later(12.0));
+    assert_eq!(begun_again(&lost), [1]);
+    assert!(matches!(lost, Transition::BeganAgain { lost: Some(0), .. }));
+    assert!(
+        job.message().contains("no other hub has the chunks of share 0; all ranks go back"),
+        "{}",
+        job.message()
+    );
+}
+
+#[test]
+fn a_job_that_begins_again_with_one_hub_waits_for_no_standby() {
+    let mut job = going_back();
+    let end = JobEnd::failed(job.namespace, "rank 1 was lost".into(), CauseKind::PeerLost);
+    let _ = job.hub_ended(0, &end, later(9.0));
+    (0..2).for_each(|rank| drop(job.connect(&call(rank, 10 + rank as u8), later(10.0)).unwrap()));
+    assert!(job.former_part_over(1));
+    let begun = job.begin_initialising(hubs(1), &CoreBandwidth::Unneeded);
+    assert_eq!(begun, Transition::Advanced);
+    job.choose_standbys(|_| HubLocation::default());
+    assert_eq!(job.shares(), [Share::new(0, None)]);
 }

@@ -57,6 +57,16 @@ impl Job {
         }
     }
 
+    /// The job begins again, and its shares are chosen anew for the hubs that are there. Where an operator has moved it counts no
+    /// more.
+    pub(super) fn forget_shares(&mut self) {
+        self.shares.clear();
+        (self.shares_number, self.shares_reason) = (0, String::new());
+        self.suspected_hubs.clear();
+        self.lacking_since.clear();
+        self.moves.clear();
+    }
+
     /// The hubs of each share; empty in a job without standbys.
     pub fn shares(&self) -> &[Share] {
         &self.shares
@@ -194,9 +204,10 @@ impl Job {
                 Transition::SharesChanged { message, told_later: None }
             }
             Err(share_lost) => {
-                self.job_hubs[usize::from(lost)].ended = true;
-                let message = format!("{}; {share_lost}", cause.message);
-                self.fail_because(ErrorCode::JobEnded, Cause { message, ..cause }, now)
+                let job_hub = &mut self.job_hubs[usize::from(lost)];
+                job_hub.ended = true;
+                let (gone, message) = (job_hub.hub, format!("{}; {share_lost}", cause.message));
+                self.go_on_without_unheard(gone, Cause { message, ..cause }, now)
             }
         }
     }

@@ -5,7 +5,8 @@
 //! own between those of streams.
 //!
 //! The program states that belong to the version come a little later than its chunks: each rank saves its own before its
-//! next gradient. The snapshot waits for them, at most until a chunk shows that all ranks have gone past that.
+//! next gradient. The snapshot waits for them, at most until a chunk shows that all ranks have gone past that. A hub that has just
+//! taken over for another takes none of the versions whose program states are lost with that.
 
 use super::Shard;
 use crate::core::snapshot::{ArmedSnapshot, ChunkMark, Snapshot, SnapshotOutcome, SnapshotTarget};
@@ -29,6 +30,11 @@ impl Shard {
         {
             (snapshot.outcome, snapshot.newest) = (SnapshotOutcome::Missed, newest);
             snapshot.goes_back_to = Some(newest);
+        }
+        if let SnapshotTarget::Version(version) = target
+            && self.lacks_program_states(version)
+        {
+            (snapshot.outcome, snapshot.newest) = (SnapshotOutcome::Missed, self.program_states_from - 1);
         }
         self.armed = Some(ArmedSnapshot { target, snapshot, at: 0, is_called_off: false });
     }

@@ -1,7 +1,7 @@
 //! The program states that ranks keep at this route's core. They move at the rate of control messages, and only when
 //! nothing more urgent is left to send.
 
-use paramhub_core::program_states::{Piece, ProgramStates, payload_bytes_max, piece_bytes_max};
+use paramhub_core::program_states::{KEPT_MAX, Piece, ProgramStates, payload_bytes_max, piece_bytes_max};
 use paramhub_core::wire::{Header, Operation, PROGRAM_STATE_HEAD_BYTES};
 
 use super::Shard;
@@ -33,6 +33,22 @@ impl ShardPlan {
 }
 
 impl Shard {
+    /// Notes that ranks have saved states at the hub that this one replaces, which did not pass them on. The newest are of the steps
+    /// that the hub would still keep, and each rank saves one here before it makes another step.
+    pub(super) fn take_over_program_states(&mut self) {
+        if self.plan.program_state_bytes_here() > 0 {
+            let made = self.newest_step.saturating_add(1);
+            self.program_states_from = made.saturating_add(KEPT_MAX as u32 + 1);
+        }
+    }
+
+    /// Whether a snapshot of this version would lack program states that ranks have saved elsewhere. Those that have all left need
+    /// them no more.
+    pub(super) fn lacks_program_states(&self, version: u32) -> bool {
+        let mut workers = 0..self.plan.ports.workers();
+        version < self.program_states_from && !workers.all(|worker| self.departures.has_left(worker))
+    }
+
     /// Refuses a frame about program states that cannot be right here.
     pub(super) fn check_program_state(&self, header: &Header) -> Result<(), Fault> {
         if self.plan.program_state_bytes == 0 {

@@ -123,6 +123,7 @@ impl Shard {
     pub(crate) fn take_over(&mut self) {
         self.exchange.take_over();
         self.forget_counterpart();
+        self.take_over_program_states();
     }
 
     /// Notes that the stream of a worker is closed, and that it repeats elsewhere, or here later, what was not answered.
