@@ -51,7 +51,7 @@ pub(crate) enum Asked {
     Elsewhere,
     /// They are where this worker knew.
     Unchanged,
-    /// The job has ended. The text says why.
+    /// The job has ended, or goes on without this worker. The text says why.
     Over(String),
     /// The manager has not answered.
     NoAnswer,
@@ -104,6 +104,10 @@ impl ShareHubs {
         match asker.manager.connect_service(asker.namespace, &asker.call, ASK_TIMEOUT) {
             Ok(answer) => known.learn(answer.shares, answer.later_hubs),
             Err(error) if error.code() == Some(ErrorCode::JobEnded) => Asked::Over(error.to_string()),
+            // Its secret is one of before.
+            Err(error) if error.code() == Some(ErrorCode::WrongNonce) => {
+                Asked::Over("all ranks have gone back, or another process has its rank".into())
+            }
             Err(_) => Asked::NoAnswer,
         }
     }

@@ -215,7 +215,7 @@ def test_kills_of_ranks_and_hubs_with_standbys_change_no_bit(place: Place) -> No
     hubs = [place.hub("--listen", "127.0.0.1:0", "--join", url) for _ in range(2)]
     undisturbed = place.undisturbed(url, hubs=2)
     command = ["run", "-n", "2", "--hub", url, "--hubs", "2", "--replicas", "1", "--on-worker-loss", "rewind"]
-    command += ["--max-restarts", "20", "--name", "disturbed", "--checkpoint-every", "3"]
+    command += ["--max-restarts", "20", "--name", "disturbed", "--checkpoint-every", "3", "--dead-after", "2"]
     ranks = place.start(*PARAMHUB, *command, "--", PYTHON, place.folder / "train.py")
     place.await_checkpoint("disturbed", 3, hubs=2)
     begun = len(beginnings(ranks.output()))
@@ -224,6 +224,12 @@ def test_kills_of_ranks_and_hubs_with_standbys_change_no_bit(place: Place) -> No
     ranks.await_output("goes on at its standbys|takes over|rank 0 goes on over")
     assert len(beginnings(ranks.output())) == begun
     hubs.append(place.hub("--listen", "127.0.0.1:0", "--join", url))
+    # A rank that was only frozen hears from the manager that the others have gone back, and joins again.
+    process = int(re.findall(r"is process (\d+)", ranks.output())[-1])
+    os.kill(process, signal.SIGSTOP)
+    ranks.await_output(r"rank \d was lost: it has not been heard for 2 s")
+    os.kill(process, signal.SIGCONT)
+    ranks.await_output(rf"(?:is process {process}\b[\s\S]*){{2}}")
     for _ in range(4):
         time.sleep(chance.uniform(0.0, 1.5))
         if chance.random() < 0.5:
