@@ -300,8 +300,12 @@ class Run:
             self.log.expect("kill", rank, lost)
             return True
         if fault.kind == "cut":
-            ports = self.programs.ports[1 : 1 + fault.hubs]
-            if network is None or not takes_part or not network.cut(rank, ports, fault.at_hub):
+            # A hub that only stands by has no connections of workers.
+            hubs = self.programs.ports[1:]
+            groups = [hubs[first : first + fault.hubs] for first in range(len(hubs))]
+            if network is None or not takes_part:
+                return False
+            if not any(network.cut(rank, ports, fault.at_hub) for ports in groups):
                 return False
             if now > self.last_cut.get(rank, 0.0) + CUTS_NAMED_AGAIN_S:
                 self.log.expect("cut", rank, rf"rank {rank} (of job `{NAME}` )?goes on over|{lost}")

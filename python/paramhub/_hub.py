@@ -31,6 +31,7 @@ def create_job(
     dead_after: float = 30.0,
     hubs: int | None = None,
     max_hubs: int | None = None,
+    hub_label: str | None = None,
     patience: float = 0.0,
     reduction: str = "auto",
     optimize_at: str = "every_site",
@@ -59,9 +60,10 @@ def create_job(
     keeps a job without any sign of its workers. ``dead_after`` is how long a worker may be silent before the job fails.
     ``patience`` is how long this call dials a manager that is still starting.
 
-    Ranks also wait for ``hubs`` hubs. By default the first hub is enough. All hubs that have joined serve the job, or of those
-    that serve all workers the ``max_hubs`` with the fewest jobs: whatever happens to another hub leaves the job alone. A job
-    of collectives alone, for instance of `paramhub.kvstore`, may have 0.
+    Ranks also wait for ``hubs`` hubs. By default the first hub is enough. All hubs that have joined serve the job, with
+    ``hub_label`` those that have this label (``paramhub hub --label``), or of those that serve all workers the ``max_hubs`` with
+    the fewest jobs: whatever happens to another hub leaves the job alone. A job of collectives alone, for instance of
+    `paramhub.kvstore`, may have 0.
 
     Where hubs serve racks or hosts, ``reduction`` is how sites combine their sums: ``auto``, ``flat``, ``tree``, ``ring`` or
     ``sharded``. ``optimize_at`` is where the optimizer runs: at ``every_site`` on the same gradient, or at each chunk's
@@ -129,6 +131,7 @@ def create_job(
     # Options with the value None are not sent, because older managers do not know them.
     wishes = {
         "max_hubs": max_hubs,
+        "hub_label": hub_label,
         "redial_grace_s": redial_grace,
         "on_worker_loss": None if on_worker_loss == "fail" else on_worker_loss,
         "min_workers": min_workers,

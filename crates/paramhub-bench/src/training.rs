@@ -13,7 +13,7 @@ use paramhub_core::composition::Reduction;
 use paramhub_core::consistency::Consistency;
 use paramhub_core::limits::CHUNK_BYTES_DEFAULT;
 use paramhub_core::scheme::{LayerSettings, SchemeChoice};
-use paramhub_core::service::OnInterfaceDown;
+use paramhub_core::service::{HubLabel, OnInterfaceDown};
 use paramhub_harness::Usage;
 use paramhub_harness::values::{Bytes, Deployment, text};
 use paramhub_train::data::DataSource;
@@ -63,6 +63,10 @@ pub struct TrainSection {
     pub deployment: Option<Deployment>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_hubs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hub_label: Option<HubLabel>,
     pub encrypt: bool,
     #[serde(with = "text")]
     pub on_interface_down: OnInterfaceDown,
@@ -120,6 +124,8 @@ impl Default for TrainSection {
             on_interface_down: OnInterfaceDown::Fail,
             deployment: None,
             hubs: None,
+            max_hubs: None,
+            hub_label: None,
             replicas: 0,
             stragglers: Stragglers::Wait,
             progress_timeout_s: None,

@@ -11,7 +11,7 @@ use paramhub::{CheckpointConfig, Selector, Stragglers};
 use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::cost::Rate;
-use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT, OnInterfaceDown, OnWorkerLoss};
+use paramhub_core::service::{HUB_PORT, HubLabel, JobOptions, MANAGER_PORT, OnInterfaceDown, OnWorkerLoss};
 use paramhub_harness::values::{optional_text, text};
 use serde::{Deserialize, Serialize};
 
@@ -63,6 +63,8 @@ pub(crate) struct HubSection {
     pub(crate) advertise: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rack: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) labels: Vec<HubLabel>,
     pub(crate) host_only: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cores: Option<usize>,
@@ -159,6 +161,10 @@ pub(crate) struct RunSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) max_hubs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hub_label: Option<HubLabel>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) deployment: Option<Deployment>,
     pub(crate) hosts: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -182,6 +188,7 @@ impl Default for HubSection {
             interface_rates: Vec::new(),
             advertise: Vec::new(),
             rack: None,
+            labels: Vec::new(),
             host_only: false,
             cores: None,
             streams: 1,
@@ -304,6 +311,8 @@ impl Default for RunSection {
             stragglers,
             progress_timeout_s: None,
             hubs: None,
+            max_hubs: None,
+            hub_label: None,
             deployment: None,
             hosts: 1,
             host_rank: None,

@@ -3,7 +3,7 @@
 use paramhub::ManagerClient;
 use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::composition::Reduction;
-use paramhub_core::service::HubStatus;
+use paramhub_core::service::{HubStatus, JobOptions};
 
 use super::Usage;
 use crate::config::Deployment;
@@ -29,22 +29,25 @@ pub(super) fn asked(deployment: Option<Deployment>, hubs: Option<u32>, is_manage
     ])
 }
 
-/// How many dedicated hubs a job waits for. `ncc` is refused where several hubs would serve the job. Hubs of
-/// other racks and of other runs serve it only with the reduction `flat`.
+/// How many dedicated hubs a job with these options waits for, of which `hubs` are asked for. `ncc` is refused where several hubs
+/// would serve the job. Hubs of other racks and of other runs serve it only with the reduction `flat`.
 pub(super) fn hubs_needed(
     deployment: Option<Deployment>,
     hubs: Option<u32>,
-    reduction: Reduction,
+    options: &JobOptions,
     client: &ManagerClient,
 ) -> anyhow::Result<Option<u32>> {
-    if deployment != Some(Deployment::Ncc) {
+    if deployment != Some(Deployment::Ncc) || options.max_hubs == Some(1) {
         return Ok(hubs);
     }
     // The workers inherit this variable and report the same rack.
     let own_rack = std::env::var("PARAMHUB_RACK").unwrap_or_default();
-    let serves = |rack: &str| reduction == Reduction::Flat || rack.is_empty() || rack == own_rack;
+    let serves = |rack: &str| options.reduction == Reduction::Flat || rack.is_empty() || rack == own_rack;
     let hubs = client.hubs()?;
-    let would_serve = |hub: &&HubStatus| !hub.drained && hub.place.host.is_empty() && serves(&hub.place.rack);
+    let is_chosen = |hub: &HubStatus| options.hub_label.is_none_or(|label| hub.labels.contains(&label));
+    let would_serve = |hub: &&HubStatus| {
+        !hub.drained && hub.place.host.is_empty() && serves(&hub.place.rack) && is_chosen(hub)
+    };
     let joined = hubs.iter().filter(would_serve).count();
     let several = Features::of([(Feature::DeploymentNcc, true), (Feature::SeveralHubs, joined > 1)]);
     combinations::check(several).map_err(|conflict| {

@@ -7,7 +7,7 @@ use crate::config::distance;
 const PREFIX: &str = "PARAMHUB_";
 
 /// Variables that workers, the Python package or its bindings read and that no flag stands for.
-const OF_WORKERS: [&str; 17] = [
+const OF_WORKERS: [&str; 19] = [
     paramhub_kernels::ISA_VARIABLE,
     "PARAMHUB_JOB",
     "PARAMHUB_SECRET",
@@ -22,6 +22,8 @@ const OF_WORKERS: [&str; 17] = [
     "PARAMHUB_REWIND_EVERY",
     "PARAMHUB_MAX_WORKERS",
     "PARAMHUB_REPLICAS",
+    "PARAMHUB_JOB_MAX_HUBS",
+    "PARAMHUB_JOB_HUB_LABEL",
     "PARAMHUB_RUN_ID",
     "PARAMHUB_CHECKPOINTS",
     "PARAMHUB_CHECKPOINT_EVERY",

@@ -13,6 +13,7 @@ use paramhub::{
 };
 use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::cost::Rate;
+use paramhub_core::service::HubLabel;
 use paramhub_harness::launch::Signals;
 
 use super::tls::{self, TlsFlags};
@@ -58,6 +59,9 @@ pub(super) struct HubFlags {
     /// all workers [default: false]
     #[arg(long, env = "PARAMHUB_HUB_HOST_ONLY")]
     host_only: Option<bool>,
+    /// Labels by which jobs choose hubs (--hub-label), at most 16 [default: none]
+    #[arg(long = "label", value_name = "LABEL", value_delimiter = ',', env = "PARAMHUB_HUB_LABELS")]
+    labels: Option<Vec<HubLabel>>,
     /// Threads that sum and optimise [default: every processor; a quarter of them on loopback]
     #[arg(long, value_name = "N", env = "PARAMHUB_HUB_CORES")]
     cores: Option<usize>,
@@ -132,7 +136,7 @@ impl HubFlags {
         overlay!(self.tls => config.hub; plain_http, tls_names; tls_certificate, tls_key);
         overlay!(
             self => config.hub;
-            interface_rates, advertise, host_only, encrypt, streams, spin_us, pin, manager, checkpoint_keep;
+            interface_rates, advertise, labels, host_only, encrypt, streams, spin_us, pin, manager, checkpoint_keep;
             listen, interfaces, rack, core_rate, cores, memory, job_memory, job_streams, job_share, join, state, checkpoints
         );
     }
@@ -196,6 +200,7 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
         advertise: section.advertise.clone(),
         rack: section.rack.clone(),
         host: section.host_only.then(host_identity),
+        labels: section.labels.clone(),
         cores: section.effective_cores(),
         streams: section.streams,
         shared_memory: section.shared_memory,

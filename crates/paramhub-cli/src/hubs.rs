@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
-use paramhub_core::service::{HubStatus, LinkStatus};
+use paramhub_core::service::{HubLabel, HubStatus, LinkStatus};
 use serde::Serialize;
 
 use super::{ManagerUrl, client};
@@ -86,7 +86,7 @@ fn list(hubs: &[HubStatus]) -> String {
     }
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(["hub", "serves", "interfaces", "cores", "jobs", "last heard"]);
+    table.set_header(["hub", "serves", "labels", "interfaces", "cores", "jobs", "last heard"]);
     for hub in hubs {
         let serves = match (hub.place.host.is_empty(), hub.place.rack.is_empty()) {
             (false, _) => "its host".to_owned(),
@@ -104,6 +104,7 @@ fn list(hubs: &[HubStatus]) -> String {
         table.add_row([
             hub.hub.to_string(),
             serves,
+            hub.labels.iter().map(HubLabel::to_string).collect::<Vec<_>>().join(" "),
             addresses.join(" "),
             hub.cores.len().to_string(),
             hub.jobs.to_string(),

@@ -8,7 +8,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
 use paramhub::Stragglers;
 use paramhub::service::{
-    AwaitedRanks, CreateService, JobOptions, JobState, JobStatus, LossCounters, OnInterfaceDown,
+    AwaitedRanks, CreateService, HubLabel, JobOptions, JobState, JobStatus, LossCounters, OnInterfaceDown,
     OnWorkerLoss, ServiceCreated, StandbyCounts,
 };
 use paramhub_core::checkpoint::{CheckpointStatus, Every, Resume};
@@ -54,7 +54,7 @@ enum JobsCommand {
     ///
     /// Besides these three lines, one of which is the job's secret, a worker needs RANK. A job whose workers do not come ends
     /// when its lease runs out.
-    Create(CreateFlags),
+    Create(Box<CreateFlags>),
     /// Everything about one job
     Show {
         /// Its name or namespace
@@ -138,6 +138,9 @@ struct CreateFlags {
     /// Hubs of racks and hosts do not count [default: all that have joined]
     #[arg(long, value_name = "N")]
     max_hubs: Option<u32>,
+    /// The label that hubs must have to serve the job, as `paramhub hub --label` gives it [default: any hub will do]
+    #[arg(long, value_name = "LABEL")]
+    hub_label: Option<HubLabel>,
     /// How long workers wait for each other and for the hubs [default: 60]
     #[arg(long, value_name = "SECONDS")]
     rendezvous_timeout: Option<f64>,
@@ -224,6 +227,7 @@ impl CreateFlags {
             optimize_at: self.optimize_at.unwrap_or(default.optimize_at),
             hubs: self.hubs,
             max_hubs: self.max_hubs,
+            hub_label: self.hub_label,
             encrypt: self.encrypt.unwrap_or(default.encrypt),
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             redial_grace_s: self.redial_grace.unwrap_or(default.redial_grace_s),

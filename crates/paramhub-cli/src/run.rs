@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use paramhub::service::{JobState, JobStatus, OnInterfaceDown, OnWorkerLoss, ServiceCreated};
+use paramhub::service::{HubLabel, JobState, JobStatus, OnInterfaceDown, OnWorkerLoss, ServiceCreated};
 use paramhub::{ManagerClient, Stragglers};
 use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::composition::{OptimizeAt, Reduction};
@@ -121,6 +121,13 @@ pub(super) struct RunFlags {
     /// without --hub, there is none, for workers that exchange among themselves [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
     hubs: Option<u32>,
+    /// The most hubs that serve the job when it begins, those with the fewest jobs; hubs of racks and hosts do not count [default:
+    /// all that have joined]
+    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MAX_HUBS")]
+    max_hubs: Option<u32>,
+    /// The label that hubs must have to serve the job, as `paramhub hub --label` gives it [default: any hub will do]
+    #[arg(long, value_name = "LABEL", env = "PARAMHUB_RUN_HUB_LABEL")]
+    hub_label: Option<HubLabel>,
     /// The number of standbys of each chunk, 0 or 1: with 1 another hub has all that workers were answered, and takes over when
     /// the hub is lost; it takes two hubs or more [default: 0]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1), env = "PARAMHUB_RUN_REPLICAS")]
@@ -166,7 +173,7 @@ impl RunFlags {
         overlay!(self => config.run;
             workers, cores, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, rewind_every,
             replicas, max_restarts, stragglers, hosts, master_port;
-            name, max_workers, join, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
+            name, max_workers, join, hubs, max_hubs, hub_label, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
@@ -253,6 +260,12 @@ fn commands(
         }
         if section.replicas > 0 {
             command.env("PARAMHUB_REPLICAS", section.replicas.to_string());
+        }
+        if let Some(most) = section.max_hubs {
+            command.env("PARAMHUB_JOB_MAX_HUBS", most.to_string());
+        }
+        if let Some(label) = section.hub_label {
+            command.env("PARAMHUB_JOB_HUB_LABEL", label.to_string());
         }
         if let Some(rack) = &environment.rack {
             command.env("PARAMHUB_RACK", rack);

@@ -7,6 +7,7 @@ mod authority;
 mod error;
 mod hub;
 mod hub_events;
+mod label;
 mod options;
 mod probe;
 mod status;
@@ -32,6 +33,7 @@ pub use hub::{
 };
 pub use hub::{NumberedCommand, PollCommands, Presence, RegisterHub};
 pub use hub_events::{CauseKind, HubEvent, JobEnd, StopWhen, add_by_rank};
+pub use label::{HubLabel, InvalidLabel, LABELS_MAX};
 pub use options::{JobOptions, OnInterfaceDown, OnWorkerLoss};
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
 pub use status::{

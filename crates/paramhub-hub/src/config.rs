@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use paramhub_control::ControlError;
 use paramhub_core::job_control::JobLimits;
+use paramhub_core::service::HubLabel;
 use paramhub_kernels::Registry;
 use paramhub_transport::interface::{Rate, Selector};
 use thiserror::Error;
@@ -31,6 +32,8 @@ pub struct HubConfig {
     /// serve all workers. By default workers name it as [`host_identity`](paramhub_transport::host_identity)
     /// does.
     pub host: Option<String>,
+    /// The labels by which jobs choose the hub, at most 16.
+    pub labels: Vec<HubLabel>,
     /// Core threads, which sum and optimise; at least one.
     pub cores: usize,
     /// Streams that each worker keeps to each core through each interface; at least one. With more streams a
@@ -67,6 +70,7 @@ impl Default for HubConfig {
             advertise: Vec::new(),
             rack: None,
             host: None,
+            labels: Vec::new(),
             cores: 1,
             streams: 1,
             shared_memory: true,

@@ -163,6 +163,7 @@ impl ListeningHub {
             machine,
             keeps_checkpoints,
             encrypt: config.encrypt,
+            labels: config.labels.clone(),
         };
         // The hub joins before it starts any thread, so that none runs on if the manager refuses the hub.
         let link = ManagerLink::join(manager, offer, stop.clone(), failure.clone())?;

@@ -78,6 +78,7 @@ impl Hub {
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
+            labels: Vec::new(),
         };
         let hub = Hub {
             process,

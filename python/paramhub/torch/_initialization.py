@@ -44,6 +44,8 @@ def init(
     checkpoints: str | None = None,
     checkpoint_every: str | None = None,
     replicas: int | None = None,
+    max_hubs: int | None = None,
+    hub_label: str | None = None,
 ) -> None:
     """Joins the other ranks of this run. A second call does nothing.
 
@@ -97,6 +99,10 @@ def init(
     With ``replicas=1``, by default rank 0's ``PARAMHUB_REPLICAS``, the jobs of this run go on when a hub is lost: another hub
     has all that ranks were answered, and takes over. Two hubs or more must have joined the connection manager at that URL.
     docs/recovery.md says what such a job cannot have.
+
+    ``max_hubs`` is the most hubs that serve a job of this run when it begins, those with the fewest jobs; the loss of another one
+    does not concern it. ``hub_label`` is the label that they must have (``paramhub hub --label``). The defaults are rank 0's
+    ``PARAMHUB_JOB_MAX_HUBS`` and ``PARAMHUB_JOB_HUB_LABEL``, else all hubs at that URL.
     """
     if _world is not None:
         return
@@ -127,6 +133,8 @@ def init(
         checkpoints,
         checkpoint_every,
         replicas,
+        max_hubs,
+        hub_label,
     )
     if store is None:
         store = rendezvous_store(assignment, timeout)

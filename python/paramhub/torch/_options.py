@@ -28,3 +28,5 @@ class Options:
     checkpoints: str | None = None
     checkpoint_every: str | None = None
     replicas: int | None = None
+    max_hubs: int | None = None
+    hub_label: str | None = None

@@ -59,6 +59,10 @@ class HubAccess:
     """How often their hubs write checkpoints, if at all."""
     replicas: int = 0
     """The number of standbys of each chunk in the jobs of this run."""
+    max_hubs: int | None = None
+    """The most hubs that serve a job of this run, if not all."""
+    hub_label: str | None = None
+    """The label that they must have, if any."""
 
     @property
     def outlives_ranks(self) -> bool:
@@ -120,7 +124,13 @@ class RunHubs:
     def choose(self, url: str | None) -> HubAccess:
         """Returns access to the hub at ``url`` or ``PARAMHUB_URL``, or starts a hub if neither is given. Rank 0 calls it."""
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
-        copies = replicas(self._options.replicas)
+        copies, label = replicas(self._options.replicas), hub_label(self._options.hub_label)
+        if label and not url:
+            raise MisuseError(
+                f"hub_label is {label!r}, but this run would start its hub itself: name the connection manager of hubs that have "
+                "the label by PARAMHUB_URL"
+            )
+        chosen = {"replicas": copies, "max_hubs": max_hubs(self._options.max_hubs), "hub_label": label}
         if copies and not url:
             raise MisuseError(
                 f"replicas is {copies}, but this run would start the only hub itself: start two hubs or more with one connection "
@@ -139,7 +149,7 @@ class RunHubs:
             if not url:
                 return self._start_run_hub()
             run = secrets.token_hex(8)
-            return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), replicas=copies)
+            return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), **chosen)
         run = self._record.name(self._assignment.launcher, policy)
         most = max_workers(self._options.max_workers)
         if most is not None and policy != "rewind":
@@ -161,7 +171,7 @@ class RunHubs:
                 f"the folder of checkpoints is {folder!r}, but the hub at {url} has its own: start that one with "
                 "`--checkpoints DIR`, and give only checkpoint_every here"
             )
-        return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), *lasting, copies)
+        return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), *lasting, **chosen)
 
     def _start_run_hub(self) -> HubAccess:
         deployment, run = choose_deployment(self._options.deployment, self.hosts), secrets.token_hex(8)
@@ -345,6 +355,16 @@ def max_workers(given: int | None) -> int | None:
 def replicas(given: int | None) -> int:
     """The number of standbys of each chunk: ``given``, else ``PARAMHUB_REPLICAS``, else 0."""
     return _number(given, "PARAMHUB_REPLICAS", "standbys of each chunk, 0 or 1") or 0
+
+
+def max_hubs(given: int | None) -> int | None:
+    """The most hubs that serve a job: ``given``, else ``PARAMHUB_JOB_MAX_HUBS``."""
+    return _number(given, "PARAMHUB_JOB_MAX_HUBS", "hubs")
+
+
+def hub_label(given: str | None) -> str | None:
+    """The label of the hubs that serve a job: ``given``, else ``PARAMHUB_JOB_HUB_LABEL``."""
+    return given or os.environ.get("PARAMHUB_JOB_HUB_LABEL", "").strip() or None
 
 
 def _number(given: int | None, variable: str, what: str) -> int | None:

@@ -252,6 +252,8 @@ class RunJobs:
                 patience=10.0,
                 reduction=reduction,
                 find=stays,
+                max_hubs=hub.max_hubs,
+                hub_label=hub.hub_label,
                 replicas=hub.replicas or None,
                 **lasting,
             )

@@ -145,6 +145,8 @@ fn options(section: &RunSection) -> JobOptions {
         on_worker_loss: section.on_worker_loss,
         min_workers: section.min_workers,
         rewind_every: section.rewind_every,
+        max_hubs: section.max_hubs,
+        hub_label: section.hub_label,
         replicas: section.replicas,
         linger_s: section.linger_s,
         program_state_bytes: section.program_state_bytes.unwrap_or(match section.on_worker_loss {
@@ -317,7 +319,8 @@ fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::R
         Some(Deployment::Cc) => (Some(1), or_sharded(section.reduction)),
         Some(Deployment::Cs) => (Some(section.hosts), or_sharded(section.reduction)),
         deployment => {
-            (deployment::hubs_needed(deployment, section.hubs, section.reduction, client)?, section.reduction)
+            let hubs = deployment::hubs_needed(deployment, section.hubs, &options(section), client)?;
+            (hubs, section.reduction)
         }
     };
     let (workers, start_workers) = elastic(section.workers * section.hosts, section.max_workers);

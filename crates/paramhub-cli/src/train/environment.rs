@@ -155,6 +155,8 @@ pub(super) fn options(section: &TrainSection) -> JobOptions {
         reduction: section.reduction,
         encrypt: section.encrypt,
         on_interface_down: section.on_interface_down,
+        max_hubs: section.max_hubs,
+        hub_label: section.hub_label,
         replicas: section.replicas,
         stragglers: section.stragglers,
         progress_timeout_s: section.progress_timeout_s,
@@ -178,7 +180,7 @@ fn create(section: &TrainSection, client: &ManagerClient) -> anyhow::Result<Serv
     };
     let hubs = match section.exchange.collective() {
         Some(_) => Some(0),
-        None => deployment::hubs_needed(section.deployment, section.hubs, section.reduction, client)?,
+        None => deployment::hubs_needed(section.deployment, section.hubs, &options, client)?,
     };
     let options = JobOptions { hubs, ..options };
     say_next_start(section.checkpoints.as_deref(), &name, options.resume);

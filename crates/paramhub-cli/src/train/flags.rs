@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
-use paramhub::service::OnInterfaceDown;
+use paramhub::service::{HubLabel, OnInterfaceDown};
 use paramhub::{Codec, Consistency, Stragglers, Transport};
 use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::composition::Reduction;
@@ -97,6 +97,13 @@ pub(crate) struct TrainFlags {
     /// How many hubs must have joined the connection manager at --hub before training begins [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_HUBS")]
     hubs: Option<u32>,
+    /// The most hubs that serve the job when it begins, those with the fewest jobs; hubs of racks and hosts do not count [default:
+    /// all that have joined]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_MAX_HUBS")]
+    max_hubs: Option<u32>,
+    /// The label that hubs must have to serve the job, as `paramhub hub --label` gives it [default: any hub will do]
+    #[arg(long, value_name = "LABEL", env = "PARAMHUB_TRAIN_HUB_LABEL")]
+    hub_label: Option<HubLabel>,
     /// The number of standbys of each chunk, 0 or 1: with 1 another hub has all that workers were answered, and takes over when
     /// the hub is lost; it takes two hubs or more [default: 0]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1), env = "PARAMHUB_TRAIN_REPLICAS")]
@@ -168,6 +175,6 @@ impl TrainFlags {
         overlay!(self => config.train;
             net, data, epochs, batch, momentum, optimizer, seed, exchange, compute_threads, check_collectives, transport, reproducible, consistency,
             reduction, encrypt, on_interface_down, replicas, stragglers, scheme, codec, chunk_bytes, cores;
-            workers, lr, weight_decay, deployment, hubs, chaos_seed, test_every, trace, json, save, name, checkpoints, checkpoint_every, resume);
+            workers, lr, weight_decay, deployment, hubs, max_hubs, hub_label, chaos_seed, test_every, trace, json, save, name, checkpoints, checkpoint_every, resume);
     }
 }

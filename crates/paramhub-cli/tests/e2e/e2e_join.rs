@@ -288,6 +288,7 @@ fn two_hubs_at_one_address_do_not_drive_each_other_out_for_ever() {
                     machine: String::new(),
                     keeps_checkpoints: None,
                     encrypt: false,
+                    labels: Vec::new(),
                 })
                 .unwrap()
                 .hub

@@ -54,14 +54,15 @@ impl Membership {
         }
     }
 
-    /// The hubs that may serve a job. Of those that serve all workers these are the ones with the fewest jobs, up to its
-    /// `max_hubs`, in a job with standbys on as many machines as can be.
-    fn hubs_for(&self, namespace: Namespace) -> Vec<OfferedHub> {
+    /// The hubs that may serve a job: those with its label. Of those that serve all workers these are the ones with the fewest
+    /// jobs, up to its `max_hubs`, in a job with standbys on as many machines as can be.
+    pub(super) fn hubs_for(&self, namespace: Namespace) -> Vec<OfferedHub> {
         let mut hubs = self.hubs.shapes();
-        let most = self.jobs.get(&namespace).and_then(|job| job.options.max_hubs);
-        let Some(most) = most else { return hubs };
+        let Some(options) = self.jobs.get(&namespace).map(|job| job.options) else { return hubs };
+        hubs.retain(|(hub, _)| self.hubs.is_chosen(*hub, options.hub_label));
+        let Some(most) = options.max_hubs else { return hubs };
         let serves_all = |(_, (_, place)): &OfferedHub| place.host.is_empty() && place.rack.is_empty();
-        let has_standbys = self.jobs.get(&namespace).is_some_and(|job| job.options.has_standbys());
+        let has_standbys = options.has_standbys();
         let jobs_at = |hub: u32| {
             let living = self.jobs.values().filter(|job| !job.state().has_ended());
             living.filter(|job| job.has_part_at(hub)).count()
@@ -86,7 +87,7 @@ impl Membership {
     /// The core's rate for a job's reduction `auto`; `None` while it is being probed.
     fn core_for(&mut self, namespace: Namespace, may_probe: bool, now: Now) -> Option<CoreBandwidth> {
         let job = &self.jobs[&namespace];
-        let hubs = self.hubs.shapes();
+        let hubs = self.hubs_for(namespace);
         if job.options.reduction != Reduction::Auto || job.is_rendezvous_only() || !job.suffice(&hubs) {
             return Some(CoreBandwidth::Unneeded);
         }

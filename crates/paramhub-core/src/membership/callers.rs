@@ -152,7 +152,7 @@ impl Membership {
             self.advance_job_without_probing(namespace, now);
             self.answer_calls(now);
         }
-        let hubs = self.hubs.shapes();
+        let hubs = self.hubs_for(namespace);
         let Some((namespace, job)) = self.job_of(call) else { return };
         let lacks_hubs = !job.suffice(&hubs);
         if let Some((mut answer, transition)) = job.call_expired(call, &hubs, now) {

@@ -10,7 +10,9 @@ use crate::membership::Now;
 use crate::membership::job::LastContact;
 use crate::membership::job::job_hubs::describe_hub;
 use crate::placement::HubShape;
-use crate::service::{CoreCounters, ErrorCode, HubStatus, RegisterHub, ServiceError, refusal};
+use crate::service::{
+    CoreCounters, ErrorCode, HubLabel, HubStatus, LABELS_MAX, RegisterHub, ServiceError, refusal,
+};
 use crate::standbys::HubLocation;
 use crate::tokens;
 use crate::wire::VERSION;
@@ -92,6 +94,10 @@ impl Hubs {
         check_shape(hub, &offer.shape)?;
         check_place(&offer.place)?;
         check_place(&Place { host: offer.machine.clone(), ..Place::default() })?;
+        if offer.labels.len() > LABELS_MAX {
+            let message = format!("the hub has {} labels: {LABELS_MAX} are possible", offer.labels.len());
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
         if self.hubs.len() >= HUBS_MAX {
             let message = format!("{HUBS_MAX} hubs have joined already, the most there can be");
             return Err(refusal(ErrorCode::DoesNotFit, message));
@@ -277,6 +283,13 @@ impl Hubs {
         self.hubs.get(&hub).map(|joined| &joined.offer.place)
     }
 
+    /// Whether jobs that choose hubs by this label may have a hub. One that serves a single host belongs to a job as its workers
+    /// do.
+    pub(crate) fn is_chosen(&self, hub: u32, label: Option<HubLabel>) -> bool {
+        let Some((label, joined)) = label.zip(self.hubs.get(&hub)) else { return true };
+        !joined.offer.place.host.is_empty() || joined.offer.labels.contains(&label)
+    }
+
     /// Where a hub is.
     pub(crate) fn location(&self, hub: u32) -> HubLocation {
         let offer = |joined: &Hub| HubLocation {
@@ -308,6 +321,7 @@ impl Hubs {
             silent_s: now.seconds_since(joined.heard),
             unheard: joined.is_unheard(),
             drained: joined.drained,
+            labels: joined.offer.labels.clone(),
             jobs: jobs(hub),
         };
         self.hubs.iter().map(status).collect()
@@ -369,6 +383,7 @@ mod tests {
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
+            labels: Vec::new(),
         }
     }
 

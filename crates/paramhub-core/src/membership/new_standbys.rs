@@ -45,7 +45,8 @@ impl Membership {
     /// Whether a hub that offers to serve at `offered` can serve the workers of another at `place`, as it demands.
     pub(super) fn may_serve(&self, job: &Job, hub: u32, (offered, place): (&Place, &Place)) -> bool {
         let is_encrypted = job.options.encrypt || !self.hubs.demand_encryption(|other| other == hub);
-        (*offered == Place::default() || offered == place) && is_encrypted
+        let is_chosen = self.hubs.is_chosen(hub, job.options.hub_label);
+        (*offered == Place::default() || offered == place) && is_encrypted && is_chosen
     }
 
     /// The hub that is best asked to become the standby of one that serves a share, besides what is `asked` of others.

@@ -10,7 +10,9 @@ use crate::composition::{Place, Reduction};
 use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, Imbalance, InterfaceShape};
 use crate::scheme::Plan;
-use crate::service::{ConnectService, HubEvent, HubReport, JobEnd, JobOptions, RegisterHub, TeamQuotas};
+use crate::service::{
+    ConnectService, HubEvent, HubLabel, HubReport, JobEnd, JobOptions, RegisterHub, TeamQuotas,
+};
 use crate::settings::Settings;
 use crate::teams::{TEAMS_MAX, TeamRecord};
 use crate::wire::VERSION;
@@ -55,6 +57,7 @@ fn offer(address: &str) -> RegisterHub {
         machine: String::new(),
         keeps_checkpoints: None,
         encrypt: false,
+        labels: Vec::new(),
     }
 }
 
@@ -316,20 +319,52 @@ fn teams_are_few() {
     assert!(state.check_team_name("more").is_ok() && state.team("t0").is_err());
 }
 
+/// The hubs of a job of one worker, in this rack, which has called.
+fn begun(state: &mut Membership, number: u8, options: JobOptions, rack: &str) -> Vec<u32> {
+    let (now, namespace) = (at(0.0), Namespace([number; 16]));
+    let request = CreateService { name: format!("job-{number}"), workers: 1, options };
+    let order = state.reserve(&request.name, 1, namespace).unwrap();
+    state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), now));
+    connect(state, namespace, 0, rack, now);
+    state.job(namespace).unwrap().hubs().collect()
+}
+
+#[test]
+fn a_job_gets_the_hubs_with_the_label_that_it_asks_for() {
+    let now = at(0.0);
+    let mut state = new(now);
+    let [fast, slow]: [HubLabel; 2] = ["fast", "slow"].map(|label| label.parse().unwrap());
+    let mut joined = |port: u16, host: &str, labels: Vec<HubLabel>| {
+        let place = Place { host: host.into(), ..Place::default() };
+        let offer = RegisterHub { labels, place, ..offer(&format!("127.0.0.1:{port}")) };
+        let hub = state.register_hub(offer, "token", now).unwrap();
+        state.admit_hub(hub, Some("token"), now).unwrap();
+        hub
+    };
+    let plain = joined(1, "", Vec::new());
+    let labelled = joined(2, "", vec![slow, fast]);
+    let of_host = joined(3, "elsewhere", Vec::new());
+    let with = |label| JobOptions { hub_label: Some(label), ..JobOptions::default() };
+    assert_eq!(begun(&mut state, 1, with(fast), ""), [labelled]);
+    assert_eq!(begun(&mut state, 2, JobOptions::default(), ""), [plain, labelled]);
+    assert!(state.hubs.is_chosen(of_host, Some(fast)), "it serves its host's workers alone");
+    // The job waits for a hub that has the label, and the error says so.
+    let other: HubLabel = "other".parse().unwrap();
+    assert!(begun(&mut state, 3, with(other), "").is_empty());
+    let job = &state.job(Namespace([3; 16])).unwrap();
+    let missing = job.hubs_missing(&state.hubs_for(Namespace([3; 16]))).unwrap();
+    assert!(missing.contains("no hub with the label `other` has joined"), "{missing}");
+    assert!(missing.contains("`paramhub hub --label other`"), "{missing}");
+    let too_many = RegisterHub { labels: vec![fast; 17], ..offer("127.0.0.1:9") };
+    assert!(state.register_hub(too_many, "token", now).unwrap_err().message.contains("17 labels"));
+}
+
 #[test]
 fn a_job_gets_no_more_hubs_than_it_asks_for_and_those_with_the_fewest_jobs() {
     let now = at(0.0);
     let mut state = new(now);
     let hubs = [1, 2, 3].map(|port| hub_on(&mut state, port, now).unwrap());
     let of_rack = hub_at(&mut state, "10.0.0.1:1", "a", now);
-    let begun = |state: &mut Membership, number: u8, options: JobOptions, rack: &str| -> Vec<u32> {
-        let namespace = Namespace([number; 16]);
-        let request = CreateService { name: format!("job-{number}"), workers: 1, options };
-        let order = state.reserve(&request.name, 1, namespace).unwrap();
-        state.admit(Job::new(order, request, namespace, Nonce([2; 32]), Some(epoch()), now));
-        connect(state, namespace, 0, rack, now);
-        state.job(namespace).unwrap().hubs().collect()
-    };
     let at_most = |max_hubs: u32| JobOptions { max_hubs: Some(max_hubs), ..JobOptions::default() };
     assert_eq!(begun(&mut state, 1, at_most(1), ""), [hubs[0]]);
     assert_eq!(begun(&mut state, 2, at_most(2), ""), [hubs[1], hubs[2]], "the first has a job");

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    CoreCounters, HubEvent, JobCounters, JobOptions, ProbeOrder, StopWhen, TeamAllowance, is_default,
+    CoreCounters, HubEvent, HubLabel, JobCounters, JobOptions, ProbeOrder, StopWhen, TeamAllowance,
+    is_default,
 };
 use crate::auth::{Epoch, Namespace, Nonce};
 use crate::checkpoint::CheckpointStatus;
@@ -38,6 +39,9 @@ pub struct RegisterHub {
     /// Whether the jobs that the hub serves must encrypt their streams between hosts.
     #[serde(default, skip_serializing_if = "is_default")]
     pub encrypt: bool,
+    /// The labels by which jobs choose the hub, at most 16.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub labels: Vec<HubLabel>,
 }
 
 fn version_1() -> u16 {

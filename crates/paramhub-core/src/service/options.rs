@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::is_default;
+use super::{HubLabel, is_default};
 use crate::checkpoint::{Every, Resume};
 use crate::composition::{OptimizeAt, Reduction};
 #[cfg(doc)]
@@ -48,6 +48,10 @@ pub struct JobOptions {
     /// alone. Hubs of racks and of hosts do not count. `None` for all that have joined. Hubs and workers do not hear of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_hubs: Option<u32>,
+    /// The label that hubs must have to serve the job; those of single hosts need none. `None` for any hub. Hubs and workers do
+    /// not hear of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hub_label: Option<HubLabel>,
     /// The reaction of the job when a network interface that its streams use goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
@@ -299,6 +303,7 @@ impl Default for JobOptions {
             dead_after_s: 30.0,
             hubs: None,
             max_hubs: None,
+            hub_label: None,
             encrypt: false,
             on_interface_down: OnInterfaceDown::default(),
             redial_grace_s: REDIAL_GRACE_S,

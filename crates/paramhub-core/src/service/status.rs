@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::is_default;
+use super::{HubLabel, is_default};
 use crate::auth::Namespace;
 use crate::checkpoint::CheckpointStatus;
 use crate::composition::Place;
@@ -207,6 +207,9 @@ pub struct HubStatus {
     /// `true` if an operator drains the hub: it gets no new jobs, and those that can go on elsewhere leave it.
     #[serde(default)]
     pub drained: bool,
+    /// The labels by which jobs choose the hub.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub labels: Vec<HubLabel>,
     /// The number of jobs that have a part there.
     #[serde(default)]
     pub jobs: u32,

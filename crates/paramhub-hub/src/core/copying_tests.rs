@@ -351,7 +351,7 @@ fn a_hub_that_takes_over_has_no_snapshot_of_a_version_whose_program_states_are_l
     let (mut shard, snapshot) = begun_with_program_states();
     (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
     shard.take_over_program_states();
-    take(&mut shard, 0, &Header::bare(Operation::Leave), &[]).unwrap();
+    take(&mut shard, 0, &paramhub_core::wire::Header::bare(Operation::Leave), &[]).unwrap();
     shard.arm(SnapshotTarget::Version(1), snapshot);
     shard.copy_some(usize::MAX);
     is_of_version(&shard.ended_snapshot().unwrap(), 1);

@@ -61,6 +61,7 @@ fn connecting() -> (ManagerState, u32, Namespace, WaitingCall) {
         machine: String::new(),
         keeps_checkpoints: None,
         encrypt: false,
+        labels: Vec::new(),
     };
     let hub = state.membership.register_hub(offer, "token", now()).unwrap();
     state.membership.admit_hub(hub, Some("token"), now()).unwrap();
@@ -201,6 +202,7 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         machine: String::new(),
         keeps_checkpoints: Some(false),
         encrypt: false,
+        labels: Vec::new(),
     };
     membership.register_hub(keeps_none, "token", now()).unwrap();
     let refusal = |options| {

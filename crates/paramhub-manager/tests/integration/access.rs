@@ -30,6 +30,7 @@ fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
                 machine: String::new(),
                 keeps_checkpoints: None,
                 encrypt: false,
+                labels: Vec::new(),
             })),
             ErrorCode::Unauthorized
         );

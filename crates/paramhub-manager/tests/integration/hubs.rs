@@ -102,6 +102,7 @@ fn a_lost_hub_fails_its_jobs_and_no_others() {
         machine: String::new(),
         keeps_checkpoints: None,
         encrypt: false,
+        labels: Vec::new(),
     };
     client.register_hub(&offer).unwrap();
     let failed = client.job("both").unwrap();
@@ -271,6 +272,7 @@ fn a_poll_waits_and_a_command_is_repeated_until_it_is_acknowledged() {
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
+            labels: Vec::new(),
         })
         .unwrap();
     let poll =
@@ -310,6 +312,7 @@ fn a_hub_that_comes_back_takes_the_place_of_its_former_self() {
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
+            labels: Vec::new(),
         })
         .unwrap();
     assert_eq!(again.hub, 1);
@@ -330,6 +333,7 @@ fn a_hub_that_serves_an_unknown_job_is_ordered_to_stop_it() {
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
+            labels: Vec::new(),
         })
         .unwrap();
     let namespace = Namespace([3; 16]);
@@ -353,6 +357,7 @@ fn only_the_hub_itself_polls_and_reports() {
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
+            labels: Vec::new(),
         })
         .unwrap();
     wrong_token.token = "0".repeat(64);
@@ -372,6 +377,7 @@ fn stopping_the_manager_answers_all_waiting_callers() {
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
+            labels: Vec::new(),
         })
         .unwrap();
     let job = Job::create(&client, "interrupted", 2);

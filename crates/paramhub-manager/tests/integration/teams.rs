@@ -160,6 +160,7 @@ fn a_teams_token_opens_nothing_but_jobs() {
         machine: String::new(),
         keeps_checkpoints: None,
         encrypt: false,
+        labels: Vec::new(),
     };
     let more =
         |role, team: Option<&str>| CreateToken { name: "more".into(), role, team: team.map(Into::into) };

@@ -37,6 +37,7 @@ fn offer() -> RegisterHub {
         machine: String::new(),
         keeps_checkpoints: None,
         encrypt: false,
+        labels: Vec::new(),
     }
 }
 

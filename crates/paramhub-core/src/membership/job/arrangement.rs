@@ -55,12 +55,16 @@ impl Job {
     }
 
     /// The hubs that the job still waits for; `None` if those that have joined suffice.
-    pub(super) fn hubs_missing(&self, hubs: &[OfferedHub]) -> Option<String> {
+    pub(in crate::membership) fn hubs_missing(&self, hubs: &[OfferedHub]) -> Option<String> {
         let (timeout_s, needed) = (self.connect_timeout_s(), self.hubs_needed());
         let joined = count(hubs);
+        let (labelled, flag) = match self.options.hub_label {
+            Some(label) => (format!(" with the label `{label}`"), format!(" --label {label}")),
+            None => (String::new(), String::new()),
+        };
         if joined == 0 && needed == 1 {
             return Some(format!(
-                "no hub has joined the connection manager within {timeout_s} s: start one with `paramhub hub`"
+                "no hub{labelled} has joined the connection manager within {timeout_s} s: start one with `paramhub hub{flag}`"
             ));
         }
         if joined >= needed {
@@ -77,8 +81,8 @@ impl Job {
             (count, more) => format!("only {count}, {} and {more} more", listed.join(", ")),
         };
         Some(format!(
-            "of the {needed} hubs that it waits for {came} had joined the connection manager within {timeout_s} s: start \
-             the others with `paramhub hub --manager URL`, or create the job for fewer"
+            "of the {needed} hubs{labelled} that it waits for {came} had joined the connection manager within {timeout_s} s: \
+             start the others with `paramhub hub{flag} --manager URL`, or create the job for fewer"
         ))
     }
 

@@ -410,7 +410,7 @@ impl Job {
 
     /// The options that hubs and workers hear of: those of an earlier release need not know what concerns the manager alone.
     pub fn options_told(&self) -> JobOptions {
-        JobOptions { max_hubs: None, ..self.options }
+        JobOptions { max_hubs: None, hub_label: None, ..self.options }
     }
 
     /// Whether a hub has a part of the job, or is about to.

@@ -262,7 +262,9 @@ fn a_job_that_begins_again_with_one_hub_waits_for_no_standby() {
     let mut job = going_back();
     let end = JobEnd::failed(job.namespace, "rank 1 was lost".into(), CauseKind::PeerLost);
     let _ = job.hub_ended(0, &end, later(9.0));
-    (0..2).for_each(|rank| drop(job.connect(&call(rank, 10 + rank as u8), later(10.0)).unwrap()));
+    for rank in 0..2 {
+        job.connect(&call(rank, 10 + rank as u8), later(10.0)).unwrap();
+    }
     assert!(job.former_part_over(1));
     let begun = job.begin_initialising(hubs(1), &CoreBandwidth::Unneeded);
     assert_eq!(begun, Transition::Advanced);

@@ -11,7 +11,7 @@ use super::cause::Cause;
 use super::silence::LOST_HUB_CALLS_WITHIN_S;
 use super::{Job, Transition};
 use crate::membership::Now;
-use crate::service::{CauseKind, ErrorCode, HubCommand, JobState};
+use crate::service::{CauseKind, HubCommand, JobState};
 use crate::standbys::{HubLocation, Role, Share, first_shares, without_hub};
 
 /// The time since its last call after which a hub counts as gone that is lost to its standby, or has hung up while ranks go

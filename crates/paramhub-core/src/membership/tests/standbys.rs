@@ -57,6 +57,27 @@ fn a_hub_without_a_part_in_the_job_is_asked_as_soon_as_it_is_there() {
 }
 
 #[test]
+fn a_new_standby_has_the_label_that_the_job_asks_for() {
+    let now = at(0.0);
+    let mut state = teams(["vision", "speech"], TeamQuotas::default());
+    let label = "fast".parse().unwrap();
+    let with_label = |state: &mut Membership, port: u16| {
+        let offer = RegisterHub { labels: vec![label], ..offer(&format!("127.0.0.1:{port}")) };
+        let hub = state.register_hub(offer, "token", now).unwrap();
+        state.admit_hub(hub, Some("token"), now).unwrap();
+        hub
+    };
+    let hubs = [1, 2].map(|port| with_label(&mut state, port));
+    let options = JobOptions { replicas: 1, hub_label: Some(label), ..JobOptions::default() };
+    running_at(&mut state, hubs, options, now);
+    lose(&mut state, hubs[0], now);
+    hub_on(&mut state, 3, now).unwrap();
+    assert!(asked(&mut state, now).is_empty());
+    let labelled = with_label(&mut state, 4);
+    assert_eq!(asked(&mut state, now)[0].0, labelled);
+}
+
+#[test]
 fn a_standby_that_is_more_than_the_team_may_have_ends_no_job() {
     let now = at(0.0);
     let quotas = TeamQuotas { memory_bytes: Some(2), ..TeamQuotas::default() };

@@ -404,6 +404,7 @@ impl Simulation {
             machine: String::new(),
             keeps_checkpoints: None,
             encrypt: false,
+            labels: Vec::new(),
         };
         let token = format!("token {}", self.hubs.len());
         let number = self.membership.register_hub(offer, &token, moment(self.now)).unwrap();

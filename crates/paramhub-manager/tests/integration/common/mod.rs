@@ -242,6 +242,7 @@ impl Hub {
                 machine: String::new(),
                 keeps_checkpoints: None,
                 encrypt: false,
+                labels: Vec::new(),
             })
             .unwrap();
         // A hub takes jobs once it has called, and its thread may be slow to do so.
