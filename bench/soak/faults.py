@@ -17,12 +17,15 @@ fifth need all of them, in a fifth all go back when a worker or a hub is lost (`
 - disk: the disk of the manager's state or that of the checkpoints is full, for up to three seconds.
 - hub: SIGKILL for a hub, which is started again up to three seconds later.
 - freeze: SIGSTOP for a hub, for up to four seconds.
+- isolate: packets to a hub's host, from it, or both are dropped without a word, for up to four seconds.
+- separate: the same for the packets between two hubs.
 
 A job outlives its hubs if it has standbys, or goes back and has a checkpoint. One with standbys alone ends with the first worker
 that it loses, so no worker is lost then. The next hub is struck when all chunks have standbys again, or there is a checkpoint.
 
-Cuts, partitions and disks need root and are left out without it. Cuts and partitions also need workers on hosts of their own,
-which are network namespaces. The seed puts a third of the runs on one host, where workers and hubs share memory.
+Cuts, partitions of workers and hubs, and disks need root and are left out without it. Cuts and partitions also need workers and
+hubs on hosts of their own, which are network namespaces. The seed puts a third of the runs on one host, where workers and hubs
+share memory.
 
 Each worker contributes a value of its own. So the change of a chunk tells who is in the mean: the worker itself, once. In jobs
 that need all workers, each kill, stop and partition may cost a part of one step, and all other steps have every worker; in those
@@ -57,7 +60,7 @@ from pathlib import Path
 
 from faults_log import NAMED_WITHIN_S
 from faults_network import Network, cannot
-from faults_plan import KINDS, LOSING, OF_NETWORK, OF_ROOT, WORKERS, Fault, draw
+from faults_plan import HUBS, KINDS, LOSING, OF_NETWORK, OF_ROOT, WORKERS, Fault, draw
 from faults_programs import Programs
 from faults_run import Run
 
@@ -86,7 +89,7 @@ def disturbed(arguments: argparse.Namespace, seed: int, is_root: bool, totals: T
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paramhub-faults-")))
-        network = stack.enter_context(contextlib.closing(Network(WORKERS))) if has_hosts else None
+        network = stack.enter_context(contextlib.closing(Network(WORKERS, HUBS + 1))) if has_hosts else None
         programs = Programs(arguments.paramhub, seed, folder, network)
         stack.enter_context(contextlib.closing(programs))
         kinds = [kind for kind in KINDS[programs.policy] if kind not in left_out]

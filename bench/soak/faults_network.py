@@ -1,8 +1,8 @@
-"""The network of a run whose workers are on hosts of their own, made of namespaces. It needs root.
+"""The network of a run whose workers and hubs are on hosts of their own, made of namespaces. It needs root.
 
-Manager, hubs and launcher are in one namespace, each worker is in another one, and a router between them passes their packets
-on. What the router drops nobody hears of, as when a switch fails: neither end gets an error. The kernel lets root reset single
-connections, as a firewall does that has forgotten them.
+Manager and launcher are in one namespace, each hub and each worker is in another one, and a router between them passes their
+packets on. What the router drops nobody hears of, as when a switch fails: neither end gets an error. The kernel lets root reset
+single connections, as a firewall does that has forgotten them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ NUMBERS = itertools.count()
 class Network:
     """The namespaces of one run. Their addresses are in no other namespace, so that runs side by side may have the same."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, hubs: int) -> None:
         self.prefix = f"paramhub-{os.getpid()}-{next(NUMBERS)}"
         self.address = address(0)
-        """Of manager and hubs."""
+        """Of manager and launcher."""
         self.made: list[str] = []
-        self.dropped: dict[int, list[list[str]]] = {}
+        ends = [*(f"worker{rank}" for rank in range(workers)), *(f"hub{number}" for number in range(hubs))]
+        self.address_of = {end: address(1 + number) for number, end in enumerate(ends)}
+        """The addresses of the hosts of workers and hubs."""
+        self.dropped: dict[str, list[list[str]]] = {}
+        """What the router drops, by the host that it befalls."""
         try:
-            self._make(workers)
+            self._make(["servers", *ends])
         except BaseException:
             self.close()
             raise
 
-    def _make(self, workers: int) -> None:
-        ends = ["servers", *(f"worker{rank}" for rank in range(workers))]
+    def _make(self, ends: list[str]) -> None:
         for end in ("router", *ends):
             run("ip", "netns", "add", self.name(end))
             self.made.append(end)
@@ -63,26 +66,34 @@ class Network:
         enter = f'exec nsenter --net="/run/netns/{self.prefix}-worker$RANK" "$@"'
         return ["sh", "-c", enter, "sh"]
 
-    def cut(self, rank: int, ports: list[int], at_hub: bool) -> int:
-        """Resets a worker's connections to these ports of the hubs. Returns how many there were."""
-        near, far = ("servers", address(1 + rank)) if at_hub else (f"worker{rank}", self.address)
-        side = "sport" if at_hub else "dport"
-        return sum(reset(self.inside(near), far, side, port) for port in ports)
+    def cut(self, rank: int, hubs: dict[int, int], at_hub: bool) -> int:
+        """Resets a worker's connections to these hubs, of which the ports are given. Returns how many there were."""
+        worker, count = f"worker{rank}", 0
+        for number, port in hubs.items():
+            hub = f"hub{number}"
+            near, far, side = (hub, worker, "sport") if at_hub else (worker, hub, "dport")
+            count += reset(self.inside(near), self.address_of[far], side, port)
+        return count
 
-    def partition(self, rank: int, way: str) -> None:
-        """Drops a worker's packets until it is healed: those to it, those from it, or both."""
-        own = address(1 + rank)
+    def partition(self, end: str, way: str, other: str | None = None) -> None:
+        """Drops packets of a host until it is healed: those to it, those from it, or both; with ``other`` only those between
+        the two."""
+        own = self.address_of[end]
         drops = []
-        if way in ("both", "to"):
+        if other is not None:
+            there = self.address_of[other]
+            pairs = {"to": [(there, own)], "from": [(own, there)], "both": [(there, own), (own, there)]}[way]
+            drops = [["rule", "from", a, "to", b, "preference", PREFERENCE, "blackhole"] for a, b in pairs]
+        elif way in ("both", "to"):
             drops.append(["route", "blackhole", f"{own}/32"])
-        if way in ("both", "from"):
+        if other is None and way in ("both", "from"):
             drops.append(["rule", "from", own, "preference", PREFERENCE, "blackhole"])
         for what, *rule in drops:
             run("ip", "-n", self.name("router"), what, "add", *rule)
-        self.dropped[rank] = drops
+        self.dropped[end] = drops
 
-    def heal(self, rank: int) -> None:
-        for what, *rule in self.dropped.pop(rank, []):
+    def heal(self, end: str) -> None:
+        for what, *rule in self.dropped.pop(end, []):
             run("ip", "-n", self.name("router"), what, "del", *rule)
 
     def close(self) -> None:
@@ -118,7 +129,7 @@ def cannot() -> str | None:
     if os.geteuid() != 0:
         return "only root may make namespaces"
     try:
-        Network(1).close()
+        Network(1, 1).close()
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
             if not reset([], "127.0.0.1", "dport", server.getsockname()[1]):
                 return "this kernel does not let `ss -K` reset connections"

@@ -17,6 +17,8 @@ LONGEST_S = {
     "disk": 3.0,
     "hub": 3.0,
     "freeze": 4.0,
+    "isolate": 4.0,
+    "separate": 4.0,
 }
 """Seconds that a fault lasts at most. The others are over at once."""
 WEIGHTS = {
@@ -29,19 +31,21 @@ WEIGHTS = {
     "disk": 2,
     "hub": 3,
     "freeze": 2,
+    "isolate": 2,
+    "separate": 2,
 }
-OF_HUBS = ("hub", "freeze")
+OF_HUBS = ("hub", "freeze", "isolate", "separate")
 """Kinds that befall a hub."""
-OF_ROOT = ("cut", "partition", "disk")
+OF_ROOT = ("cut", "partition", "disk", "isolate", "separate")
 """Kinds that need what only root may do: mounts, namespaces and the end of other processes' connections."""
-OF_NETWORK = ("cut", "partition")
-"""Kinds that need the workers to be on hosts of their own."""
+OF_NETWORK = ("cut", "partition", "isolate", "separate")
+"""Kinds that need the workers and hubs to be on hosts of their own."""
 OF_WORKERS = ("kill", "stop", "cut", "partition")
 LOSING = ("kill", "stop", "partition")
 """Kinds that may cost a worker's part of one step, and end a job that fails with a worker."""
 KINDS = {
     "continue": tuple(kind for kind in WEIGHTS if kind not in OF_HUBS),
-    "rewind": tuple(WEIGHTS),
+    "rewind": tuple(kind for kind in WEIGHTS if kind != "separate"),
     "replicas": tuple(kind for kind in WEIGHTS if kind not in LOSING),
     "replicas and rewind": tuple(WEIGHTS),
 }
@@ -60,7 +64,7 @@ class Fault:
     seconds: float
     """How long it lasts."""
     way: str
-    """Which packets a partition drops: those to the worker, those from it, or both."""
+    """Which packets a partition drops: those to the host that it befalls, those from it, or both."""
     disk: str
     """What the full disk holds: the manager's state or the hubs' checkpoints."""
     at_hub: bool
@@ -69,6 +73,8 @@ class Fault:
     """How many hubs lose their connections by a cut, counted from the first."""
     hub: int
     """The hub that it befalls, if its kind is one of hubs."""
+    other: int
+    """How far behind it is the hub from which it is separated, if its kind is that."""
 
     @property
     def befalls_worker(self) -> bool:
@@ -93,4 +99,5 @@ def draw_one(chooser: random.Random, kinds: list[str]) -> Fault:
         at_hub=chooser.random() < 0.5,
         hubs=chooser.choice((1, 2)),
         hub=chooser.randrange(HUBS),
+        other=chooser.choice((1, 2)),
     )

@@ -51,6 +51,10 @@ class Programs:
             host, scheme = network.address, "https"
             self.environment["PARAMHUB_ADMIN_TOKEN"] = TOKEN
         self.addresses = [f"{host}:{port}" for port in self.ports]
+        if network is not None:
+            for number in range(HUBS + 1):
+                hub = network.address_of[f"hub{number}"]
+                self.addresses[1 + number] = f"{hub}:{self.ports[1 + number]}"
         self.url = f"{scheme}://{self.addresses[0]}"
         self.disks: dict[str, Disk] = {}
         self.manager: subprocess.Popen[bytes] | None = None
@@ -101,7 +105,9 @@ class Programs:
         """Starts a hub, or another one at the address of one that has ended."""
         kept = ["--checkpoints", str(self.folder / "checkpoints")]
         address = self.addresses[1 + number]
-        self.hubs[number] = self._start(["hub", "--listen", address, "--join", self.url, *kept])
+        self.hubs[number] = self._start(
+            ["hub", "--listen", address, "--join", self.url, *kept], f"hub{number}"
+        )
 
     def launch(self) -> None:
         how = ["--dead-after", f"{DEAD_AFTER_S:.0f}"]
@@ -126,8 +132,8 @@ class Programs:
         ]
         self.launcher = self._start([*job, *kept, "--", *own, *worker])
 
-    def _start(self, arguments: list[str]) -> subprocess.Popen[bytes]:
-        inside = [] if self.network is None else self.network.inside("servers")
+    def _start(self, arguments: list[str], host: str = "servers") -> subprocess.Popen[bytes]:
+        inside = [] if self.network is None else self.network.inside(host)
         command = [*inside, self.paramhub, *arguments]
         return subprocess.Popen(command, stdout=self.output, stderr=self.output, env=self.environment)
 

@@ -78,8 +78,8 @@ class Run:
         """When a disk was filled last, and when a hub has said last that it cannot write a checkpoint."""
         self.hubs_back_at: dict[int, float] = {}
         """When a hub that was killed is to be started again."""
-        self.frozen: set[int] = set()
-        """The hubs that are frozen."""
+        self.away: set[int] = set()
+        """The hubs that are frozen, isolated or separated from another."""
         self.hubs_whole_at = 0.0
         """From when on it makes sense to ask whether another hub may be lost."""
         self.may_lose_hub = False
@@ -147,7 +147,7 @@ class Run:
 
     def _ask_for_hubs(self, now: float) -> None:
         """Finds out, now and then, whether the job outlives the loss of a hub."""
-        runs = all(hub.poll() is None for hub in self.programs.hubs.values()) and not self.frozen
+        runs = all(hub.poll() is None for hub in self.programs.hubs.values()) and not self.away
         if not self.programs.outlives_hubs or self.may_lose_hub or not runs or now < self.hubs_whole_at:
             return
         self.hubs_whole_at = now + ASKS_AGAIN_S
@@ -251,22 +251,38 @@ class Run:
             kill(hub)
             self.hubs_back_at[number] = now + fault.seconds
         else:
-            hub.send_signal(signal.SIGSTOP)
-            self.frozen.add(number)
-            self.undoes.append(Undo(now + fault.seconds, None, lambda: self._wake(number, hub)))
-        # Only the job's own hubs are missed so soon. The manager waits for a hub without jobs for longer.
-        has_part = fault.kind == "freeze" and self.programs.has_part(number)
-        is_missed = fault.seconds > SURELY_LOST_S and len(self.begun) == WORKERS and has_part
+            self.away.add(number)
+            self.undoes.append(Undo(now + fault.seconds, None, self._cut_off(fault, number, hub)))
+        # Only the job's own hubs are missed so soon. The manager waits for a hub without jobs for longer. Whether a hub has a
+        # stream to the one from which it is separated is not known here.
+        misses = fault.kind in ("freeze", "isolate") and self.programs.has_part(number)
+        is_missed = fault.seconds > SURELY_LOST_S and len(self.begun) == WORKERS and misses
         if fault.kind == "hub" or is_missed:
             # One that has no part in the job is missed when it does not call, or joins again at its address.
             address = re.escape(self.programs.addresses[1 + number])
-            after = DEAD_AFTER_S if fault.kind == "freeze" else fault.seconds
+            after = fault.seconds if fault.kind == "hub" else DEAD_AFTER_S
             self.log.expect(fault.kind, None, rf"hub \d+ \({address}\)|{address}", after)
         return True
 
-    def _wake(self, number: int, hub: subprocess.Popen[bytes]) -> None:
-        self.frozen.discard(number)
-        hub.send_signal(signal.SIGCONT)
+    def _cut_off(self, fault: Fault, number: int, hub: subprocess.Popen[bytes]) -> Callable[[], None]:
+        """Freezes a hub, isolates it or separates it from another. Returns how that is undone."""
+        network, host = self.programs.network, f"hub{number}"
+        if fault.kind == "freeze" or network is None:
+            hub.send_signal(signal.SIGSTOP)
+        elif fault.kind == "isolate":
+            network.partition(host, fault.way)
+        else:
+            other = (number + fault.other) % self.programs.hub_count
+            network.partition(host, fault.way, f"hub{other}")
+
+        def undo() -> None:
+            self.away.discard(number)
+            if fault.kind == "freeze" or network is None:
+                hub.send_signal(signal.SIGCONT)
+            else:
+                network.heal(host)
+
+        return undo
 
     def _strike_launcher(self, fault: Fault) -> bool:
         self.may_lose_hub = False
@@ -301,11 +317,11 @@ class Run:
             return True
         if fault.kind == "cut":
             # A hub that only stands by has no connections of workers.
-            hubs = self.programs.ports[1:]
-            groups = [hubs[first : first + fault.hubs] for first in range(len(hubs))]
+            hubs = list(enumerate(self.programs.ports[1:]))
+            groups = [dict(hubs[first : first + fault.hubs]) for first in range(len(hubs))]
             if network is None or not takes_part:
                 return False
-            if not any(network.cut(rank, ports, fault.at_hub) for ports in groups):
+            if not any(network.cut(rank, group, fault.at_hub) for group in groups):
                 return False
             if now > self.last_cut.get(rank, 0.0) + CUTS_NAMED_AGAIN_S:
                 self.log.expect("cut", rank, rf"rank {rank} (of job `{NAME}` )?goes on over|{lost}")
@@ -318,8 +334,9 @@ class Run:
             wake = Undo(now + fault.seconds, rank, lambda: signal_process(process, signal.SIGCONT))
             self.undoes.append(wake)
         elif network is not None:
-            network.partition(rank, fault.way)
-            self.undoes.append(Undo(now + fault.seconds, rank, lambda: network.heal(rank)))
+            host = f"worker{rank}"
+            network.partition(host, fault.way)
+            self.undoes.append(Undo(now + fault.seconds, rank, lambda: network.heal(host)))
         if takes_part and fault.seconds > SURELY_LOST_S:
             silent = rf"{lost}|rank {rank} of job `{NAME}` (has not been heard|is awaited)|{missing(rank)}"
             self.log.expect(fault.kind, rank, silent, DEAD_AFTER_S)

@@ -52,6 +52,7 @@ fn options_of_commands_show_the_sentence_of_every_rule_about_them() {
         of_run(URL, RunSection { cores: 2, ..run() }),
         of_run(URL, RunSection { checkpoints: folder(), ..run() }),
         of_run(URL, RunSection { replicas: 1, ..of(Deployment::Ncc) }),
+        of_run(None, RunSection { hub_label: Some("ssd".parse().unwrap()), ..run() }),
         of_run(None, RunSection { resume: resume(), ..run() }),
         of_run(None, RunSection { checkpoints: folder(), ..run() }),
         of_run(None, RunSection { host_rank: Some(1), ..run() }),
@@ -113,6 +114,15 @@ fn settings_that_combine_are_accepted() {
             RunSection { on_worker_loss: OnWorkerLoss::Rewind, max_restarts: 1, rewind_every: 5, ..run() },
         ),
         (URL, RunSection { replicas: 1, hubs: Some(2), ..run() }),
+        (
+            URL,
+            RunSection {
+                max_hubs: Some(1),
+                hub_label: Some("ssd".parse().unwrap()),
+                deployment: Some(Deployment::Ncc),
+                ..run()
+            },
+        ),
         (URL, RunSection { on_worker_loss: OnWorkerLoss::Continue, max_workers: Some(4), ..run() }),
         (URL, RunSection { join: Some("digits".into()), max_restarts: 2, ..run() }),
         (None, RunSection { checkpoints: Some("checkpoints".into()), ..named.clone() }),

@@ -104,9 +104,9 @@ impl ShareHubs {
         match asker.manager.connect_service(asker.namespace, &asker.call, ASK_TIMEOUT) {
             Ok(answer) => known.learn(answer.shares, answer.later_hubs),
             Err(error) if error.code() == Some(ErrorCode::JobEnded) => Asked::Over(error.to_string()),
-            // Its secret is one of before.
+            // The ranks have gone back, or another process has this one's.
             Err(error) if error.code() == Some(ErrorCode::WrongNonce) => {
-                Asked::Over("all ranks have gone back, or another process has its rank".into())
+                Asked::Over("the connection manager does not know it as a rank of this job any more".into())
             }
             Err(_) => Asked::NoAnswer,
         }

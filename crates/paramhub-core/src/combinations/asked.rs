@@ -107,6 +107,8 @@ impl JobOptions {
             (Feature::RedialGrace, self.redial_grace_s != 0.0 && self.redial_grace_s != REDIAL_GRACE_S),
             (Feature::LateLeftOut, self.stragglers.leaves_out()),
             (Feature::Replicas, self.has_standbys()),
+            (Feature::MaxHubs, self.max_hubs.is_some()),
+            (Feature::HubLabel, self.hub_label.is_some()),
             (Feature::ContinuesWithoutWorkers, self.on_worker_loss == OnWorkerLoss::Continue),
             (Feature::Rewinds, self.rewinds()),
             (Feature::RewindsByCopies, self.rewinds() && !self.outlives_hubs()),

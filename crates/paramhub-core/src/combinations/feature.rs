@@ -68,6 +68,8 @@ features! {
     RedialGrace, "redial-grace", "a `redial_grace` other than 0.5 and 0";
     LateLeftOut, "late-left-out", "`stragglers` other than wait";
     Replicas, "replicas", "`replicas`";
+    MaxHubs, "max-hubs", "`max_hubs`";
+    HubLabel, "hub-label", "`hub_label`";
     ContinuesWithoutWorkers, "continues-without-workers", "`on_worker_loss = continue`";
     Rewinds, "rewinds", "`on_worker_loss = rewind`";
     RewindsByCopies, "rewinds-by-copies", "`on_worker_loss = rewind` without `checkpoint_every`";

@@ -34,7 +34,8 @@ impl JobControl {
             return;
         }
         let (name, job_name) = (job.name_of(neighbour), &job.terms.name);
-        let goes_on = job.terms.min_workers.is_some() || matches!(neighbour, Neighbour::Counterpart(_));
+        let outlives_it = job.terms.min_workers.is_some() || job.terms.begins_again;
+        let goes_on = outlives_it || matches!(neighbour, Neighbour::Counterpart(_));
         let message = match seconds {
             Some(seconds) => format!(
                 "{name} of job `{job_name}` has not been heard for {seconds:.0} s; {} after {:.0} s",

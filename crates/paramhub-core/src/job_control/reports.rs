@@ -45,12 +45,15 @@ impl JobControl {
 
     /// The manager wants a job allocated that this hub has already: an earlier command has come twice, or the manager has
     /// restarted since. A job that still opens is reported when it is open. While a former part of the job, with another
-    /// position, is still ending, the next one waits for that.
+    /// position or from before the job began again, is still ending, the next one waits for that.
     pub(super) fn allocated_before(&mut self, plan: Box<JobPlan>) {
         let namespace = plan.namespace;
-        let job = self.jobs.get_mut(&namespace).filter(|job| job.terms.epoch == plan.epoch.number);
-        let Some(job) = job else { return };
-        if u32::from(job.terms.hub) != plan.hub {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let begins_again = plan.epoch.number > job.terms.epoch && job.is_ending();
+        if !begins_again && plan.epoch.number != job.terms.epoch {
+            return;
+        }
+        if begins_again || u32::from(job.terms.hub) != plan.hub {
             job.next_part = Some(plan);
         } else if job.has_opened {
             self.report_allocated(namespace);

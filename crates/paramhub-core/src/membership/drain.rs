@@ -68,7 +68,8 @@ impl Membership {
         let places = |to| self.hubs.place(to).zip(self.hubs.place(from));
         if let Some(to) = to.filter(|&to| !places(to).is_some_and(|places| self.may_serve(job, to, places))) {
             let message = format!(
-                "hub {to} cannot serve job `{}`: it serves one rack or host, or demands encryption, and the job does not",
+                "hub {to} cannot serve job `{}`: it serves one rack or host, demands encryption and the job does not, or lacks the \
+                 label that the job asks for",
                 job.name
             );
             return Err(refusal(ErrorCode::BadRequest, message));

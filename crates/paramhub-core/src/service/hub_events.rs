@@ -80,7 +80,7 @@ pub enum HubEvent {
         epoch: u64,
     },
     /// The other hub of a share is lost to this one, in a job with standbys, or this hub leaves the job itself because it shuts
-    /// down. The hub waits for what the manager decides.
+    /// down, or a core of it has panicked. The hub waits for what the manager decides.
     HubLost {
         /// The job.
         namespace: Namespace,

@@ -246,9 +246,9 @@ pub enum OnWorkerLoss {
     /// What the worker has contributed whole counts, steps go on with the workers that remain, and another process
     /// may take the rank. Only for some jobs; see [`combinations`](crate::combinations).
     Continue,
-    /// All ranks go back to an earlier step, of which the hubs have kept the parameters and the optimizer's state, and
-    /// go on from there when each rank has a process again: no update lacks a contribution. Only for some jobs; see
-    /// [`combinations`](crate::combinations).
+    /// All ranks go back to an earlier step, of which the hubs have kept the parameters and the optimizer's state or, where hubs
+    /// serve racks or hosts and with `replicas`, a checkpoint, and go on from there when each rank has a process again: no update
+    /// lacks a contribution. Only for some jobs; see [`combinations`](crate::combinations).
     Rewind,
 }
 

@@ -347,6 +347,16 @@ fn a_hub_that_takes_over_has_no_snapshot_of_a_version_whose_program_states_are_l
     let snapshot = shard.ended_snapshot().unwrap();
     is_of_version(&snapshot, 5);
     assert_eq!(states(&snapshot), [(0, "state of 5")]);
+    // The rank saves its states seldom, and has saved none here before.
+    let (mut shard, snapshot) = begun_with_program_states();
+    shard.take_over_program_states();
+    shard.arm(SnapshotTarget::Version(4), snapshot);
+    for _ in 0..4 {
+        (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));
+    }
+    assert!(shard.ended_snapshot().is_none());
+    save(&mut shard, 4);
+    assert_eq!(states(&shard.ended_snapshot().unwrap()), [(0, "state of 4")]);
     // It has left: the last checkpoint is that of the end.
     let (mut shard, snapshot) = begun_with_program_states();
     (0..CHUNKS).for_each(|chunk| step(&mut shard, chunk));

@@ -1,4 +1,4 @@
-//! A core that panics: its state is dropped, its jobs fail with the reason, and the core starts again for
+//! A core that panics: its state is dropped, its jobs end here with the reason, and the core starts again for
 //! other jobs.
 //!
 //! Whatever it was doing is half done, so nothing that it keeps of any job can be trusted. Other cores share
@@ -53,16 +53,18 @@ impl Core {
                 "it panicked {panics_alone} times without any job: {what}"
             )));
         }
-        error!("core {number} of the hub panicked: {what}. Its jobs fail, and it starts again without them");
+        error!(
+            "core {number} of the hub panicked: {what}. Its jobs end here, and it starts again without them"
+        );
         mailbox.report.clear_poison();
         // Commands may wait that the panic has kept from being read.
         mailbox.waker.wake();
         let mut core = Core::new(number, mailbox, spin)?;
         (core.final_messages, core.busy, core.idle, core.panics_alone) =
             (final_messages, busy, idle, panics_alone);
-        let reason = format!(
+        let cause = format!(
             "core {number} of its hub panicked ({what}). This is a fault of the hub, or of an optimizer or aggregator registered \
-             with it: report it with the hub's log, and start the job again, from its last checkpoint if it has any"
+             with it: report it with the hub's log"
         );
         let (mut events, mut failed) = (Vec::new(), Vec::new());
         for (&(namespace, _), &index) in &shard_of {
@@ -76,12 +78,16 @@ impl Core {
                     .map_or(0, |(_, busy)| busy.as_nanos());
                 counters.busy_ns = busy as u64;
                 if !hosted.ending {
-                    // Workers that find their streams closed join a job anew that begins again.
-                    if !hosted.shard.plan().outlives_hubs {
-                        let message = format!("job `{}` failed: {reason}", hosted.shard.plan().name);
+                    // Workers that find their streams closed dial the standby, or join a job anew that begins again.
+                    let plan = hosted.shard.plan();
+                    let goes_on = plan.outlives_hubs || plan.resuming.has_standbys;
+                    let mut reason = cause.clone();
+                    if !goes_on {
+                        reason += ", and start the job again, from its last checkpoint if it has any";
+                        let message = format!("job `{}` failed: {reason}", plan.name);
                         core.final_messages.remember(namespace, Failure { rank: None, message });
                     }
-                    core.mailbox.send_event(CoreEvent::Panicked { namespace, reason: reason.clone() });
+                    core.mailbox.send_event(CoreEvent::Panicked { namespace, reason });
                 }
             }
             counters.memory_bytes = 0;

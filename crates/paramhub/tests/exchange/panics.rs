@@ -9,7 +9,7 @@ use paramhub_core::placement::Placement;
 use paramhub_core::scheme::{self, Plan};
 use paramhub_core::service::{JobOptions, JobState, OnWorkerLoss};
 use paramhub_core::settings::{OptimizerChoice, Settings};
-use paramhub_hub::{CheckpointConfig, HubConfig};
+use paramhub_hub::{CheckpointConfig, HubConfig, RunningHub};
 use paramhub_kernels::{Hyperparameters, Optimizer, Step};
 use paramhub_worker::WorkerError;
 
@@ -231,4 +231,32 @@ fn a_core_that_panics_costs_a_job_with_checkpoints_the_steps_since_the_newest(tr
         assert_eq!(model, [steps as f32 * 2.0; 2], "each step counts once");
     }
     assert_eq!(cluster.await_end("going-on").state, JobState::Finished);
+}
+
+#[test]
+fn a_core_that_panics_costs_a_job_with_standbys_nothing() {
+    let optimizer = Arc::new(FragileOnce::default());
+    let register = |config: &mut HubConfig| {
+        config.registry.register_optimizer("fragile", optimizer.clone()).unwrap();
+    };
+    let cluster = Cluster::with(Transports::tcp(), register);
+    let mut config = HubConfig { memory_bytes: Some(1 << 30), ..Default::default() };
+    register(&mut config);
+    let second = RunningHub::start(cluster.client.clone(), config).unwrap();
+    let options = JobOptions { replicas: 1, hubs: Some(2), ..Default::default() };
+    let both = cluster.job_with("kept", 2, options).run(&settings(), |job| {
+        begin(job);
+        let mut model = [0.0; 2];
+        for step in 0..6 {
+            for key in 0..2 {
+                let first = if step == 2 && key == 0 { UNFORESEEN / 2.0 } else { 1.0 };
+                model[key as usize] = exchange(job, key, first).unwrap()[0];
+            }
+        }
+        model
+    });
+    assert_eq!(both, [[UNFORESEEN + 10.0, 12.0]; 2]);
+    assert!(optimizer.has_panicked.load(Ordering::Relaxed));
+    assert_eq!(cluster.await_end("kept").state, JobState::Finished);
+    second.stop();
 }

@@ -7,12 +7,13 @@ use crate::combinations::Feature::{
     Asynchronous, AutoScheme, BoundedStaleness, CheckpointEvery, CheckpointEverySeconds,
     CheckpointEverySteps, CheckpointFolder, CheckpointsKept, ContinuesOverInterfaces,
     ContinuesWithoutWorkers, EncryptedStreams, FactorCodec, Factors, FactorsInPyTorch, FactorsToHub,
-    FlatReduction, HalfPrecisionKey, HierarchicalReduction, HubCores, LateLeftOut, LayerWithoutFactors,
-    NoCheckpointFolder, NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer, NoPeerAddress,
-    OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage, Quantised, QuantisedCodec,
-    RedialGrace, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Replicas, Reproducible, Resume,
-    Rewinds, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites, SharedMemory, SharedParameters,
-    SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight, WholeChunkOptimizer,
+    FlatReduction, HalfPrecisionKey, HierarchicalReduction, HubCores, HubLabel, LateLeftOut,
+    LayerWithoutFactors, MaxHubs, NoCheckpointFolder, NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer,
+    NoPeerAddress, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage, Quantised,
+    QuantisedCodec, RedialGrace, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Replicas,
+    Reproducible, Resume, Rewinds, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites, SharedMemory,
+    SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
+    WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -462,6 +463,8 @@ pub(super) const NO_HUBS: &[Rule] = &[
             OptimizerAtOwner,
             ContinuesOverInterfaces,
             Replicas,
+            MaxHubs,
+            HubLabel,
             Weight,
         ],
         those: &[NoHubs],

@@ -101,6 +101,14 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
     },
     Rule {
         these: &[RewindEvery],
+        those: &[Replicas],
+        verdict: NoEffect,
+        why: "the ranks go back to a checkpoint",
+        remedy: "leave it out",
+        callers: &[CreateService],
+    },
+    Rule {
+        these: &[RewindEvery],
         those: &[NoRewind],
         verdict: NoEffect,
         why: "the job goes back to no earlier step",
@@ -188,6 +196,14 @@ pub(super) const REPLICAS: &[Rule] = &[
         verdict: Refused,
         why: "a standby does not hear which step is made again, so the ranks go back to a checkpoint",
         remedy: "give `checkpoint_every`, too, or leave `replicas` out",
+        callers: &[CreateService],
+    },
+    Rule {
+        these: &[Replicas],
+        those: &[Elastic],
+        verdict: Refused,
+        why: "a standby does not hear how many ranks take part",
+        remedy: "do without a largest number of workers, or leave `replicas` out",
         callers: &[CreateService],
     },
     Rule {

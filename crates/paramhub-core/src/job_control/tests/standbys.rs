@@ -299,6 +299,21 @@ fn a_hub_gets_its_next_part_once_its_former_one_has_ended() {
     let mut hub = waiting();
     hub.handle(Event::ShutDown);
     assert!(!is_planned(&hub.close(1)));
+
+    // The job begins again, and the manager has heard already that the part is over.
+    let begins_again = || {
+        let Event::AllocateAgain(mut plan) = again(1, 0) else { panic!("it is one") };
+        plan.epoch.number = 2;
+        Event::AllocateAgain(plan)
+    };
+    let mut hub = waiting();
+    hub.stop(StopWhen::Now);
+    assert!(hub.handle(begins_again()).is_empty());
+    let outputs = hub.close(1);
+    assert!(has!(&outputs, Output::Plan(plan) if plan.epoch.number == 2), "{outputs:?}");
+    let mut hub = running();
+    hub.handle(begins_again());
+    assert!(hub.control.jobs[&job(1)].next_part.is_none(), "nobody has ended the part that runs");
 }
 
 #[test]

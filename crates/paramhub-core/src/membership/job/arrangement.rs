@@ -88,9 +88,12 @@ impl Job {
 
     /// Returns the number of hubs that the job needs to begin.
     fn hubs_needed(&self) -> usize {
-        // One that begins again gets its standbys when hubs are there.
-        let least = if self.options.has_standbys() && !self.has_begun_again() { 2 } else { 1 };
-        self.options.hubs.map_or(least, |hubs| hubs as usize)
+        // One that begins again goes on with what is left, and gets its standbys when hubs are there.
+        let has_standbys = self.options.has_standbys();
+        if has_standbys && self.has_begun_again() {
+            return 1;
+        }
+        self.options.hubs.map_or(if has_standbys { 2 } else { 1 }, |hubs| hubs as usize)
     }
 
     /// Returns the arrangement of the hubs, and the reason of that choice for messages.

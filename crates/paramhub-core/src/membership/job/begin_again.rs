@@ -131,14 +131,8 @@ impl Job {
 
     /// Begins again, or fails, without a hub that has not been forgotten, and gets no jobs before it calls again.
     pub(super) fn go_on_without_unheard(&mut self, gone: u32, cause: Cause, now: Now) -> Transition {
-        match self.begin_again_or_fail(cause, now) {
-            Transition::BeganAgain { mut hubs, change, epoch, reason, message, .. } => {
-                hubs.retain(|&hub| hub != gone);
-                let _ = self.former_part_over(gone);
-                Transition::BeganAgain { hubs, lost: Some(gone), change, epoch, reason, message }
-            }
-            failed => failed,
-        }
+        let transition = self.begin_again_or_fail(cause, now);
+        without_unheard(gone, transition)
     }
 
     /// A rank or a hub has gone before the job ran: the job fails, or begins again once more.
@@ -233,5 +227,16 @@ impl Job {
     /// The hubs that may have a part from before the job began again.
     pub(crate) fn former_hubs(&self) -> Vec<u32> {
         self.former_hubs.keys().copied().collect()
+    }
+}
+
+/// If the job begins again, it does so without this hub, which the manager does not hear. When the hub calls again, it is to end its
+/// part first.
+pub(super) fn without_unheard(gone: u32, transition: Transition) -> Transition {
+    match transition {
+        Transition::BeganAgain { hubs, change, epoch, reason, message, .. } => {
+            Transition::BeganAgain { hubs, lost: Some(gone), change, epoch, reason, message }
+        }
+        other => other,
     }
 }

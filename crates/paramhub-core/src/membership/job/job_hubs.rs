@@ -328,12 +328,16 @@ impl Job {
                 },
             };
         }
-        if !end.finished && self.may_outlive_end(end.cause) {
+        // All ranks have left another hub, and so have made all their steps. One that has died since has only not left this one.
+        let is_loss = matches!(end.cause, CauseKind::PeerLost | CauseKind::GaveUp);
+        let has_finished = end.finished || is_loss && !self.shares.is_empty() && self.has_finished_at_a_hub;
+        if !has_finished && self.may_outlive_end(end.cause) {
             return self.begin_again_or_fail(cause_of(end, now), now);
         }
-        if !end.finished {
+        if !has_finished {
             return self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now);
         }
+        self.has_finished_at_a_hub |= !self.shares.is_empty() && self.job_hubs[index].has_streams();
         if self.state != JobState::Running || !self.has_ended_everywhere() {
             if let Some(transition) = self.needs_no_copies_of(index) {
                 return transition;

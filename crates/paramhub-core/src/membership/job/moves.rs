@@ -97,7 +97,13 @@ impl Job {
     /// If there was none.
     pub(crate) fn move_status(&self) -> Result<MoveStatus, ServiceError> {
         let Some(MoveOrder { from, to, shares }) = self.moves.last() else {
-            return Err(refusal(ErrorCode::NotFound, format!("job `{}` was not moved", self.name)));
+            return Err(refusal(
+                ErrorCode::NotFound,
+                format!(
+                    "job `{}` was not moved, or its ranks have gone back to a checkpoint since",
+                    self.name
+                ),
+            ));
         };
         let has_left = self.parts_of(*from) == 0;
         let why = if has_left { String::new() } else { self.stays_because(*from) };

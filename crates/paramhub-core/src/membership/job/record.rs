@@ -163,6 +163,7 @@ impl Job {
         let request = CreateService { name: status.name, workers: status.workers, options };
         let mut job = Job::new(order, request, status.namespace, nonce, epoch, now);
         job.created_at = status.created_at;
+        job.had_linked_hubs = job.has_begun_again() && job.options.has_standbys();
         job.former_hubs = former_hubs.into_iter().map(|hub| (hub, false)).collect();
         job.message = status.message;
         job.reduction = status.reduction;

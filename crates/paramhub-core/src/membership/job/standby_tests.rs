@@ -203,6 +203,7 @@ fn a_manager_that_restarts_knows_the_shares_and_repeats_them() {
 fn going_back() -> Job {
     let options = JobOptions {
         replicas: 1,
+        hubs: Some(2),
         on_worker_loss: OnWorkerLoss::Rewind,
         checkpoint_every: Some("20".parse().unwrap()),
         ..JobOptions::default()
@@ -247,9 +248,7 @@ fn a_job_that_goes_back_begins_again_when_a_rank_or_the_last_hub_of_a_share_is_l
     );
     let cause =
         Cause { kind: CauseKind::HubLost, rank: None, began: later(12.0), message: "hub 0 was lost".into() };
-    let lost = job.hub_lost(0, cause, later(12.0));
-    assert_eq!(begun_again(&lost), [1]);
-    assert!(matches!(lost, Transition::BeganAgain { lost: Some(0), .. }));
+    assert_eq!(begun_again(&job.hub_lost(0, cause, later(12.0))), [0, 1]);
     assert!(
         job.message().contains("no other hub has the chunks of share 0; all ranks go back"),
         "{}",
@@ -270,4 +269,40 @@ fn a_job_that_begins_again_with_one_hub_waits_for_no_standby() {
     assert_eq!(begun, Transition::Advanced);
     job.choose_standbys(|_| HubLocation::default());
     assert_eq!(job.shares(), [Share::new(0, None)]);
+}
+
+#[test]
+fn a_hub_without_which_a_job_begins_again_is_awaited_if_the_manager_hears_it() {
+    let mut job = going_back();
+    assert!(
+        has_changed(&lose(&mut job, 0, 0, 1))
+            && has_changed(&job.check_suspected_hubs(|_| None, later(10.0)))
+    );
+    // Hub 0 serves all chunks, and leaves the job because a core has panicked.
+    assert_eq!(begun_again(&lose(&mut job, 0, 0, 0)), [0, 1]);
+    let mut job = going_back();
+    let _ = lose(&mut job, 1, 0, 0);
+    job.shares[0].standby = None;
+    let gone = job.check_suspected_hubs(|_| None, later(12.0));
+    assert!(matches!(gone, Transition::BeganAgain { lost: Some(0), .. }), "{gone:?}");
+    assert_eq!(begun_again(&gone), [0, 1], "it ends its part when it calls again");
+}
+
+#[test]
+fn a_rank_that_is_lost_after_all_have_left_another_hub_has_made_all_steps() {
+    for cause in [CauseKind::PeerLost, CauseKind::GaveUp] {
+        let mut job = going_back();
+        (0..2).for_each(|hub| job.hub_reserved(hub, 1, 1));
+        let finished = JobEnd::finished(job.namespace);
+        assert_eq!(job.hub_ended(0, &finished, later(9.0)), Transition::None);
+        let lost = JobEnd::failed(job.namespace, "rank 1 was lost".into(), cause);
+        assert_eq!(job.hub_ended(1, &lost, later(10.0)), Transition::Ended { stop: vec![] });
+        assert_eq!(job.state(), JobState::Finished);
+    }
+    let mut job = going_back();
+    (0..2).for_each(|hub| job.hub_reserved(hub, 1, 1));
+    let _ = job.hub_ended(0, &JobEnd::finished(job.namespace), later(9.0));
+    let broken = JobEnd::failed(job.namespace, "rank 1 broke a rule".into(), CauseKind::Known);
+    let _ = job.hub_ended(1, &broken, later(10.0));
+    assert_eq!(job.state(), JobState::Failed);
 }

@@ -7,6 +7,7 @@
 //! The record of the job is saved before a hub hears of a change, and each change has a number. So the hubs of a share never
 //! both answer: the one that served needs the acknowledgement of the other, or the manager's word that it goes on alone.
 
+use super::begin_again::without_unheard;
 use super::cause::Cause;
 use super::silence::LOST_HUB_CALLS_WITHIN_S;
 use super::{Job, Transition};
@@ -161,11 +162,10 @@ impl Job {
                     job_hub.describe()
                 );
                 let began = contact.map_or(now, |contact| contact.call);
-                return self.go_on_without(
-                    hub,
-                    Cause { kind: CauseKind::HubLost, rank: None, began, message },
-                    now,
-                );
+                let (gone, cause) =
+                    (job_hub.hub, Cause { kind: CauseKind::HubLost, rank: None, began, message });
+                let transition = self.go_on_without(hub, cause, now);
+                return without_unheard(gone, transition);
             }
             if is_there {
                 let SuspectedHub { share, reason, .. } = self.suspected_hubs.remove(position);
@@ -177,7 +177,7 @@ impl Job {
         Transition::None
     }
 
-    /// A hub is lost: its standbys take over, or the job fails if a share has none.
+    /// A hub is lost: its standbys take over. If a share has none, the job begins again from a checkpoint, or fails.
     pub(super) fn go_on_without(&mut self, lost: u16, cause: Cause, now: Now) -> Transition {
         self.suspected_hubs.retain(|suspected| suspected.hub != lost);
         self.job_hubs[usize::from(lost)].asked_standby = None;
@@ -204,10 +204,9 @@ impl Job {
                 Transition::SharesChanged { message, told_later: None }
             }
             Err(share_lost) => {
-                let job_hub = &mut self.job_hubs[usize::from(lost)];
-                job_hub.ended = true;
-                let (gone, message) = (job_hub.hub, format!("{}; {share_lost}", cause.message));
-                self.go_on_without_unheard(gone, Cause { message, ..cause }, now)
+                self.leave_later_hub(usize::from(lost), now);
+                let message = format!("{}; {share_lost}", cause.message);
+                self.begin_again_or_fail(Cause { message, ..cause }, now)
             }
         }
     }

@@ -148,7 +148,7 @@ impl Shard {
         snapshot.outcome == SnapshotOutcome::Complete
             && !is_called_off
             && self.newest_step < *version
-            && self.program_states.newest_common().is_some_and(|newest| newest < *version)
+            && self.may_get_program_states(*version)
     }
 
     /// Gives up the snapshot that is being taken: chunks go back to an earlier version.

@@ -33,13 +33,23 @@ impl ShardPlan {
 }
 
 impl Shard {
-    /// Notes that ranks have saved states at the hub that this one replaces, which did not pass them on. The newest are of the steps
-    /// that the hub would still keep, and each rank saves one here before it makes another step.
+    /// Notes that ranks have saved states at the hub that this one replaces, which did not pass them on. They belong to versions up
+    /// to as many ahead of the newest chunk as a hub keeps.
     pub(super) fn take_over_program_states(&mut self) {
         if self.plan.program_state_bytes_here() > 0 {
-            let made = self.newest_step.saturating_add(1);
+            let made = (0..self.slots.len() as u32).map(|index| self.exchange.step(index)).max().unwrap_or(0);
             self.program_states_from = made.saturating_add(KEPT_MAX as u32 + 1);
         }
+    }
+
+    /// Whether ranks may have yet to save their states of this version. Those that have saved none may save none at all, but for
+    /// a hub that has taken over.
+    pub(super) fn may_get_program_states(&self, version: u32) -> bool {
+        if self.program_states_from == 0 {
+            return self.program_states.newest_common().is_some_and(|newest| newest < version);
+        }
+        let has_not = |worker| self.program_states.newest(worker).is_none_or(|newest| newest < version);
+        (0..self.plan.ports.workers()).any(|worker| !self.departures.has_left(worker) && has_not(worker))
     }
 
     /// Whether a snapshot of this version would lack program states that ranks have saved elsewhere. Those that have all left need
