@@ -359,3 +359,31 @@ fn a_hub_that_pauses_gets_jobs_where_the_manager_may_wait() {
     drop(hub);
     drop(manager);
 }
+
+#[test]
+fn a_job_is_served_by_the_hubs_with_its_label() {
+    let address = free_address();
+    let manager = manager(&address);
+    let start = |more: &[&str]| {
+        let hub = ["hub", "--join", &address].into_iter().chain(LOOPBACK).chain(more.iter().copied());
+        let hub = paramhub(hub).start();
+        hub.wait_for("hub ready: ");
+        hub
+    };
+    let (plain, labelled) = (start(&[]), start(&["--label", "vision,ssd"]));
+    let url = format!("http://{address}");
+    let train = |more: &[&str]| {
+        let usual = ["train", "--name", "chosen", "--epochs", "1", "--workers", "1", "--hub-label"];
+        paramhub(usual.into_iter().chain(more.iter().copied())).finish()
+    };
+    train(&["ssd", "--hub", &url, "--max-hubs", "1"]).expect_code(0);
+    assert!(labelled.stderr().contains("job `chosen`"), "{}", labelled.stderr());
+    assert!(!plain.stderr().contains("job `chosen`"), "{}", plain.stderr());
+    let listed = paramhub(["hubs", "--hub", &url]).finish().expect_code(0);
+    assert!(listed.stdout.contains("vision ssd"), "{}", listed.stdout);
+    let wrong = train(&["two words", "--hub", &url]).expect_code(2);
+    assert!(wrong.stderr.contains("1 to 32 of the characters"), "{}", wrong.stderr);
+    let own = train(&["ssd"]).expect_code(2);
+    assert!(own.stderr.contains("this command starts the hub itself then"), "{}", own.stderr);
+    drop((plain, labelled, manager));
+}

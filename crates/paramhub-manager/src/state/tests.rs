@@ -244,6 +244,7 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         "{refused}"
     );
     let replicas = JobOptions { replicas: 1, ..usual };
+    let kept = JobOptions { checkpoint_every: Some("5".parse().unwrap()), ..rewinds };
     assert_eq!(refusal(replicas), None);
     for (replicas, hubs, says) in
         [(2, None, "0 or 1 is possible"), (1, Some(1), "ask for 2 hubs or more, or leave `replicas` out")]
@@ -255,7 +256,9 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         JobOptions { stragglers: Stragglers::Backup(1), ..replicas },
         JobOptions { replicas: 1, ..outlives },
         JobOptions { resume: Some(Resume::Latest), ..replicas },
-        JobOptions { program_state_bytes: 1, ..replicas },
+        JobOptions { replicas: 1, ..rewinds },
+        JobOptions { replicas: 1, start_workers: Some(2), ..kept },
+        JobOptions { replicas: 1, rewind_every: 2, ..kept },
         JobOptions { on_interface_down: OnInterfaceDown::Continue, ..replicas },
         JobOptions { optimize_at: OptimizeAt::Owner, reduction: Reduction::Flat, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..continues },
