@@ -164,9 +164,9 @@ class Run:
         self.programs.end_after(self.newest_step + self.programs.checkpoint_every + steps)
 
     def await_names(self) -> None:
-        """Waits until all faults are named, or have not been in time."""
+        """Waits until all faults are named, or have not been in time. A hub that is not the job's is named when it is back."""
         while self.log.expected:
-            self.log.poll(self._heed)
+            self.keep_up()
             time.sleep(0.02)
 
     def _heed(self, line: str) -> None:

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use paramhub_core::liveness::{HEARTBEAT, LivenessRules};
 use paramhub_core::resuming::ResumeTerms;
-use paramhub_core::service::{JobEnd, JobState, JobStatus};
+use paramhub_core::service::{CauseKind, JobEnd, JobState, JobStatus};
 
 use crate::network::Process;
 use crate::scenario::{Fault, Learns, Scenario};
@@ -278,7 +278,12 @@ impl Ends<'_> {
                     self.common_version
                 ));
             }
-            return match self.hubs.iter().find(|(_, end)| end.is_none_or(|end| !end.finished)) {
+            // A worker that has left one of two hubs of a share may be lost to the other, which cannot know that all steps are made.
+            let has_lost_a_worker = |end: &JobEnd| {
+                self.scenario.replicas && matches!(end.cause, CauseKind::PeerLost | CauseKind::GaveUp)
+            };
+            let is_over = |end: &JobEnd| end.finished || has_lost_a_worker(end);
+            return match self.hubs.iter().find(|(_, end)| end.is_none_or(|end| !is_over(end))) {
                 None => Ok(()),
                 Some((number, end)) => Err(format!(
                     "the manager records that the job has finished, and hub {number} says {end:?}"
