@@ -60,7 +60,8 @@ impl Member {
     /// All ranks go back to an earlier step: the process joins anew, after a while, as another of its rank would.
     pub(crate) fn begin_again(&mut self, context: &mut Context<'_>) {
         self.again += 1;
-        self.call = connect_service(self.call.rank, self.number, self.again, &self.plan);
+        let call = connect_service(self.call.rank, self.number, self.again, &self.plan);
+        self.call = ConnectService { workers: self.workers, ..call };
         self.connected = None;
         let wait = context.random.time(&context.compute.clone());
         context.wake_in(self.process, wait, Wake::Begin);
