@@ -55,11 +55,12 @@ if by_hook:
 
 def torchrun(url: str) -> tuple[tuple[str, ...], dict[str, str]]:
     environment = {"PARAMHUB_URL": url, "PARAMHUB_HUBS": "2", "PARAMHUB_REPLICAS": "1"}
-    return (*TORCHRUN, "--nproc-per-node=2"), environment
+    return (*TORCHRUN, "--nproc-per-node=2"), environment | {"PARAMHUB_JOB_HUB_LABEL": "kept"}
 
 
 def run(url: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    return (*PARAMHUB, "run", "-n", "2", "--hub", url, "--hubs", "2", "--replicas", "1", "--", PYTHON), {}
+    options = ("--hub", url, "--hubs", "2", "--replicas", "1", "--hub-label", "kept")
+    return (*PARAMHUB, "run", "-n", "2", *options, "--", PYTHON), {}
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,12 @@ def test_a_killed_hub_is_replaced_and_no_bit_changes(
 ) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
-    first = start(*PARAMHUB, "hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0")
+    hub = (*PARAMHUB, "hub", "--listen", "127.0.0.1:0")
+    first = start(*hub, "--manager", "127.0.0.1:0", "--label", "kept")
     url = first.await_output(r"(http://\S+)")[1]
-    second = start(*PARAMHUB, "hub", "--listen", "127.0.0.1:0", "--join", url)
+    second = start(*hub, "--join", url, "--label", "kept")
+    other = start(*hub, "--join", url)
+    other.await_output("hub ready")
     command, environment = launcher(url)
     may_end = tmp_path / "may-end"
     may_end.touch()
@@ -92,6 +96,7 @@ def test_a_killed_hub_is_replaced_and_no_bit_changes(
     ends = [sorted(re.findall(r"rank \d ends with \w+", each)) for each in (undisturbed, output)]
     assert len(ends[0]) == 2 and ends[0] == ends[1], output
     assert "takes over" in first.output()
+    assert "routes" not in other.output(), "it does not have the label that the jobs ask for"
 
 
 def initialise(rank: Rank, options: dict[str, object]) -> str:
@@ -107,3 +112,10 @@ def test_replicas_without_a_second_hub_are_refused(team: Team) -> None:
     assert "leave one of them out" in message
     [message] = team(initialise, {}, ranks=1, env={"PARAMHUB_REPLICAS": "x"})
     assert "PARAMHUB_REPLICAS is 'x': a number of standbys" in message
+
+
+def test_a_choice_of_hubs_that_cannot_be_is_refused(team: Team) -> None:
+    [message] = team(initialise, {"hub_label": "ssd"}, ranks=1)
+    assert "would start its hub itself" in message
+    [message] = team(initialise, {"url": "http://127.0.0.1:1"}, ranks=1, env={"PARAMHUB_JOB_MAX_HUBS": "x"})
+    assert "PARAMHUB_JOB_MAX_HUBS is 'x': a number of hubs" in message
