@@ -1,10 +1,12 @@
-"""The programs of one upgrade: a manager, hubs, jobs and their workers, and what came of the jobs."""
+"""The programs of one upgrade or loss: a manager, hubs, jobs and their workers, and what came of the jobs."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
+import re
+import signal
 import statistics
 import subprocess
 import time
@@ -49,8 +51,10 @@ class JobResult:
 class Cluster:
     """A manager, hubs and jobs, in a folder of their own."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self.arguments, self.folder = arguments, folder
+    def __init__(
+        self, arguments: argparse.Namespace, folder: Path, run_options: tuple[str, ...] = ()
+    ) -> None:
+        self.arguments, self.folder, self.run_options = arguments, folder, run_options
         self.addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + HUBS)]
         self.url = f"http://{self.addresses[0]}"
         self.program = arguments.before
@@ -66,7 +70,7 @@ class Cluster:
         for number in range(1, 1 + HUBS):
             self._start_hub(number, self.arguments.before)
         for name in JOBS:
-            how = ["--hubs", str(HUBS), "--replicas", "1", "--name", name]
+            how = ["--hubs", str(HUBS), "--replicas", "1", "--name", name, *self.run_options]
             worker = [
                 self.arguments.workers,
                 str(WORKER),
@@ -79,8 +83,7 @@ class Cluster:
 
     def upgrade(self) -> None:
         """Replaces all hubs, and the manager if it is to be."""
-        self._await("steps of all workers", lambda: all(self._made(name) > STEPS_BEFORE for name in JOBS))
-        self._await("standbys of all jobs", self._have_standbys)
+        self._await_beginning()
         if self.arguments.manager == "first":
             self._upgrade_manager()
         for number in range(1, 1 + HUBS):
@@ -89,6 +92,30 @@ class Cluster:
             self._upgrade_manager()
         self._begin("end")
         time.sleep(self.arguments.pause)
+
+    def lose_hub(self, number: int, pause_s: float, is_frozen: bool) -> None:
+        """Kills a hub, or freezes it until all jobs have gone on without it. The jobs have no standbys then."""
+        self._await_beginning()
+        time.sleep(pause_s)
+        known = self._hub_at(number)
+        self._begin("loss")
+        hub = self.servers[number]
+        hub.send_signal(signal.SIGSTOP if is_frozen else signal.SIGKILL)
+        took_over = rf"hub {known} \(.*\) was lost.* takes over"
+        try:
+            self._await("its standbys", lambda: all(re.search(took_over, each) for each in self._reasons()))
+        finally:
+            if is_frozen:
+                hub.send_signal(signal.SIGCONT)
+        self._begin("end")
+        time.sleep(self.arguments.pause)
+
+    def _reasons(self) -> list[str]:
+        return [str(self._get(f"jobs/{name}")["message"]) for name in JOBS]
+
+    def _await_beginning(self) -> None:
+        self._await("steps of all workers", lambda: all(self._made(name) > STEPS_BEFORE for name in JOBS))
+        self._await("standbys of all jobs", self._have_standbys)
 
     def _upgrade_hub(self, number: int) -> None:
         known = self._hub_at(number)
