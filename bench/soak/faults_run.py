@@ -294,7 +294,7 @@ class Run:
         self.launched_with.clear()
         self.cuts.clear()
         # All workers of this launch end, and so does the job.
-        self.log.excuse(("stop", "partition", "cut", "disk"))
+        self.log.excuse(("stop", "partition", "cut", "disk", "freeze", "isolate"))
         self.log.expect("launcher", None, "its launcher was killed")
         return True
 
@@ -307,7 +307,7 @@ class Run:
         lost = rf"rank {rank} was lost|rank {rank} gave up|worker {rank} (was killed|exited|had ended)"
         if fault.kind in LOSING:
             # While all ranks go back nobody misses a hub.
-            self.log.excuse(("freeze",))
+            self.log.excuse(("freeze", "isolate"))
             self.last_loss[rank] = now
             self._forget_cuts(rank)
         network = self.programs.network
