@@ -28,7 +28,7 @@ use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
 use crate::directory::Directory;
 use crate::events::ControllerEvent;
-use crate::interfaces::{self, Assignment, Listening, addresses_of, describe, plan, shape};
+use crate::interfaces::{self, Assignment, Listening, SourceAddress, addresses_of, describe, plan, shape};
 use crate::job_controller::JobController;
 use crate::manager_link::ManagerLink;
 use crate::probe::Prober;
@@ -220,6 +220,7 @@ impl ListeningHub {
             outage: link.outage(),
             registry: config.registry,
             shape,
+            sources: SourceAddress::of_shape(&listening, config.streams),
             jobs: HashMap::new(),
             prober,
             checkpoints: config.checkpoints,

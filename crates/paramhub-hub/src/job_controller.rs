@@ -27,6 +27,7 @@ use crate::checkpoint::{CheckpointCommand, CheckpointConfig, CheckpointStatuses}
 use crate::core::{CoreEvent, CoreHandle, panic_text};
 use crate::directory::Directory;
 use crate::events::{ControllerEvent, ReportEvent};
+use crate::interfaces::SourceAddress;
 use crate::manager_link::ManagerOutage;
 use crate::probe::Prober;
 use checkpoints::CheckpointPlan;
@@ -47,6 +48,8 @@ pub(crate) struct JobController {
     pub(crate) outage: Arc<ManagerOutage>,
     pub(crate) registry: Registry,
     pub(crate) shape: HubShape,
+    /// For each interface of the shape, the address from which streams to other hubs leave, unless the kernel chooses.
+    pub(crate) sources: Vec<Option<SourceAddress>>,
     /// The jobs that the rules know.
     pub(crate) jobs: HashMap<Namespace, HubJob>,
     pub(crate) prober: Prober,

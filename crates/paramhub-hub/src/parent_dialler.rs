@@ -13,10 +13,11 @@ use paramhub_core::resuming::{AfterRound, Attempts, HANDSHAKE};
 use paramhub_core::standbys::{Share, route_at};
 use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
-use paramhub_transport::dialling::{dial, dial_first};
+use paramhub_transport::dialling::{dial_first, dial_from};
 use paramhub_transport::greeting::greet;
 
 use crate::core::{AcceptedStream, Carrier, CoreCommand, CoreHandle};
+use crate::interfaces::SourceAddress;
 
 /// One stream to open.
 #[derive(Clone, Debug)]
@@ -93,6 +94,8 @@ pub(crate) struct ParentDialler {
     pub(crate) deadline: Instant,
     /// The core of each of this hub's routes.
     pub(crate) cores: HashMap<RouteId, CoreHandle>,
+    /// The address of this hub from which the streams of a route leave, unless the kernel chooses.
+    pub(crate) sources: HashMap<RouteId, SourceAddress>,
 }
 
 impl ParentDialler {
@@ -150,7 +153,11 @@ impl ParentDialler {
         attempt: u32,
         [connected_by, greeted_by]: [Instant; 2],
     ) -> Result<AcceptedStream, String> {
-        let dialled = dial_first(&above.address, connected_by, dial);
+        let source = self.sources.get(&above.route);
+        let dialled = dial_first(&above.address, connected_by, |address, timeout| {
+            let from = source.filter(|source| source.leads_to(address.ip()));
+            dial_from(from.map(|source| source.ip), address, timeout)
+        });
         let mut socket = dialled.map_err(|error| error.to_string())?;
         let hello = Hello {
             caller: Caller::Hub { site: self.site, route: above.route },

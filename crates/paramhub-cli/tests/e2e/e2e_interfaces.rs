@@ -33,12 +33,21 @@ fn ask<T: Send>(rails: &Rails, ask: impl FnOnce(ManagerClient) -> T + Send) -> T
 
 /// A job of one worker on each host.
 fn job(rails: &Rails, name: &str, environment: &[(&str, &str)], arguments: &[&str]) -> Vec<Process> {
-    let request = CreateService {
-        name: name.into(),
-        workers: WORKERS as u32,
-        // The silence alone would be noticed far later than any test waits for an interface.
-        options: JobOptions { dead_after_s: 300.0, ..Default::default() },
-    };
+    // The silence alone would be noticed far later than any test waits for an interface.
+    let options = JobOptions { dead_after_s: 300.0, ..Default::default() };
+    job_on(rails, WORKERS, options, name, environment, arguments)
+}
+
+/// A job of one worker on each of the first hosts.
+fn job_on(
+    rails: &Rails,
+    workers: usize,
+    options: JobOptions,
+    name: &str,
+    environment: &[(&str, &str)],
+    arguments: &[&str],
+) -> Vec<Process> {
+    let request = CreateService { name: name.into(), workers: workers as u32, options };
     let created = ask(rails, |client| client.create_service(&request)).unwrap();
     let start = |rank: usize| {
         let variables = environment.iter().copied();
@@ -53,7 +62,7 @@ fn job(rails: &Rails, name: &str, environment: &[(&str, &str)], arguments: &[&st
             .inside(rails.worker(rank))
             .start()
     };
-    (0..WORKERS).map(start).collect()
+    (0..workers).map(start).collect()
 }
 
 #[test]
@@ -102,6 +111,27 @@ fn streams_are_spread_over_the_interfaces_of_both_ends() {
     assert!(
         refused.expect_code(1).stderr.contains("`eth7` means no interface with an address here: there are")
     );
+}
+
+#[test]
+fn hubs_send_sums_to_their_standbys_over_all_interfaces() {
+    let Some(rails) = Rails::lay() else { return };
+    let _hub = hub(&rails);
+    let arguments =
+        ["hub", "--listen", "0.0.0.0:7771", "--cores", "2", "--manager", "http://10.77.8.100:7770"];
+    let other =
+        paramhub(arguments.into_iter().chain(["--admin-token", TOKEN])).inside(rails.worker(1)).start();
+    other.wait_for("hub ready: ");
+    let options = JobOptions { replicas: 1, hubs: Some(2), ..Default::default() };
+    let before = rails.sent_by(1);
+    for worker in job_on(&rails, 1, options, "kept", &[], &["--steps", "20"]) {
+        worker.finish().expect_code(0);
+    }
+    // This host's hub answers the worker, and sends as many bytes of sums to the other hub.
+    let after = rails.sent_by(1);
+    let [first, second] = [after[0] - before[0], after[1] - before[1]];
+    let share = second as f64 / (first + second) as f64;
+    assert!((0.35..0.65).contains(&share), "it sent {first} and {second} bytes");
 }
 
 #[test]

@@ -4,9 +4,11 @@
 mod assign;
 mod listen;
 mod shape;
+mod source;
 mod watch;
 
 pub(crate) use assign::Assignment;
 pub(crate) use listen::{Listening, addresses_of};
 pub(crate) use shape::{describe, plan, shape};
+pub(crate) use source::SourceAddress;
 pub(crate) use watch::watch;

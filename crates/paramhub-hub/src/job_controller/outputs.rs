@@ -249,6 +249,10 @@ impl JobController {
 
     fn parent_dialler(&self, namespace: Namespace, job: &HubJob, deadline: Instant) -> ParentDialler {
         let cores = job.routes.iter().map(|&(id, route)| (id, self.cores[usize::from(route.core)].clone()));
+        let sources = job.routes.iter().filter_map(|&(id, route)| {
+            let source = self.sources.get(usize::from(route.interface))?.clone()?;
+            Some((id, source))
+        });
         ParentDialler {
             namespace,
             secrets: job.secrets.clone(),
@@ -258,6 +262,7 @@ impl JobController {
             encrypts: job.encrypts,
             deadline,
             cores: cores.collect(),
+            sources: sources.collect(),
         }
     }
 
