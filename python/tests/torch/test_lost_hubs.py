@@ -127,6 +127,13 @@ def beginnings(output: str) -> list[str]:
     return re.findall(r"rank 0 begins at (\w+)", output)
 
 
+def kill_a_rank(ranks: Program, chance: random.Random) -> None:
+    """Kills one of the two ranks, unless it has just ended."""
+    process = chance.choice(re.findall(r"is process (\d+)", ranks.output())[-2:])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(process), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_hub_with_its_manager_is_started_again_and_the_ranks_go_on(place: Place, number: int) -> None:
     manager, data = free_port(), free_port()
@@ -199,9 +206,7 @@ def test_kills_of_ranks_and_their_hub_at_any_moment_change_no_bit(place: Place) 
             time.sleep(chance.choice([0.0, 0.0, 1.0]))
             hub = place.hub(*options)
         else:
-            process = chance.choice(re.findall(r"is process (\d+)", ranks.output())[-2:])
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+            kill_a_rank(ranks, chance)
     output = place.end(ranks)
     assert ends(output) == undisturbed, output
 
@@ -238,9 +243,7 @@ def test_kills_of_ranks_and_hubs_with_standbys_change_no_bit(place: Place) -> No
             time.sleep(chance.choice([0.0, 0.0, 1.0]))
             hubs.append(place.hub("--listen", "127.0.0.1:0", "--join", url))
         else:
-            process = chance.choice(re.findall(r"is process (\d+)", ranks.output())[-2:])
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+            kill_a_rank(ranks, chance)
     output = place.end(ranks)
     assert ends(output) == undisturbed, output
 
