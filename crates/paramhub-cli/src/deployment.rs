@@ -37,7 +37,7 @@ pub(super) fn hubs_needed(
     options: &JobOptions,
     client: &ManagerClient,
 ) -> anyhow::Result<Option<u32>> {
-    if deployment != Some(Deployment::Ncc) || options.max_hubs == Some(1) {
+    if deployment != Some(Deployment::Ncc) {
         return Ok(hubs);
     }
     // The workers inherit this variable and report the same rack.
@@ -48,7 +48,10 @@ pub(super) fn hubs_needed(
     let would_serve = |hub: &&HubStatus| {
         !hub.drained && hub.place.host.is_empty() && serves(&hub.place.rack) && is_chosen(hub)
     };
-    let joined = hubs.iter().filter(would_serve).count();
+    let (of_racks, of_all): (Vec<_>, Vec<_>) =
+        hubs.iter().filter(would_serve).partition(|hub| !hub.place.rack.is_empty());
+    let most = options.max_hubs.map_or(usize::MAX, |most| most as usize);
+    let joined = of_racks.len() + of_all.len().min(most);
     let several = Features::of([(Feature::DeploymentNcc, true), (Feature::SeveralHubs, joined > 1)]);
     combinations::check(several).map_err(|conflict| {
         Usage(format!(
