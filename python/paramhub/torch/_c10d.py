@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paramhub.errors import ConnectError, LateError, MisuseError
 from paramhub.torch._collectives import Group
 from paramhub.torch._host_memory import together
-from paramhub.torch._rendezvous import format_ranks, wait_for_keys
+from paramhub.torch._rendezvous import explained_store_errors, format_ranks, wait_for_keys
 from paramhub.torch._work import Work
 
 _RedOpType = dist.ReduceOp.RedOpType
@@ -290,19 +290,20 @@ class Collectives:
         own, size = self._group.rank, self._group.size
         key = f"monitored/{self._monitored}/"
         missing_key = f"{key}missing"
-        if own == 0:
-            came = [f"{key}{rank}" for rank in range(1, size)]
-            missing = (
-                [came.index(each) + 1 for each in wait_for_keys(self._store, came, limit)] if came else []
-            )
-            self._store.set(missing_key, ",".join(map(str, missing)))
-        else:
-            self._store.set(f"{key}{own}", "")
-            # Rank 0 may arrive later than this rank, and then waits for the whole limit.
-            if wait_for_keys(self._store, [missing_key], 2 * limit):
-                missing = [0]
+        with explained_store_errors(self._store, own):
+            if own == 0:
+                came = [f"{key}{rank}" for rank in range(1, size)]
+                missing = (
+                    [came.index(each) + 1 for each in wait_for_keys(self._store, came, limit)] if came else []
+                )
+                self._store.set(missing_key, ",".join(map(str, missing)))
             else:
-                missing = [int(rank) for rank in self._store.get(missing_key).decode().split(",") if rank]
+                self._store.set(f"{key}{own}", "")
+                # Rank 0 may arrive later than this rank, and then waits for the whole limit.
+                if wait_for_keys(self._store, [missing_key], 2 * limit):
+                    missing = [0]
+                else:
+                    missing = [int(rank) for rank in self._store.get(missing_key).decode().split(",") if rank]
         if missing:
             raise ConnectError(
                 f"group `{self._group.name}`, rank {own}: {format_ranks(missing)} did not come to the monitored barrier within "

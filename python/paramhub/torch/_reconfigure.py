@@ -27,7 +27,13 @@ from paramhub.torch._hosts import own_address_toward
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment, group_member_assignment
-from paramhub.torch._rendezvous import allgather_json, format_ranks, store_address, wait_for_keys
+from paramhub.torch._rendezvous import (
+    LostStoreError,
+    allgather_json,
+    format_ranks,
+    store_address,
+    wait_for_keys,
+)
 from paramhub.torch._shutdown import run_with_timeout
 
 HOW = (
@@ -204,7 +210,7 @@ class Connection:
             assert self._listener is not None
             of_rank_0 = self._listener.store if rank == 0 else _dial(first, rank, timeout)
             return self._meet(uuid, handles, rank, of_rank_0, deadline)
-        except dist.DistError as error:
+        except (dist.DistError, LostStoreError) as error:
             raise _no_answer(first, rank, error) from None
 
     def _meet(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,25 @@ _PAUSE_MAX = 0.05
 LOST_GRACE = 5.0
 """Seconds for which ranks wait for one that another group has named as the reason of its failure. Its process may live and
 recover from the failure as the others do."""
+
+
+class LostStoreError(ConnectError):
+    """The store in which the ranks meet does not answer any more."""
+
+
+@contextlib.contextmanager
+def explained_store_errors(store: dist.Store, rank: int) -> Iterator[None]:
+    """Raises LostStoreError where torch says that the store has failed, which it does in the words of a socket. The process
+    that runs the store may end at any moment, and a program that goes on without it awaits this package's errors."""
+    try:
+        yield
+    except dist.DistError as error:
+        address = store_address(store)
+        where = "" if address is None else f", at {address[0]}:{address[1]},"
+        raise LostStoreError(
+            f"rank {rank}: the store in which the ranks meet{where} does not answer any more "
+            f"({str(error).splitlines()[0]}): has the process that runs it ended? It is rank 0's, or the launcher's"
+        ) from None
 
 
 def wait_for_keys(
@@ -124,21 +144,24 @@ def allgather_json(
     lost: LostRank | None = None,
 ) -> list[Any]:
     """Returns every rank's ``own``, by rank. Each rank calls it once with the same label. ``own`` must fit JSON. ``lost`` is
-    not awaited for the whole ``timeout``."""
-    store.set(f"{label}/{rank}", json.dumps(own))
+    not awaited for the whole ``timeout``.
+
+    Raises ConnectError if a rank does not come, and LostStoreError if the store is lost."""
     keys = [f"{label}/{each}" for each in range(size)]
 
     def gives_up() -> bool:
         return lost is not None and lost.is_overdue(lambda other: not store.check([keys[other]]))
 
-    missing = [keys.index(key) for key in wait_for_keys(store, keys, timeout, gives_up=gives_up)]
-    if missing:
-        if lost is not None:
-            lost.report(missing)
-        raise ConnectError(
-            f"rank {rank}: {format_ranks(missing)} of {size} did not arrive within {timeout:g} s: did they start, and {advice}"
-        )
-    return [json.loads(store.get(key)) for key in keys]
+    with explained_store_errors(store, rank):
+        store.set(keys[rank], json.dumps(own))
+        missing = [keys.index(key) for key in wait_for_keys(store, keys, timeout, gives_up=gives_up)]
+        if not missing:
+            return [json.loads(store.get(key)) for key in keys]
+    if lost is not None:
+        lost.report(missing)
+    raise ConnectError(
+        f"rank {rank}: {format_ranks(missing)} of {size} did not arrive within {timeout:g} s: did they start, and {advice}"
+    )
 
 
 def format_ranks(numbers: list[int]) -> str:

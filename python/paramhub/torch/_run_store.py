@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from paramhub.errors import ConnectError
-from paramhub.torch._rendezvous import has_agent_store, wait_for_keys
+from paramhub.torch._rendezvous import explained_store_errors, has_agent_store, wait_for_keys
 from paramhub.torch._run_secret import RunSecret
 
 EXIT_TIMEOUT = 10.0
@@ -33,13 +33,20 @@ class RunStore:
         self.timeout = timeout
 
     def write(self, key: str, text: str) -> None:
-        self.store.set(key, text)
+        """Writes a text for the other ranks. Raises LostStoreError if the store is lost."""
+        with explained_store_errors(self.store, self._rank):
+            self.store.set(key, text)
 
     def read(self, key: str, problem: str) -> str:
         """Waits for a key and returns its text.
 
-        Raises ConnectError with ``problem`` if the key does not arrive in time, or with the reason of a rank that failed to join.
+        Raises ConnectError with ``problem`` if the key does not arrive in time, or with the reason of a rank that failed to join,
+        and LostStoreError if the store is lost.
         """
+        with explained_store_errors(self.store, self._rank):
+            return self._read(key, problem)
+
+    def _read(self, key: str, problem: str) -> str:
         is_missing = wait_for_keys(self.store, [key], self.timeout, unless=_FAILURE_KEY)
         if is_missing and self.store.check([_FAILURE_KEY]):
             rank, message = json.loads(self.store.get(_FAILURE_KEY))

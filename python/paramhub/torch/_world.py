@@ -21,6 +21,7 @@ from paramhub.torch._hosts import locate_hosts, reachable_address
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment
+from paramhub.torch._rendezvous import explained_store_errors
 from paramhub.torch._run_hubs import HubAccess, RunHubs
 from paramhub.torch._run_jobs import RunJobs
 from paramhub.torch._run_record import RunRecord
@@ -57,7 +58,8 @@ class World:
         self.launcher = assignment.launcher
         self.process = os.getpid()
         self.options = options
-        self.watch_store = store.clone() if hasattr(store, "clone") else store
+        with explained_store_errors(store, self.rank):
+            self.watch_store = store.clone() if hasattr(store, "clone") else store
         """The same store over another connection: while one thread waits in a store, other threads cannot use it."""
         self._assignment = assignment
         self._groups: list[Group] = []
@@ -120,9 +122,10 @@ class World:
 
     def _start_trace(self, directory: str, run: str, start_ns: int) -> None:
         directory = os.environ.get("PARAMHUB_TRACE", "").strip() or directory
-        offset = offset_to_rank_0(
-            self._store.store, self.rank, self.size, _native.now_ns, self.options.timeout
-        )
+        with explained_store_errors(self._store.store, self.rank):
+            offset = offset_to_rank_0(
+                self._store.store, self.rank, self.size, _native.now_ns, self.options.timeout
+            )
         trace._start(directory, Origin(run, self.rank, self.size, socket.gethostname(), start_ns, offset))
 
     def describe(self) -> str:
