@@ -24,6 +24,8 @@ class Row:
     hub_hosts: list = field(default_factory=list)
     # The number of interfaces that each hub uses; 0 for all.
     interfaces: int = 0
+    # True if the next interface of each hub is a link for hubs alone.
+    between_hubs: bool = False
     cores: int = 0
     transport: str = "auto"
     # True if hosts and hubs belong to the racks with which their names begin, as in r0w3 and r1hub.
@@ -36,7 +38,10 @@ class Row:
         hosts = self.hosts or scenario.hosts
         flags = ["--hosts", ",".join(testbed.with_addresses(host, racks=self.racks) for host in hosts)]
         if self.hub_hosts:
-            hubs = [testbed.with_addresses(host, self.interfaces, self.racks) for host in self.hub_hosts]
+            hubs = [
+                testbed.with_addresses(host, self.interfaces, self.racks, self.between_hubs)
+                for host in self.hub_hosts
+            ]
             flags += ["--hub-hosts", ",".join(hubs)]
         flags += ["--enter", " ".join(testbed.enter_command("{host}")), "--deployment", self.deployment]
         flags += ["--transport", self.transport, *self.flags]

@@ -62,6 +62,8 @@ pub(crate) struct HubSection {
     pub(crate) interface_rates: Vec<InterfaceRate>,
     pub(crate) advertise: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) between_hubs: Option<SocketAddr>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rack: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) labels: Vec<HubLabel>,
@@ -187,6 +189,7 @@ impl Default for HubSection {
             interfaces: None,
             interface_rates: Vec::new(),
             advertise: Vec::new(),
+            between_hubs: None,
             rack: None,
             labels: Vec::new(),
             host_only: false,

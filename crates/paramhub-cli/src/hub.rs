@@ -52,6 +52,10 @@ pub(super) struct HubFlags {
     /// What workers dial instead, per interface, where they cannot reach the listening address itself
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', env = "PARAMHUB_HUB_ADVERTISE")]
     advertise: Option<Vec<String>>,
+    /// This hub's address on a link that hubs have for themselves: what they send one another goes there, and the interfaces
+    /// carry workers alone; port 0 takes a free one [default: none, hubs take the interfaces]
+    #[arg(long, value_name = "IP:PORT", env = "PARAMHUB_HUB_BETWEEN_HUBS")]
+    between_hubs: Option<SocketAddr>,
     /// Serve the workers of this rack: those started with the same name in PARAMHUB_RACK [default: all workers]
     #[arg(long, value_name = "NAME", env = "PARAMHUB_RACK")]
     rack: Option<String>,
@@ -137,7 +141,7 @@ impl HubFlags {
         overlay!(
             self => config.hub;
             interface_rates, advertise, labels, host_only, encrypt, streams, spin_us, pin, manager, checkpoint_keep;
-            listen, interfaces, rack, core_rate, cores, memory, job_memory, job_streams, job_share, join, state, checkpoints
+            listen, interfaces, between_hubs, rack, core_rate, cores, memory, job_memory, job_streams, job_share, join, state, checkpoints
         );
     }
 }
@@ -198,6 +202,7 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
             .map(|given| (given.interface.clone(), given.rate))
             .collect(),
         advertise: section.advertise.clone(),
+        between_hubs: section.between_hubs,
         rack: section.rack.clone(),
         host: section.host_only.then(host_identity),
         labels: section.labels.clone(),

@@ -161,7 +161,7 @@ mod tests {
     fn hub(cores: u16) -> HubShape {
         let interface =
             InterfaceShape { address: "10.0.0.1:1".into(), cores: (0..cores).collect(), weight: 1 };
-        HubShape { interfaces: vec![interface], local: None }
+        HubShape { interfaces: vec![interface], local: None, between_hubs: None }
     }
 
     /// A site with one hub of so many cores.

@@ -27,6 +27,10 @@ pub struct HubShape {
     /// that host, whatever the addresses are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<String>,
+    /// The address at which other hubs reach this one, as `host:port`, where they have a link of their own; `None` if they take
+    /// the interfaces. Hubs that cannot reach it take the interfaces, too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub between_hubs: Option<String>,
 }
 
 /// One address a hub listens on.
@@ -402,7 +406,7 @@ mod tests {
             cores: cores.to_vec(),
             weight,
         };
-        HubShape { interfaces: interfaces.iter().map(interface).collect(), local: None }
+        HubShape { interfaces: interfaces.iter().map(interface).collect(), local: None, between_hubs: None }
     }
 
     fn place(sizes: &[u64], chunk_bytes: u32, hubs: &[HubShape]) -> (ChunkMap, Placement) {
@@ -433,7 +437,7 @@ mod tests {
 
     #[test]
     fn shapes_that_cannot_serve_are_refused() {
-        let (table, none) = (table(&[1]), HubShape { interfaces: vec![], local: None });
+        let (table, none) = (table(&[1]), HubShape { interfaces: vec![], local: None, between_hubs: None });
         let map = ChunkMap::new(&table, 4096).unwrap();
         let refused = |hubs: &[HubShape]| Placement::new(&table, &map, hubs).unwrap_err();
         assert_eq!(refused(&[]), ShapeError::Hubs(0));

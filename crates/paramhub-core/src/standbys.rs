@@ -244,7 +244,8 @@ mod tests {
     fn a_route_has_a_place_at_a_hub_of_another_shape() {
         let interface =
             |cores: &[u16]| InterfaceShape { address: "10.0.0.1:1".into(), cores: cores.to_vec(), weight: 1 };
-        let shape = |interfaces: Vec<InterfaceShape>| HubShape { interfaces, local: None };
+        let shape =
+            |interfaces: Vec<InterfaceShape>| HubShape { interfaces, local: None, between_hubs: None };
         let from = shape(vec![interface(&[0, 1, 2]), interface(&[3, 4])]);
         let to = shape(vec![interface(&[5, 6])]);
         let route = |interface, core| Route { hub: 0, interface, core };

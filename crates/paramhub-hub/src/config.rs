@@ -26,6 +26,9 @@ pub struct HubConfig {
     /// only if workers cannot reach the addresses themselves. An empty list advertises the listening
     /// addresses.
     pub advertise: Vec<String>,
+    /// The address of this hub on a link that hubs have for themselves: they reach it there, and it reaches them from there.
+    /// Port 0 takes a free one. Without it, hubs take the interfaces that workers take.
+    pub between_hubs: Option<SocketAddr>,
     /// Serve the workers that name this rack; all workers, if neither this nor `host` is given.
     pub rack: Option<String>,
     /// Serve only the workers that name this host: their sums go to the hubs of the rack, or to those that
@@ -68,6 +71,7 @@ impl Default for HubConfig {
             interfaces: Selector::Auto,
             interface_rates: Vec::new(),
             advertise: Vec::new(),
+            between_hubs: None,
             rack: None,
             host: None,
             labels: Vec::new(),

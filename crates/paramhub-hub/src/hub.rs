@@ -78,6 +78,8 @@ pub struct ListeningHub {
     local_listener: Option<UnixListener>,
     /// The addresses listened on, with their interfaces.
     listening: Vec<Listening>,
+    /// The address of the link that hubs have for themselves, whose listener is the last one, and from which to dial them.
+    between_hubs: Option<SourceAddress>,
     assignment: Assignment,
     shape: HubShape,
     /// The number of descriptors that this process may open.
@@ -102,7 +104,7 @@ impl ListeningHub {
         });
         let (chosen, excluded_interfaces) = addresses_of(&config, &host_interfaces, &sysfs)?;
         check_streams(chosen.len(), config.streams)?;
-        let listeners: Vec<TcpListener> = chosen
+        let mut listeners: Vec<TcpListener> = chosen
             .iter()
             .map(|&address| socket::listen(address).map_err(HubError::Listen))
             .collect::<Result<_, _>>()?;
@@ -111,6 +113,17 @@ impl ListeningHub {
             .map(TcpListener::local_addr)
             .collect::<Result<_, _>>()
             .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
+        let (between_hubs, listener) = match config.between_hubs {
+            Some(address) => {
+                let listener = socket::listen(address).map_err(HubError::Listen)?;
+                let address = listener
+                    .local_addr()
+                    .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
+                (Some(address), Some(listener))
+            }
+            None => (None, None),
+        };
+        listeners.extend(listener);
         let (local_listener, local_name) = match config.shared_memory {
             true => listen_locally()
                 .map(|(listener, name)| (Some(listener), Some(name)))
@@ -119,7 +132,12 @@ impl ListeningHub {
         };
         let listening = Listening::all(&addresses, &config, &host_interfaces, &sysfs)?;
         let assignment = plan(&listening, config.cores, &sysfs)?;
-        let shape = HubShape { local: local_name, ..shape(&config, &listening, &assignment)? };
+        let shape = HubShape {
+            local: local_name,
+            between_hubs: between_hubs.map(|address| address.to_string()),
+            ..shape(&config, &listening, &assignment)?
+        };
+        let between_hubs = between_hubs.and_then(|address| SourceAddress::of(address.ip(), &host_interfaces));
         Ok(ListeningHub {
             config,
             host_interfaces,
@@ -128,6 +146,7 @@ impl ListeningHub {
             addresses,
             local_listener,
             listening,
+            between_hubs,
             assignment,
             shape,
             descriptors_max,
@@ -144,6 +163,7 @@ impl ListeningHub {
             addresses,
             local_listener,
             listening,
+            between_hubs,
             assignment,
             shape,
             descriptors_max,
@@ -168,6 +188,9 @@ impl ListeningHub {
         // The hub joins before it starts any thread, so that none runs on if the manager refuses the hub.
         let link = ManagerLink::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));
+        if let Some(address) = &shape.between_hubs {
+            info!("other hubs: {address}");
+        }
         for excluded in
             excluded_interfaces.iter().filter(|excluded| excluded.is_worth_saying(&host_interfaces))
         {
@@ -221,6 +244,7 @@ impl ListeningHub {
             registry: config.registry,
             shape,
             sources: SourceAddress::of_shape(&listening, config.streams),
+            between_hubs,
             jobs: HashMap::new(),
             prober,
             checkpoints: config.checkpoints,
@@ -365,6 +389,12 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
         && !(1..=100).contains(&percent)
     {
         return refuse(format!("a job is promised 1 to 100 percent of a core, not {percent}"));
+    }
+    if config.between_hubs.is_some_and(|address| address.ip().is_unspecified()) {
+        return refuse(
+            "other hubs need one address of the link between hubs: give that of an interface, as `ip addr` lists it"
+                .to_string(),
+        );
     }
     if !config.advertise.is_empty() && config.advertise.len() != config.listen.len() {
         let (given, needed) = (config.advertise.len(), config.listen.len());

@@ -50,6 +50,8 @@ pub(crate) struct JobController {
     pub(crate) shape: HubShape,
     /// For each interface of the shape, the address from which streams to other hubs leave, unless the kernel chooses.
     pub(crate) sources: Vec<Option<SourceAddress>>,
+    /// The address from which to dial other hubs on the link that they have for themselves.
+    pub(crate) between_hubs: Option<SourceAddress>,
     /// The jobs that the rules know.
     pub(crate) jobs: HashMap<Namespace, HubJob>,
     pub(crate) prober: Prober,

@@ -2,6 +2,7 @@
 //! do, and passes each stream to the core whose sums it carries.
 
 use std::collections::HashMap;
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -13,8 +14,9 @@ use paramhub_core::resuming::{AfterRound, Attempts, HANDSHAKE};
 use paramhub_core::standbys::{Share, route_at};
 use paramhub_core::stream_admission::StreamSecrets;
 use paramhub_core::wire::{Attempt, CHALLENGE_BYTES, Caller, Capabilities, Hello};
-use paramhub_transport::dialling::{dial_first, dial_from};
+use paramhub_transport::dialling::{DialError, dial_first, dial_from};
 use paramhub_transport::greeting::greet;
+use tracing::warn;
 
 use crate::core::{AcceptedStream, Carrier, CoreCommand, CoreHandle};
 use crate::interfaces::SourceAddress;
@@ -27,6 +29,8 @@ pub(crate) struct ParentStream {
     site: SiteId,
     /// The address of the hub's interface there, as `host:port`.
     address: String,
+    /// The address of that hub on the link that hubs have for themselves, if it has one.
+    between_hubs: Option<String>,
     interface: u16,
     core: u16,
     /// The position of the hub there in the job, if it is the standby of the route.
@@ -57,9 +61,16 @@ impl ParentStream {
                     (Side::Standby, None) => continue,
                     _ => (own, (at.interface, at.core), None),
                 };
-                let address = hub.interfaces[usize::from(interface)].address.clone();
-                let site = there.site;
-                above.push(ParentStream { route, port, site, address, interface, core, standby });
+                above.push(ParentStream {
+                    route,
+                    port,
+                    site: there.site,
+                    address: hub.interfaces[usize::from(interface)].address.clone(),
+                    between_hubs: hub.between_hubs.clone(),
+                    interface,
+                    core,
+                    standby,
+                });
             }
         }
         above
@@ -96,6 +107,8 @@ pub(crate) struct ParentDialler {
     pub(crate) cores: HashMap<RouteId, CoreHandle>,
     /// The address of this hub from which the streams of a route leave, unless the kernel chooses.
     pub(crate) sources: HashMap<RouteId, SourceAddress>,
+    /// The address of this hub on the link that hubs have for themselves, if it has one.
+    pub(crate) between_hubs: Option<SourceAddress>,
 }
 
 impl ParentDialler {
@@ -153,12 +166,7 @@ impl ParentDialler {
         attempt: u32,
         [connected_by, greeted_by]: [Instant; 2],
     ) -> Result<AcceptedStream, String> {
-        let source = self.sources.get(&above.route);
-        let dialled = dial_first(&above.address, connected_by, |address, timeout| {
-            let from = source.filter(|source| source.leads_to(address.ip()));
-            dial_from(from.map(|source| source.ip), address, timeout)
-        });
-        let mut socket = dialled.map_err(|error| error.to_string())?;
+        let mut socket = self.connect(above, attempt, connected_by)?;
         let hello = Hello {
             caller: Caller::Hub { site: self.site, route: above.route },
             interface: above.interface,
@@ -185,4 +193,34 @@ impl ParentDialler {
         }
         Ok(AcceptedStream { socket: socket.into(), carrier: Carrier::Tcp(keys) })
     }
+
+    /// Connects to a hub over the link that hubs have for themselves, and otherwise at its interface. Every second attempt does
+    /// not try that link, since one that connects may still lose what is sent.
+    fn connect(&self, above: &ParentStream, attempt: u32, by: Instant) -> Result<TcpStream, String> {
+        let own = self.sources.get(&above.route);
+        if let Some(address) = above.between_hubs.as_ref().filter(|_| attempt.is_multiple_of(2)) {
+            let now = Instant::now();
+            let half = now + by.saturating_duration_since(now) / 2;
+            match connect_from(&[self.between_hubs.as_ref(), own], address, half) {
+                Ok(socket) => return Ok(socket),
+                Err(error) => warn!(
+                    "the hub at {} cannot be reached over the link between hubs, and its interface is taken: {error}",
+                    above.address
+                ),
+            }
+        }
+        connect_from(&[own], &above.address, by).map_err(|error| error.to_string())
+    }
+}
+
+/// Connects from the first of these addresses that leads there, or from the one that the kernel chooses.
+fn connect_from(
+    sources: &[Option<&SourceAddress>],
+    address: &str,
+    by: Instant,
+) -> Result<TcpStream, DialError> {
+    dial_first(address, by, |address, timeout| {
+        let from = sources.iter().flatten().find(|source| source.leads_to(address.ip()));
+        dial_from(from.map(|source| source.ip), address, timeout)
+    })
 }

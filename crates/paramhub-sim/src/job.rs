@@ -130,7 +130,7 @@ pub(crate) fn hub_shape(number: u16, routes: u16) -> HubShape {
         cores: vec![interface],
         weight: 1,
     };
-    HubShape { interfaces: (0..routes).map(interface).collect(), local: None }
+    HubShape { interfaces: (0..routes).map(interface).collect(), local: None, between_hubs: None }
 }
 
 /// The number of the hub that offers this.

@@ -141,7 +141,7 @@ mod tests {
 
     fn shape(address: &str, cores: &[u16]) -> HubShape {
         let interface = InterfaceShape { address: address.into(), cores: cores.to_vec(), weight: 1 };
-        HubShape { interfaces: vec![interface], local: None }
+        HubShape { interfaces: vec![interface], local: None, between_hubs: None }
     }
 
     fn places(hubs: &ShareHubs) -> Vec<(String, u16, Option<RouteId>)> {

@@ -134,6 +134,63 @@ fn hubs_send_sums_to_their_standbys_over_all_interfaces() {
     assert!((0.35..0.65).contains(&share), "it sent {first} and {second} bytes");
 }
 
+/// Two hubs, on the hub's host and on that of worker 1, whose first interfaces carry workers and whose second ones hubs.
+fn hubs_with_a_link(rails: &Rails) -> [Process; 2] {
+    let start = |host, [listen, between, manager]: [&str; 3]| {
+        let arguments = ["hub", "--listen", listen, "--between-hubs", between, "--manager", manager];
+        let more = ["--admin-token", TOKEN, "--cores", "1"];
+        let hub = paramhub(arguments.into_iter().chain(more)).inside(host).start();
+        hub.wait_for("hub ready: ");
+        hub
+    };
+    let first = start(rails.hub(), ["10.77.8.100:7771", "10.77.9.100:7772", "10.77.8.100:7770"]);
+    let second = start(rails.worker(1), ["10.77.2.1:7771", "10.77.3.1:7772", "http://10.77.8.100:7770"]);
+    [first, second]
+}
+
+#[test]
+fn hubs_send_sums_over_a_link_of_their_own() {
+    let Some(rails) = Rails::lay() else { return };
+    let _hubs = hubs_with_a_link(&rails);
+    let options = JobOptions { replicas: 1, hubs: Some(2), ..Default::default() };
+    let before = rails.sent_by(1);
+    for worker in job_on(&rails, 1, options, "kept", &[], &["--steps", "20"]) {
+        worker.finish().expect_code(0);
+    }
+    // The answers to the worker leave by the first interface, and as many bytes of sums by the second.
+    let after = rails.sent_by(1);
+    let [first, second] = [after[0] - before[0], after[1] - before[1]];
+    let share = second as f64 / (first + second) as f64;
+    assert!((0.35..0.65).contains(&share), "it sent {first} and {second} bytes");
+}
+
+#[test]
+fn hubs_whose_link_is_down_take_the_interfaces() {
+    let Some(rails) = Rails::lay() else { return };
+    let hubs = hubs_with_a_link(&rails);
+    let options = || JobOptions { replicas: 1, hubs: Some(2), dead_after_s: 5.0, ..Default::default() };
+    let more = ["--steps", "300", "--compute-ms", "5"];
+    let running = job_on(&rails, 1, options(), "running", &[], &more).remove(0);
+    running.wait_for("exchanges 3 keys");
+    rails.switch_port_of_worker(1, "eth1", "down");
+    // A hub that is silent for so long is lost for the other one, which goes on without a standby, or takes over.
+    let ended = running.finish().expect_code(0);
+    assert!(ended.stdout.contains("all numbers right"), "{ended:?}");
+
+    let before = rails.sent_by(1)[0];
+    let ended =
+        job_on(&rails, 1, options(), "begun", &[], &["--steps", "20"]).remove(0).finish().expect_code(0);
+    assert!(ended.stdout.contains("all numbers right"), "{ended:?}");
+    let sent = rails.sent_by(1)[0] - before;
+    let answers = 20 * ask(&rails, |client| client.job("begun")).unwrap().bytes / 2;
+    assert!(
+        sent > answers * 3 / 2,
+        "it sent {sent} bytes, and {answers} of answers and sums each are needed"
+    );
+    let log = hubs[0].stderr();
+    assert!(log.contains("10.77.2.1:7771 cannot be reached over the link between hubs"), "{log}");
+}
+
 #[test]
 fn a_hubs_interface_that_goes_down_is_named_to_all_workers() {
     let Some(rails) = Rails::lay() else { return };

@@ -151,7 +151,7 @@ fn job(settings: Settings, options: JobOptions, composition: Composition) -> Job
 
 fn hub() -> HubShape {
     let interface = InterfaceShape { address: "127.0.0.1:7771".into(), cores: vec![0], weight: 1 };
-    HubShape { interfaces: vec![interface], local: None }
+    HubShape { interfaces: vec![interface], local: None, between_hubs: None }
 }
 
 /// Two racks, each with a hub and a worker.

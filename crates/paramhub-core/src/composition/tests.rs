@@ -6,7 +6,7 @@ use crate::placement::InterfaceShape;
 
 fn hub(name: &str, weight: u32) -> HubShape {
     let interface = InterfaceShape { address: format!("{name}:1"), cores: vec![0], weight };
-    HubShape { interfaces: vec![interface], local: None }
+    HubShape { interfaces: vec![interface], local: None, between_hubs: None }
 }
 
 /// Sites from their ranks and parents.

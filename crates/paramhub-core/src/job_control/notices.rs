@@ -122,7 +122,8 @@ impl JobControl {
     fn interface_name(&self, number: u16) -> String {
         let names = &self.hub.interface_names;
         let copies = (self.hub.interfaces / names.len().max(1)).max(1);
-        names.get(usize::from(number) / copies).map_or("another way", String::as_str).to_owned()
+        // Only other hubs come another way.
+        names.get(usize::from(number) / copies).map_or("the link between hubs", String::as_str).to_owned()
     }
 }
 

@@ -50,7 +50,7 @@ fn keys() -> KeyTable {
 fn terms(number: u8) -> JobTerms {
     let interface =
         |core| InterfaceShape { address: format!("10.0.0.{core}:1"), cores: vec![core], weight: 1 };
-    let hub = HubShape { interfaces: vec![interface(0), interface(1)], local: None };
+    let hub = HubShape { interfaces: vec![interface(0), interface(1)], local: None, between_hubs: None };
     let keys = keys();
     let map = ChunkMap::new(&keys, 4096).unwrap();
     let route = |id| RouteTerms { id, core: id, interface: id, share: 0, streams: 2, memory_bytes: 5 << 20 };

@@ -372,7 +372,7 @@ mod tests {
 
     fn shape(address: &str) -> HubShape {
         let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
-        HubShape { interfaces: vec![interface], local: None }
+        HubShape { interfaces: vec![interface], local: None, between_hubs: None }
     }
 
     fn offer(shape: HubShape) -> RegisterHub {

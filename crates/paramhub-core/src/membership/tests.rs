@@ -52,7 +52,7 @@ fn offer(address: &str) -> RegisterHub {
     let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
     RegisterHub {
         protocol: VERSION,
-        shape: HubShape { interfaces: vec![interface], local: None },
+        shape: HubShape { interfaces: vec![interface], local: None, between_hubs: None },
         place: Place::default(),
         machine: String::new(),
         keeps_checkpoints: None,

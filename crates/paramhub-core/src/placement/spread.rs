@@ -119,7 +119,7 @@ mod tests {
 
     fn hubs(count: usize) -> Vec<HubShape> {
         let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0, 1], weight: 1 };
-        vec![HubShape { interfaces: vec![interface], local: None }; count]
+        vec![HubShape { interfaces: vec![interface], local: None, between_hubs: None }; count]
     }
 
     fn place(sizes: &[u64], hub_count: usize, spreads: &[Spread]) -> (ChunkMap, Placement) {

@@ -64,6 +64,7 @@ mod tests {
         let hub = HubShape {
             interfaces: vec![InterfaceShape { address: "a:1".into(), cores: vec![0, 1], weight: 1 }],
             local: None,
+            between_hubs: None,
         };
         let placement = Placement::new(&table, &map, &[hub]).unwrap();
         let mut requests = Requests::new(map, vec![Dtype::F32], vec![Codec::F32]);

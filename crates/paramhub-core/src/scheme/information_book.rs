@@ -294,7 +294,7 @@ mod tests {
             cores: vec![0],
             weight,
         };
-        HubShape { interfaces: interfaces.iter().map(interface).collect(), local: None }
+        HubShape { interfaces: interfaces.iter().map(interface).collect(), local: None, between_hubs: None }
     }
 
     fn information_book() -> InformationBook {

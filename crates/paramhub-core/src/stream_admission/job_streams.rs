@@ -244,6 +244,8 @@ impl JobStreams {
                 format!("{who} of job `{name}` resumes a stream, and no stream of this job can be resumed");
             return refused(Refusal::Route, why);
         }
+        // Hubs may have a link of their own, and an address there that is none of the interfaces.
+        let is_hub = matches!(hello.caller, Caller::Hub { .. });
         let at = (hello.interface, hello.core);
         let route = match hello.standby_route {
             None => terms.routes.get(&at).copied(),
@@ -251,7 +253,7 @@ impl JobStreams {
         };
         let route = route.filter(|_| match origin {
             // The interface differs, the route is the same.
-            StreamOrigin::Interfaces { .. } if resumes => true,
+            StreamOrigin::Interfaces { .. } if resumes || is_hub => true,
             StreamOrigin::Interfaces { interfaces, .. } => interfaces.contains(&hello.interface),
             StreamOrigin::Local if resumes => false,
             // A process of this host needs no interface: it names one to identify the route.
@@ -311,7 +313,7 @@ impl JobStreams {
             return refused(Refusal::RankTaken, why);
         }
         // The hub that serves may still dial an earlier standby, at whose address another process has become one since.
-        let is_for_standby = matches!(hello.caller, Caller::Hub { .. }) && hello.standby_route.is_some();
+        let is_for_standby = is_hub && hello.standby_route.is_some();
         let fitting = [Incarnation::NONE, Incarnation::of_standby(terms.position)];
         if is_for_standby && !fitting.contains(&hello.incarnation) {
             let why = format!(
@@ -361,8 +363,10 @@ fn resumes(hello: &Hello) -> bool {
 /// The interface over which a stream comes; `None` over shared memory.
 fn by(hello: &Hello, origin: &StreamOrigin) -> Option<u16> {
     match origin {
-        StreamOrigin::Interfaces { interfaces, .. } if resumes(hello) => Some(interfaces.start),
-        StreamOrigin::Interfaces { .. } => Some(hello.interface),
+        StreamOrigin::Interfaces { interfaces, .. } => {
+            let named = Some(hello.interface).filter(|named| !resumes(hello) && interfaces.contains(named));
+            named.or(Some(interfaces.start))
+        }
         StreamOrigin::Local => None,
     }
 }
@@ -383,7 +387,7 @@ mod tests {
     /// The streams of a job of one rank at the standby of route 0, whose core is 5 there.
     fn at_standby() -> JobStreams {
         let interface = InterfaceShape { address: "10.0.0.1:1".into(), cores: vec![0], weight: 1 };
-        let hubs = vec![HubShape { interfaces: vec![interface], local: None }; 2];
+        let hubs = vec![HubShape { interfaces: vec![interface], local: None, between_hubs: None }; 2];
         let table = KeyTable::new(vec![Key::new("w", [4096])]).unwrap();
         let map = ChunkMap::new(&table, 4096).unwrap();
         let composed = Arc::new(Composed::new(&table, &map, Composition::flat(hubs, 1)).unwrap());
@@ -478,5 +482,22 @@ mod tests {
         assert!(streams.missing().is_empty());
         let elsewhere = Hello { core: 4, ..hello(&streams, worker, 5) };
         assert_eq!(streams.place(&elsewhere, &origin).unwrap_err().0, Refusal::Route);
+    }
+
+    #[test]
+    fn hubs_come_over_a_link_of_their_own_and_workers_do_not() {
+        let mut streams = at_standby();
+        let link = StreamOrigin::Interfaces { interfaces: 1..2, is_encrypted: false };
+        let call = hello(&streams, Caller::Hub { site: 0, route: ROUTE }, 0);
+        let place = streams.place(&call, &link).unwrap();
+        streams.take(&place, &call, &link);
+        assert_eq!(streams.through(0), [], "the interface of the route may go down");
+        assert_eq!(streams.through(1), [(ROUTE, place.port, Neighbour::Counterpart(ROUTE))]);
+
+        streams.change_role(ROUTE, SERVES);
+        let worker = hello(&streams, Caller::Worker { rank: 0, shares_parameters: false }, 0);
+        assert_eq!(streams.place(&worker, &link).unwrap_err().0, Refusal::Route);
+        let interface = StreamOrigin::Interfaces { interfaces: 0..1, is_encrypted: false };
+        assert!(streams.place(&worker, &interface).is_ok());
     }
 }

@@ -247,8 +247,13 @@ pub fn open(
     let token = token()?;
     let mut joins = None;
     for (number, (hub, host)) in hubs.iter_mut().zip(hosts.hubs()).enumerate() {
-        let (listen, rack) = (host.listen.clone(), host.rack.clone());
-        let settings = HubProcessSettings { listen, joins: joins.clone(), rack, token: token.clone() };
+        let settings = HubProcessSettings {
+            listen: host.listen.clone(),
+            between_hubs: host.between_hubs,
+            joins: joins.clone(),
+            rack: host.rack.clone(),
+            token: token.clone(),
+        };
         let name = hosts.name(workers + number, workers);
         match ask(&name, hub, &LauncherCommand::Host { spec: spec.clone(), settings })? {
             ProcessReport::Ready { url } => joins = joins.or(Some(url)),

@@ -31,7 +31,9 @@ pub struct HostsFlags {
     #[arg(long, value_name = "HOST[@RACK]=IP[+IP],..", value_delimiter = ',')]
     hosts: Vec<Host>,
     /// Hosts of hubs alone, each with the addresses of all its interfaces
-    #[arg(long, value_name = "HOST[@RACK]=IP[+IP],..", value_delimiter = ',', requires = "hosts")]
+    ///
+    /// An address behind a / is that of a link which hubs have for themselves.
+    #[arg(long, value_name = "HOST[@RACK]=IP[+IP][/IP],..", value_delimiter = ',', requires = "hosts")]
     hub_hosts: Vec<Host>,
     /// Where the hubs are [default: ncc]
     #[arg(long, value_enum, requires = "hosts")]
@@ -56,6 +58,8 @@ struct Host {
     name: String,
     rack: Option<String>,
     addresses: Vec<IpAddr>,
+    /// The address on a link that hubs have for themselves.
+    between_hubs: Option<IpAddr>,
 }
 
 impl FromStr for Host {
@@ -67,10 +71,15 @@ impl FromStr for Host {
         if name.is_empty() || name.contains(char::is_whitespace) {
             return Err(format!("`{name}` is no name of a host"));
         }
-        let parse = |text: &str| text.parse().map_err(|_| format!("{name}: `{text}` is no IP address"));
+        let parse = |text: &str| -> Result<IpAddr, String> {
+            text.parse().map_err(|_| format!("{name}: `{text}` is no IP address"))
+        };
+        let (addresses, between_hubs) =
+            addresses.split_once('/').map_or((addresses, None), |(own, between)| (own, Some(between)));
         let addresses = addresses.split('+').map(parse).collect::<Result<_, String>>()?;
+        let between_hubs = between_hubs.map(parse).transpose()?;
         let (name, rack) = name.split_once('@').map_or((name, None), |(name, rack)| (name, Some(rack)));
-        Ok(Host { name: name.to_owned(), rack: rack.map(str::to_owned), addresses })
+        Ok(Host { name: name.to_owned(), rack: rack.map(str::to_owned), addresses, between_hubs })
     }
 }
 
@@ -97,12 +106,15 @@ pub struct HubHost {
     pub rack: Option<String>,
     /// The address of each interface.
     pub listen: Vec<IpAddr>,
+    /// The address on a link that hubs have for themselves.
+    pub between_hubs: Option<IpAddr>,
 }
 
 impl Hosts {
     /// One hub on loopback.
     pub fn here() -> Hosts {
-        let hub = HubHost { host: None, rack: None, listen: vec![Ipv4Addr::LOCALHOST.into()] };
+        let listen = vec![Ipv4Addr::LOCALHOST.into()];
+        let hub = HubHost { host: None, rack: None, listen, between_hubs: None };
         let options = JobOptions::default();
         Hosts { deployment: None, workers: Vec::new(), hubs: vec![hub], enter: Vec::new(), options }
     }
@@ -232,7 +244,8 @@ impl HostsFlags {
 impl HubHost {
     fn on(host: &Host) -> HubHost {
         let (name, rack) = (host.name.clone(), host.rack.clone());
-        HubHost { host: Some(name), rack, listen: host.addresses.clone() }
+        let (listen, between_hubs) = (host.addresses.clone(), host.between_hubs);
+        HubHost { host: Some(name), rack, listen, between_hubs }
     }
 }
 
@@ -316,9 +329,14 @@ mod tests {
 
     #[test]
     fn hosts_are_names_with_addresses() {
-        for wrong in ["a", "=10.0.0.1", "a=", "a=b", "a=10.0.0.1+", "a b=10.0.0.1"] {
+        for wrong in
+            ["a", "=10.0.0.1", "a=", "a=b", "a=10.0.0.1+", "a b=10.0.0.1", "a=10.0.0.1/", "a=/10.0.0.1"]
+        {
             assert!(wrong.parse::<Host>().is_err(), "{wrong}");
         }
-        assert_eq!("a=10.0.0.1+fd00::1".parse::<Host>().unwrap().addresses.len(), 2);
+        let host: Host = "a=10.0.0.1+fd00::1".parse().unwrap();
+        assert_eq!((host.addresses.len(), host.between_hubs), (2, None));
+        let host: Host = "a=10.0.0.1/10.0.9.1".parse().unwrap();
+        assert_eq!((host.addresses.len(), host.between_hubs), (1, Some("10.0.9.1".parse().unwrap())));
     }
 }

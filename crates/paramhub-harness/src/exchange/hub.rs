@@ -80,6 +80,7 @@ impl Serving {
         let free_port = |&ip: &IpAddr| SocketAddr::new(ip, 0);
         let hub = HubConfig {
             listen: settings.listen.iter().map(free_port).collect(),
+            between_hubs: settings.between_hubs.as_ref().map(free_port),
             cores: spec.cores,
             streams: spec.streams,
             rack: settings.rack,

@@ -31,6 +31,8 @@ pub struct HubProcessSettings {
     /// The address of each interface, with free ports. The manager listens on the first address of the first
     /// hub.
     pub listen: Vec<IpAddr>,
+    /// The address on a link that hubs have for themselves.
+    pub between_hubs: Option<IpAddr>,
     /// The manager of the first hub; `None` for the first hub itself.
     pub joins: Option<String>,
     /// The rack that it serves; `None` if it serves all workers.

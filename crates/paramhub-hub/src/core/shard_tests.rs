@@ -552,7 +552,7 @@ fn keys_over_four_gibibytes_are_laid_out_without_wrapping() {
     );
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let hubs = vec![HubShape { interfaces: vec![interface], local: None }];
+    let hubs = vec![HubShape { interfaces: vec![interface], local: None, between_hubs: None }];
     let composed = Composed::new(&settings.keys, &map, Composition::flat(hubs, 2)).unwrap();
     let registry = Registry::with_builtins();
     let plan = ShardPlan {

@@ -41,7 +41,7 @@ pub(crate) fn plan_with(
 /// A hub with one core.
 pub(crate) fn one_core() -> HubShape {
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    HubShape { interfaces: vec![interface], local: None }
+    HubShape { interfaces: vec![interface], local: None, between_hubs: None }
 }
 
 /// The plan of a site whose only hub has one core.

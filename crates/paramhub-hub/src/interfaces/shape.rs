@@ -44,7 +44,11 @@ pub(crate) fn shape(
         Ok(InterfaceShape { address: address_of(number)?, cores, weight })
     };
     let copies = (0..listening.len()).flat_map(|number| std::iter::repeat_n(number, config.streams));
-    Ok(HubShape { interfaces: copies.map(interface_shape).collect::<Result<_, HubError>>()?, local: None })
+    Ok(HubShape {
+        interfaces: copies.map(interface_shape).collect::<Result<_, HubError>>()?,
+        local: None,
+        between_hubs: None,
+    })
 }
 
 /// Describes each interface on one line: its name, address, rate, weight, NUMA node, cores and processors.

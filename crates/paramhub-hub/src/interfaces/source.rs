@@ -1,8 +1,9 @@
-//! The addresses from which this hub dials other hubs: each route's sums leave by the interface at which its workers come.
+//! The addresses from which this hub dials other hubs: that of the link between hubs, if it has one. Otherwise each route's sums
+//! leave by the interface at which its workers come.
 
 use std::net::IpAddr;
 
-use paramhub_transport::interface::leaves_by;
+use paramhub_transport::interface::{Interface, leaves_by};
 
 use super::Listening;
 
@@ -25,6 +26,12 @@ impl SourceAddress {
         let is_choice = listening.len() > 1;
         let sources = listening.iter().map(|listening| source(listening).filter(|_| is_choice));
         sources.flat_map(|source| std::iter::repeat_n(source, streams)).collect()
+    }
+
+    /// The address `ip`, which one of the host's interfaces has; `None` if none is known to have it.
+    pub(crate) fn of(ip: IpAddr, found: &[Interface]) -> Option<SourceAddress> {
+        let interface = found.iter().find(|interface| interface.has(ip))?;
+        Some(SourceAddress { ip, interface: interface.name.clone() })
     }
 
     /// Whether packets from this address to another host leave by its interface. Where the system cannot say, the kernel chooses.

@@ -25,7 +25,7 @@ use crate::local::JobMemory;
 
 fn shape() -> HubShape {
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    HubShape { interfaces: vec![interface], local: None }
+    HubShape { interfaces: vec![interface], local: None, between_hubs: None }
 }
 
 /// A job of two workers at one hub.

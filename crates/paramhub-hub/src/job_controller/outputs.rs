@@ -263,6 +263,7 @@ impl JobController {
             deadline,
             cores: cores.collect(),
             sources: sources.collect(),
+            between_hubs: self.between_hubs.clone(),
         }
     }
 

@@ -52,7 +52,7 @@ fn empty_membership() -> Membership {
 fn connecting() -> (ManagerState, u32, Namespace, WaitingCall) {
     let mut state = ManagerState::new(empty_membership());
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let shape = HubShape { interfaces: vec![interface], local: None };
+    let shape = HubShape { interfaces: vec![interface], local: None, between_hubs: None };
     let place = Place::default();
     let offer = RegisterHub {
         protocol: VERSION,
@@ -194,7 +194,7 @@ fn a_failure_that_a_hub_reports_and_has_warned_of_is_no_second_warning() {
 fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
     let mut membership = empty_membership();
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let shape = HubShape { interfaces: vec![interface], local: None };
+    let shape = HubShape { interfaces: vec![interface], local: None, between_hubs: None };
     let keeps_none = RegisterHub {
         protocol: VERSION,
         shape,

@@ -47,7 +47,7 @@ impl Hub {
     pub(crate) fn job_config(&self, rank: u32, settings: Settings) -> JobConfig {
         let cores = (0..self.cores).collect();
         let interface = InterfaceShape { address: self.address.clone(), cores, weight: 1 };
-        let hubs = vec![HubShape { local: None, interfaces: vec![interface] }];
+        let hubs = vec![HubShape { local: None, between_hubs: None, interfaces: vec![interface] }];
         JobConfig {
             name: "digits".into(),
             namespace: Namespace([1; 16]),

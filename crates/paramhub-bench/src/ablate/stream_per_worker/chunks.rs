@@ -81,8 +81,11 @@ impl Chunks {
         let settings = spec.settings()?;
         let map = ChunkMap::new(&settings.keys, settings.chunk_bytes)?;
         let interface = InterfaceShape { address: "one:1".into(), cores: vec![0], weight: 1 };
-        let placement =
-            Placement::new(&settings.keys, &map, &[HubShape { interfaces: vec![interface], local: None }])?;
+        let placement = Placement::new(
+            &settings.keys,
+            &map,
+            &[HubShape { interfaces: vec![interface], local: None, between_hubs: None }],
+        )?;
         let registry = Registry::with_builtins();
         let optimizer = registry.optimizer(&settings.optimizer.name)?;
         let hyperparameters = settings.optimizer.hyperparameters.unwrap_or_else(|| optimizer.defaults());

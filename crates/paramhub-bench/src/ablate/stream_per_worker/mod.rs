@@ -69,7 +69,7 @@ pub(crate) fn join(
 ) -> anyhow::Result<Job> {
     let address = addresses.get(rank as usize % spec.cores).context("the server named too few addresses")?;
     let interface = InterfaceShape { address: address.to_string(), cores: vec![0], weight: 1 };
-    let hubs = vec![HubShape { interfaces: vec![interface], local: None }];
+    let hubs = vec![HubShape { interfaces: vec![interface], local: None, between_hubs: None }];
     let job_config = JobConfig {
         name: "bench".into(),
         namespace: job.namespace,

@@ -60,7 +60,7 @@ pub(super) fn leave(job: &mut Job, rank: u32, number: u8, reason: &str) -> Resul
 pub(super) fn hubs(count: u32) -> Vec<OfferedHub> {
     let shape = |hub: u32| {
         let interface = InterfaceShape { address: format!("10.0.0.{hub}:7771"), cores: vec![0], weight: 1 };
-        (hub, (HubShape { interfaces: vec![interface], local: None }, Place::default()))
+        (hub, (HubShape { interfaces: vec![interface], local: None, between_hubs: None }, Place::default()))
     };
     (0..count).map(shape).collect()
 }

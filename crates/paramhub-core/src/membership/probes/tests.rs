@@ -8,7 +8,7 @@ use super::*;
 fn hub(number: u32, rack: &str, mbit: u32) -> OfferedHub {
     let address = format!("10.0.0.{number}:7771");
     let interface = InterfaceShape { address, cores: vec![0], weight: mbit };
-    let shape = HubShape { interfaces: vec![interface], local: None };
+    let shape = HubShape { interfaces: vec![interface], local: None, between_hubs: None };
     (number, (shape, Place { rack: rack.into(), host: String::new() }))
 }
 

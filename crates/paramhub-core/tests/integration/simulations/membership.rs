@@ -395,7 +395,7 @@ impl Simulation {
     fn join(&mut self, address: u32, rack: usize) {
         let address = format!("10.0.0.{address}:1");
         let interface = InterfaceShape { address: address.clone(), cores: vec![0], weight: 1 };
-        let shape = HubShape { interfaces: vec![interface], local: None };
+        let shape = HubShape { interfaces: vec![interface], local: None, between_hubs: None };
         let place = Place { rack: ["", "a", "b"][rack].into(), host: String::new() };
         let offer = RegisterHub {
             protocol: VERSION,

@@ -49,7 +49,7 @@ pub(crate) fn shape() -> HubShape {
     static NEXT_PORT: AtomicU16 = AtomicU16::new(1000);
     let port = NEXT_PORT.fetch_add(1, Ordering::Relaxed);
     let interface = InterfaceShape { address: format!("127.0.0.1:{port}"), cores: vec![0, 1], weight: 1 };
-    HubShape { interfaces: vec![interface], local: None }
+    HubShape { interfaces: vec![interface], local: None, between_hubs: None }
 }
 
 pub(crate) fn settings(elements: u64) -> Settings {

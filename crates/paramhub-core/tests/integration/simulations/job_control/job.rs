@@ -79,7 +79,7 @@ impl SimulatedJob {
         resumes: bool,
     ) -> SimulatedJob {
         let interface = InterfaceShape { address: "10.0.0.1:1".into(), cores: vec![0], weight: 1 };
-        let hub = HubShape { interfaces: vec![interface], local: None };
+        let hub = HubShape { interfaces: vec![interface], local: None, between_hubs: None };
         let keys = KeyTable::new(vec![Key::new("w", [4])]).unwrap();
         let map = ChunkMap::new(&keys, 4096).unwrap();
         let route =
