@@ -60,7 +60,7 @@ use crate::service::{
 };
 use crate::settings::Settings;
 use crate::standbys::Share;
-use begin_again::FormerMembers;
+use begin_again::{FormerMembers, Returns};
 pub(crate) use calls::JobCall;
 use cause::Cause;
 use ending::{PendingConclusion, PendingFailure};
@@ -182,9 +182,8 @@ pub struct Job {
     former_members: Option<FormerMembers>,
     /// Whether the hubs of the job had streams among one another before it began again.
     had_linked_hubs: bool,
-    /// The step to which the job has gone back last, and how often it has done so without having written a newer checkpoint.
-    went_back_to: Option<u32>,
-    fruitless: u32,
+    /// How often it has begun again, and whether that was of use.
+    returns: Returns,
     /// The sites of these hubs; `None` while the job is connecting.
     composition: Option<Arc<Composition>>,
     /// The way in which the sites reduce and why, for people.
@@ -311,8 +310,7 @@ impl Job {
             former_hubs: BTreeMap::new(),
             former_members: None,
             had_linked_hubs: false,
-            went_back_to: None,
-            fruitless: 0,
+            returns: Returns::default(),
             composition: None,
             reduction: String::new(),
             recorded_counters: JobCounters::default(),

@@ -11,6 +11,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::{Deserialize, Serialize};
+
 use super::cause::Cause;
 use super::job_hubs::{JobHub, cause_of};
 use super::losses::MembershipChange;
@@ -22,6 +24,15 @@ use crate::service::{CauseKind, ErrorCode, JobEnd, JobState};
 /// How often a job may begin again without having written a newer checkpoint. A rank or a hub that always fails at the same step
 /// would have it do so for ever.
 const FRUITLESS_MAX: u32 = 10;
+
+/// What the job has gained by beginning again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Returns {
+    /// The step of the checkpoint with which it has begun last, if it had one.
+    newest: Option<u32>,
+    /// How often it has begun again with that.
+    fruitless: u32,
+}
 
 /// The processes that had the ranks before the job began again. Their calls are refused with the reason.
 #[derive(Debug)]
@@ -66,12 +77,11 @@ impl Job {
             return self.fail_because(ErrorCode::JobEnded, cause, now);
         };
         let newest = self.checkpoints().and_then(|written| written.step);
-        if newest > self.went_back_to {
-            (self.went_back_to, self.fruitless) = (newest, 0);
-        } else {
-            self.fruitless += 1;
+        match newest > self.returns.newest {
+            true => self.returns = Returns { newest, fruitless: 0 },
+            false => self.returns.fruitless += 1,
         }
-        if self.fruitless > FRUITLESS_MAX {
+        if self.returns.fruitless > FRUITLESS_MAX {
             cause.message.push_str(&format!(
                 "; the job has begun again {FRUITLESS_MAX} times and has written no newer checkpoint since"
             ));

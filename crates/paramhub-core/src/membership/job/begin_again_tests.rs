@@ -374,6 +374,11 @@ fn a_job_that_writes_no_newer_checkpoint_does_not_begin_again_for_ever() {
     for time in 1..=10 {
         assert!(matches!(begin_again(&mut job, f64::from(time)), Transition::BeganAgain { .. }), "{time}");
     }
+    assert_eq!(
+        Job::restore(job.record(later(10.0)), later(11.0)).0.returns,
+        job.returns,
+        "another manager leads"
+    );
     job.recorded_checkpoints = Some(CheckpointStatus { step: Some(20), ..CheckpointStatus::default() });
     for time in 11..=21 {
         assert!(matches!(begin_again(&mut job, f64::from(time)), Transition::BeganAgain { .. }), "{time}");

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::begin_again::Returns;
 use super::job_hubs::JobHub;
 use super::loss_tally::LossTally;
 use super::moves::MoveOrder;
@@ -42,6 +43,9 @@ pub struct JobRecord {
     /// The hubs that may have a part of the job from before it began again.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub former_hubs: Vec<u32>,
+    /// How often it has begun again, and whether that was of use.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub returns: Returns,
 }
 
 /// The ranks and hubs of a job whose ranks have all connected, and what they were told.
@@ -119,6 +123,7 @@ impl Job {
             status: self.status(now),
             members: has_members.then(|| Box::new(self.members_record(now))),
             former_hubs: self.former_hubs(),
+            returns: self.returns,
         }
     }
 
@@ -159,12 +164,13 @@ impl Job {
     /// calls broke with that manager and are repeated. One that was initialising waits for the settings of its ranks,
     /// and one that ran goes on, if the hubs report that they have it.
     pub(crate) fn restore(record: JobRecord, now: Now) -> (Self, Transition) {
-        let JobRecord { order, nonce, epoch, options, status, members, former_hubs } = record;
+        let JobRecord { order, nonce, epoch, options, status, members, former_hubs, returns } = record;
         let request = CreateService { name: status.name, workers: status.workers, options };
         let mut job = Job::new(order, request, status.namespace, nonce, epoch, now);
         job.created_at = status.created_at;
         job.had_linked_hubs = job.has_begun_again() && job.options.has_standbys();
         job.former_hubs = former_hubs.into_iter().map(|hub| (hub, false)).collect();
+        job.returns = returns;
         job.message = status.message;
         job.reduction = status.reduction;
         job.loss_tally = LossTally::restored(status.losses.unwrap_or_default());
