@@ -189,7 +189,7 @@ impl ListeningHub {
         let link = ManagerLink::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));
         if let Some(address) = &shape.between_hubs {
-            info!("other hubs: {address}");
+            info!("link between hubs: {address}");
         }
         for excluded in
             excluded_interfaces.iter().filter(|excluded| excluded.is_worth_saying(&host_interfaces))
