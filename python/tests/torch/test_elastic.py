@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from launching import PARAMHUB, PYTHON, Program
-from team import Rank, Team, TeamError
+from team import Rank, Team, TeamError, free_port
 
 import paramhub.torch
 
@@ -77,12 +76,6 @@ def program(tmp_path: Path) -> Path:
 def url(start: Start) -> str:
     hub = start(*PARAMHUB, "hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0")
     return hub.await_output(r"(http://\S+)")[1]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_each_start_goes_on_with_as_many_ranks_as_it_has(start: Start, program: Path, url: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import PARAMHUB, PYTHON, TORCHRUN, Program
+from team import free_port
 
 PROGRAM = """
 import os, sys, time, zlib
@@ -99,11 +99,8 @@ def test_ranks_and_a_hub_that_are_killed_together_go_on_by_the_same_commands(
         return hub, hub.await_output(r"(http://\S+)")[1]
 
     def ranks(url: str, run: str, waits_at: int) -> list[Program]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         common = {"PARAMHUB_URL": url, "PARAMHUB_RUN_ID": run, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": str(port), "PARAMHUB_CHECKPOINT_EVERY": "2"}
+        common |= {"MASTER_PORT": str(free_port()), "PARAMHUB_CHECKPOINT_EVERY": "2"}
         words = (PYTHON, program, "9", str(waits_at))
         return [start(*words, env={**common, "RANK": str(rank)}) for rank in (0, 1)]
 

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 from launching import AWAITED_S, PARAMHUB, PYTHON, TORCHRUN, Program
+from team import free_port
 
 PROGRAM = """
 import os, random, time, zlib
@@ -62,12 +62,6 @@ say(f"rank {rank} ends with {zlib.crc32(values):08x}")
 """
 
 Start = Callable[..., Program]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Place(NamedTuple):

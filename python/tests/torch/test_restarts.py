@@ -7,14 +7,13 @@ import os
 import random
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import PARAMHUB, PYTHON, TORCHRUN, Ended, Program
-from team import Rank, Team, TeamError
+from team import Rank, Team, TeamError, free_port
 
 import paramhub
 import paramhub.torch
@@ -239,11 +238,8 @@ def test_other_launchers_name_the_run_and_a_hub(start: Start, program: Path) -> 
     url = hub.await_output(r"(http://\S+)")[1]
 
     def ranks(number: int, *options: str) -> list[Program]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         common = {"PARAMHUB_URL": url, "PARAMHUB_RUN_ID": "mine", "WORLD_SIZE": "2"}
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         words = (program, "end=6", f"start={number}", *options)
         return [start(PYTHON, *words, env={**common, "RANK": str(rank)}) for rank in (0, 1)]
 
