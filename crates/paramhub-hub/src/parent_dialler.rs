@@ -115,7 +115,7 @@ impl ParentDialler {
     /// Opens all streams, or returns the route of one that cannot be opened, and why not.
     pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), (RouteId, String)> {
         for above in above {
-            let opened = self.open(above, 0, [self.deadline; 2]).map_err(|reason| {
+            let opened = self.open(above, 0, true, [self.deadline; 2]).map_err(|reason| {
                 let name = match above.standby {
                     Some(_) => "the standby of some chunks".to_owned(),
                     None => self.composed.composition.name(above.site),
@@ -137,7 +137,9 @@ impl ParentDialler {
             let (now, connecting) = (Instant::now(), attempts.connect_timeout());
             // A handshake whose answer is lost must not take all the time that there is.
             let by = [connecting, connecting + HANDSHAKE].map(|patience| attempts.by(now, patience));
-            if let Ok(stream) = self.open(above, attempt, by) {
+            // The link between hubs may connect, and still lose what is sent.
+            let tries_link = (attempt - first_attempt).is_multiple_of(2);
+            if let Ok(stream) = self.open(above, attempt, tries_link, by) {
                 return self.pass_on(above, stream, attempt);
             }
             match attempts.after_round(Instant::now(), false, false) {
@@ -164,9 +166,10 @@ impl ParentDialler {
         &self,
         above: &ParentStream,
         attempt: u32,
+        tries_link: bool,
         [connected_by, greeted_by]: [Instant; 2],
     ) -> Result<AcceptedStream, String> {
-        let mut socket = self.connect(above, attempt, connected_by)?;
+        let mut socket = self.connect(above, tries_link, connected_by)?;
         let hello = Hello {
             caller: Caller::Hub { site: self.site, route: above.route },
             interface: above.interface,
@@ -194,11 +197,11 @@ impl ParentDialler {
         Ok(AcceptedStream { socket: socket.into(), carrier: Carrier::Tcp(keys) })
     }
 
-    /// Connects to a hub over the link that hubs have for themselves, and otherwise at its interface. Every second attempt does
-    /// not try that link, since one that connects may still lose what is sent.
-    fn connect(&self, above: &ParentStream, attempt: u32, by: Instant) -> Result<TcpStream, String> {
+    /// Connects to a hub, over the link that hubs have for themselves if that is tried and leads there, and otherwise at its
+    /// interface.
+    fn connect(&self, above: &ParentStream, tries_link: bool, by: Instant) -> Result<TcpStream, String> {
         let own = self.sources.get(&above.route);
-        if let Some(address) = above.between_hubs.as_ref().filter(|_| attempt.is_multiple_of(2)) {
+        if let Some(address) = above.between_hubs.as_ref().filter(|_| tries_link) {
             let now = Instant::now();
             let half = now + by.saturating_duration_since(now) / 2;
             match connect_from(&[self.between_hubs.as_ref(), own], address, half) {
