@@ -1,10 +1,10 @@
 //! Opens a job's streams to the sites above and to standbys, and opens those again that were cut: dials their hubs as workers
 //! do, and passes each stream to the core whose sums it carries.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::TcpStream;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Incarnation, Namespace};
 use paramhub_core::composition::{Composed, SiteId};
@@ -20,6 +20,9 @@ use tracing::warn;
 
 use crate::core::{AcceptedStream, Carrier, CoreCommand, CoreHandle};
 use crate::interfaces::SourceAddress;
+
+/// How long a hub may take to answer over the link between hubs before its interface is dialled.
+const LINK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// One stream to open.
 #[derive(Clone, Debug)]
@@ -92,6 +95,15 @@ impl ParentStream {
     }
 }
 
+/// How a stream leads to a hub.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Over the link that hubs have for themselves.
+    Link,
+    /// By the interface that workers dial.
+    Interface,
+}
+
 /// The data that opens them.
 pub(crate) struct ParentDialler {
     pub(crate) namespace: Namespace,
@@ -114,8 +126,10 @@ pub(crate) struct ParentDialler {
 impl ParentDialler {
     /// Opens all streams, or returns the route of one that cannot be opened, and why not.
     pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), (RouteId, String)> {
+        let mut without_link = HashSet::new();
         for above in above {
-            let opened = self.open(above, 0, true, [self.deadline; 2]).map_err(|reason| {
+            let tries_link = !without_link.contains(&above.between_hubs);
+            let opened = self.open(above, 0, tries_link, [self.deadline; 2]).map_err(|reason| {
                 let name = match above.standby {
                     Some(_) => "the standby of some chunks".to_owned(),
                     None => self.composed.composition.name(above.site),
@@ -124,7 +138,11 @@ impl ParentDialler {
                     format!("{name} cannot be reached at {} to bring sums there: {reason}", above.address);
                 (above.route, why)
             });
-            self.pass_on(above, opened?, 0);
+            let (stream, way) = opened?;
+            if way == Way::Interface {
+                without_link.insert(&above.between_hubs);
+            }
+            self.pass_on(above, stream, 0);
         }
         Ok(())
     }
@@ -139,7 +157,7 @@ impl ParentDialler {
             let by = [connecting, connecting + HANDSHAKE].map(|patience| attempts.by(now, patience));
             // The link between hubs may connect, and still lose what is sent.
             let tries_link = (attempt - first_attempt).is_multiple_of(2);
-            if let Ok(stream) = self.open(above, attempt, tries_link, by) {
+            if let Ok((stream, _)) = self.open(above, attempt, tries_link, by) {
                 return self.pass_on(above, stream, attempt);
             }
             match attempts.after_round(Instant::now(), false, false) {
@@ -168,8 +186,8 @@ impl ParentDialler {
         attempt: u32,
         tries_link: bool,
         [connected_by, greeted_by]: [Instant; 2],
-    ) -> Result<AcceptedStream, String> {
-        let mut socket = self.connect(above, tries_link, connected_by)?;
+    ) -> Result<(AcceptedStream, Way), String> {
+        let (mut socket, way) = self.connect(above, tries_link, connected_by)?;
         let hello = Hello {
             caller: Caller::Hub { site: self.site, route: above.route },
             interface: above.interface,
@@ -194,25 +212,31 @@ impl ParentDialler {
                 self.state_slots
             ));
         }
-        Ok(AcceptedStream { socket: socket.into(), carrier: Carrier::Tcp(keys) })
+        Ok((AcceptedStream { socket: socket.into(), carrier: Carrier::Tcp(keys) }, way))
     }
 
     /// Connects to a hub, over the link that hubs have for themselves if that is tried and leads there, and otherwise at its
     /// interface.
-    fn connect(&self, above: &ParentStream, tries_link: bool, by: Instant) -> Result<TcpStream, String> {
+    fn connect(
+        &self,
+        above: &ParentStream,
+        tries_link: bool,
+        by: Instant,
+    ) -> Result<(TcpStream, Way), String> {
         let own = self.sources.get(&above.route);
         if let Some(address) = above.between_hubs.as_ref().filter(|_| tries_link) {
             let now = Instant::now();
-            let half = now + by.saturating_duration_since(now) / 2;
-            match connect_from(&[self.between_hubs.as_ref(), own], address, half) {
-                Ok(socket) => return Ok(socket),
+            let patience = (by.saturating_duration_since(now) / 2).min(LINK_TIMEOUT);
+            match connect_from(&[self.between_hubs.as_ref(), own], address, now + patience) {
+                Ok(socket) => return Ok((socket, Way::Link)),
                 Err(error) => warn!(
                     "the hub at {} cannot be reached over the link between hubs, and its interface is taken: {error}",
                     above.address
                 ),
             }
         }
-        connect_from(&[own], &above.address, by).map_err(|error| error.to_string())
+        let socket = connect_from(&[own], &above.address, by).map_err(|error| error.to_string())?;
+        Ok((socket, Way::Interface))
     }
 }
 
