@@ -113,6 +113,19 @@ fn streams_are_spread_over_the_interfaces_of_both_ends() {
     );
 }
 
+/// A job of one worker with standbys, in which the host of worker 1, with a hub, sends as much by each of its interfaces.
+fn expect_both_interfaces_to_send(rails: &Rails) {
+    let options = JobOptions { replicas: 1, hubs: Some(2), ..Default::default() };
+    let before = rails.sent_by(1);
+    for worker in job_on(rails, 1, options, "kept", &[], &["--steps", "20"]) {
+        worker.finish().expect_code(0);
+    }
+    let after = rails.sent_by(1);
+    let [first, second] = [after[0] - before[0], after[1] - before[1]];
+    let share = second as f64 / (first + second) as f64;
+    assert!((0.35..0.65).contains(&share), "it sent {first} and {second} bytes");
+}
+
 #[test]
 fn hubs_send_sums_to_their_standbys_over_all_interfaces() {
     let Some(rails) = Rails::lay() else { return };
@@ -122,16 +135,8 @@ fn hubs_send_sums_to_their_standbys_over_all_interfaces() {
     let other =
         paramhub(arguments.into_iter().chain(["--admin-token", TOKEN])).inside(rails.worker(1)).start();
     other.wait_for("hub ready: ");
-    let options = JobOptions { replicas: 1, hubs: Some(2), ..Default::default() };
-    let before = rails.sent_by(1);
-    for worker in job_on(&rails, 1, options, "kept", &[], &["--steps", "20"]) {
-        worker.finish().expect_code(0);
-    }
     // This host's hub answers the worker, and sends as many bytes of sums to the other hub.
-    let after = rails.sent_by(1);
-    let [first, second] = [after[0] - before[0], after[1] - before[1]];
-    let share = second as f64 / (first + second) as f64;
-    assert!((0.35..0.65).contains(&share), "it sent {first} and {second} bytes");
+    expect_both_interfaces_to_send(&rails);
 }
 
 /// Two hubs, on the hub's host and on that of worker 1, whose first interfaces carry workers and whose second ones hubs.
@@ -152,16 +157,8 @@ fn hubs_with_a_link(rails: &Rails) -> [Process; 2] {
 fn hubs_send_sums_over_a_link_of_their_own() {
     let Some(rails) = Rails::lay() else { return };
     let _hubs = hubs_with_a_link(&rails);
-    let options = JobOptions { replicas: 1, hubs: Some(2), ..Default::default() };
-    let before = rails.sent_by(1);
-    for worker in job_on(&rails, 1, options, "kept", &[], &["--steps", "20"]) {
-        worker.finish().expect_code(0);
-    }
     // The answers to the worker leave by the first interface, and as many bytes of sums by the second.
-    let after = rails.sent_by(1);
-    let [first, second] = [after[0] - before[0], after[1] - before[1]];
-    let share = second as f64 / (first + second) as f64;
-    assert!((0.35..0.65).contains(&share), "it sent {first} and {second} bytes");
+    expect_both_interfaces_to_send(&rails);
 }
 
 #[test]
