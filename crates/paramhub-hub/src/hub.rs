@@ -104,26 +104,18 @@ impl ListeningHub {
         });
         let (chosen, excluded_interfaces) = addresses_of(&config, &host_interfaces, &sysfs)?;
         check_streams(chosen.len(), config.streams)?;
-        let mut listeners: Vec<TcpListener> = chosen
+        // The listener of the link between hubs is the last one.
+        let listeners: Vec<TcpListener> = chosen
             .iter()
+            .chain(&config.between_hubs)
             .map(|&address| socket::listen(address).map_err(HubError::Listen))
             .collect::<Result<_, _>>()?;
-        let addresses: Vec<SocketAddr> = listeners
+        let mut addresses: Vec<SocketAddr> = listeners
             .iter()
             .map(TcpListener::local_addr)
             .collect::<Result<_, _>>()
             .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
-        let (between_hubs, listener) = match config.between_hubs {
-            Some(address) => {
-                let listener = socket::listen(address).map_err(HubError::Listen)?;
-                let address = listener
-                    .local_addr()
-                    .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
-                (Some(address), Some(listener))
-            }
-            None => (None, None),
-        };
-        listeners.extend(listener);
+        let between_hubs = config.between_hubs.and_then(|_| addresses.pop());
         let (local_listener, local_name) = match config.shared_memory {
             true => listen_locally()
                 .map(|(listener, name)| (Some(listener), Some(name)))
