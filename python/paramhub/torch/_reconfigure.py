@@ -210,7 +210,9 @@ class Connection:
             assert self._listener is not None
             of_rank_0 = self._listener.store if rank == 0 else _dial(first, rank, timeout)
             return self._meet(uuid, handles, rank, of_rank_0, deadline)
-        except (dist.DistError, LostStoreError) as error:
+        except LostStoreError as error:
+            raise _no_answer(first, rank, error.reason) from None
+        except dist.DistError as error:
             raise _no_answer(first, rank, error) from None
 
     def _meet(

@@ -24,7 +24,9 @@ recover from the failure as the others do."""
 
 
 class LostStoreError(ConnectError):
-    """The store in which the ranks meet does not answer any more."""
+    """The store in which the ranks meet does not answer any more. ``reason`` is what torch says of it."""
+
+    reason = ""
 
 
 @contextlib.contextmanager
@@ -36,10 +38,13 @@ def explained_store_errors(store: dist.Store, rank: int) -> Iterator[None]:
     except dist.DistError as error:
         address = store_address(store)
         where = "" if address is None else f", at {address[0]}:{address[1]},"
-        raise LostStoreError(
-            f"rank {rank}: the store in which the ranks meet{where} does not answer any more "
-            f"({str(error).splitlines()[0]}): has the process that runs it ended? It is rank 0's, or the launcher's"
-        ) from None
+        reason = str(error).splitlines()[0]
+        lost = LostStoreError(
+            f"rank {rank}: the store in which the ranks meet{where} does not answer any more ({reason}): has the process that "
+            "runs it ended? It is rank 0's, or the launcher's"
+        )
+        lost.reason = reason
+        raise lost from None
 
 
 def wait_for_keys(
