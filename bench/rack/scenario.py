@@ -35,6 +35,8 @@ class Row:
     least: float = 1.0
 
     def as_ours(self, testbed, scenario) -> rows.Ours:
+        if self.between_hubs and not self.interfaces:
+            raise SystemExit(f"{self.name}: between-hubs takes the interface after `interfaces`: give their number")
         hosts = self.hosts or scenario.hosts
         flags = ["--hosts", ",".join(testbed.with_addresses(host, racks=self.racks) for host in hosts)]
         if self.hub_hosts:
