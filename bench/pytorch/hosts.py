@@ -1,10 +1,11 @@
-"""Measures a step's exchange under torchrun on several hosts without any settings: exchange.py on hosts of the testbed.
+"""Measures under torchrun on several hosts without any settings: exchange.py or steps.py on hosts of the testbed.
 
     python bench/pytorch/hosts.py --hosts 4
     python bench/pytorch/hosts.py --hosts 8 --rounds 9 --rows gloo,hook
+    python bench/pytorch/hosts.py --program steps.py --compute 0.6
 
 Needs root, for the testbed's network namespaces (docs/rack.md), and cargo. torchrun starts one rank on each host, with this
-Python's torch and paramhub. All other options are passed to exchange.py.
+Python's torch and paramhub. All other options are passed to the program.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ TESTBED = ["cargo", "xtask", "testbed"]
 NAME = "torchrun"
 PORT = "29555"
 END_TIMEOUT_S = 60
+DEFAULTS = {
+    "exchange.py": ["--model", "resnet18", "--rounds", "7", "--rows", "gloo,hook,gloo-step,hub"],
+    "steps.py": ["--model", "resnet18", "--rounds", "5", "--compute", "0.6"],
+}
+"""The options of each program where none are given."""
 
 
 def main() -> int:
@@ -41,7 +47,7 @@ def main() -> int:
             return testbed.returncode
         addresses = dict(line.split() for line in testbed_says("hosts").splitlines())
         for rank in range(options.hosts):
-            ranks.append(start(rank, options.hosts, addresses["r0w0"], rest))
+            ranks.append(start(rank, options.hosts, addresses["r0w0"], options.program, rest))
         return max(rank.wait() for rank in ranks)
     finally:
         for rank in ranks:
@@ -52,14 +58,14 @@ def main() -> int:
         testbed.wait(END_TIMEOUT_S)
 
 
-def start(rank: int, hosts: int, first: str, rest: list[str]) -> subprocess.Popen[str]:
+def start(rank: int, hosts: int, first: str, program: str, rest: list[str]) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
     torchrun += ["--nnodes", str(hosts), "--node-rank", str(rank)]
     torchrun += ["--master-addr", first, "--master-port", PORT]
-    exchange = [str(REPOSITORY / "bench/pytorch/exchange.py"), *rest]
+    measured = [str(REPOSITORY / "bench/pytorch" / program), *rest]
     # gloo cannot look up names of these hosts, so it needs the interface.
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"}
-    command = [*TESTBED, "exec", f"r0w{rank}", "--name", NAME, "--", *torchrun, *exchange]
+    command = [*TESTBED, "exec", f"r0w{rank}", "--name", NAME, "--", *torchrun, *measured]
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True)
 
 
@@ -74,8 +80,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="500mbit", help="of each host's link, each way")
+    parser.add_argument("--program", choices=list(DEFAULTS), default="exchange.py", help="which is measured")
     options, rest = parser.parse_known_args()
-    return options, rest or ["--model", "resnet18", "--rounds", "7", "--rows", "gloo,hook,gloo-step,hub"]
+    return options, rest or DEFAULTS[options.program]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ pub mod shm;
 pub mod socket;
 mod stream;
 mod tcp;
+mod unsent_limit;
 
 pub use connection::Connection;
 pub use host::host_identity;

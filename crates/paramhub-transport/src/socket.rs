@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 
 use rustix::net::sockopt;
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 /// Connections that may wait to be accepted: the streams of a large job all arrive at once.
 const BACKLOG: i32 = 4096;
@@ -56,11 +56,51 @@ pub fn prepare(socket: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
+/// Lets so many bytes wait in a socket that the kernel has not sent yet (`TCP_NOTSENT_LOWAT`). A non-blocking write takes no
+/// more, and the socket counts as writable when fewer wait than half of this.
+pub(crate) fn limit_unsent(socket: &OwnedFd, bytes: usize) -> io::Result<()> {
+    SockRef::from(socket).set_tcp_notsent_lowat(u32::try_from(bytes).unwrap_or(u32::MAX))
+}
+
 /// Whether both ends have the same address, as on loopback.
-fn is_inside_one_host(socket: &OwnedFd) -> bool {
+pub(crate) fn is_inside_one_host(socket: &OwnedFd) -> bool {
     let address =
         |any: rustix::net::SocketAddrAny| SocketAddr::try_from(any).ok().map(|address| address.ip());
     let near = rustix::net::getsockname(socket).ok().and_then(address);
     let far = rustix::net::getpeername(socket).ok().flatten().and_then(address);
     far.is_some_and(|far| far.is_loopback()) || (near.is_some() && near == far)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpStream};
+
+    use super::*;
+
+    /// The bytes that a socket takes whose peer does not read.
+    fn taken(prepare: impl Fn(&OwnedFd)) -> usize {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        // Little is sent, since the peer has little room.
+        SockRef::from(&listener).set_recv_buffer_size(32 << 10).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let _far = listener.accept().unwrap();
+        SockRef::from(&near).set_send_buffer_size(4 << 20).unwrap();
+        let near = OwnedFd::from(near);
+        prepare(&near);
+        rustix::io::ioctl_fionbio(&near, true).unwrap();
+        let bytes = [0; 16 << 10];
+        std::iter::from_fn(|| rustix::io::write(&near, &bytes).ok()).sum()
+    }
+
+    #[test]
+    fn little_waits_in_a_socket_whose_unsent_bytes_are_limited() {
+        let unlimited = taken(|_| {});
+        let limited = taken(|socket| limit_unsent(socket, 128 << 10).unwrap());
+        // The socket also has what was sent and not read, and the segment that reached the limit.
+        assert!(
+            (128 << 10..512 << 10).contains(&limited),
+            "{limited} bytes were taken, {unlimited} without a limit"
+        );
+        assert!(unlimited > 2 * limited, "{limited} bytes were taken, {unlimited} without a limit");
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use paramhub_core::wire::{Direction, HEADER_BYTES};
 use paramhub_kernels::shared;
@@ -13,6 +14,7 @@ use crate::assembly::{Assembly, Filled};
 use crate::encryption::{Encryption, EncryptionError};
 use crate::socket;
 use crate::stream::{FrameSink, Outgoing, ReceiveError, Received, Scratch, Sent, Stream, StreamError};
+use crate::unsent_limit::UnsentLimit;
 
 /// Frames of one `sendmsg`: far more than a socket buffer takes. Their headers fit in a kilobyte of stack.
 const BATCH_FRAMES: usize = 64;
@@ -45,6 +47,8 @@ pub struct TcpStream {
     mode: ReceiveMode,
     assembly: Assembly,
     encryption: Option<Box<Encryption>>,
+    /// The bound on what waits in the socket; `None` inside one host, where the send buffer is small.
+    unsent_limit: Option<UnsentLimit>,
     receiving_is_over: bool,
     unfinished: usize,
     /// The header of the unfinished frame.
@@ -58,7 +62,8 @@ pub struct TcpStream {
 impl TcpStream {
     /// Takes a connected socket (a `std::net::TcpStream` or an `OwnedFd`) whose handshake is over, makes it
     /// non-blocking and switches Nagle's delay off. The kernel sizes its buffers. Only the send buffer of a
-    /// connection inside one host is fixed, small enough for the processor's cache.
+    /// connection inside one host is fixed, small enough for the processor's cache. Between hosts little waits
+    /// that has not been sent, so that what is urgent leaves soon.
     ///
     /// `direction` is that of the frames received: [`Direction::ToHub`] on a hub, [`Direction::ToWorker`] on
     /// a worker, [`Direction::Both`] between hubs. `frame_bytes_max` bounds the tensor payload of a frame
@@ -67,11 +72,16 @@ impl TcpStream {
     pub fn new(socket: impl Into<OwnedFd>, direction: Direction, frame_bytes_max: usize) -> io::Result<Self> {
         let socket = socket.into();
         socket::prepare(&socket)?;
+        let unsent_limit = (!socket::is_inside_one_host(&socket)).then(UnsentLimit::new);
+        if let Some(limit) = &unsent_limit {
+            socket::limit_unsent(&socket, limit.bytes())?;
+        }
         Ok(TcpStream {
             socket,
             mode: ReceiveMode::Staged,
             assembly: Assembly::new(direction, frame_bytes_max),
             encryption: None,
+            unsent_limit,
             receiving_is_over: false,
             unfinished: 0,
             begun: [0; HEADER_BYTES],
@@ -227,6 +237,48 @@ impl TcpStream {
         })
     }
 
+    fn send_plain(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError> {
+        let mut sent = Sent::default();
+        while sent.frames < frames.len() && !sent.blocked {
+            let batch = &frames[sent.frames..];
+            let batch = &batch[..batch.len().min(BATCH_FRAMES)];
+            let mut heads = [[0; HEADER_BYTES]; BATCH_FRAMES];
+            for (head, frame) in heads.iter_mut().zip(batch) {
+                assert_eq!(frame.header.length as usize, frame.payload.len(), "{:?} lies", frame.header);
+                *head = frame.header.encode();
+            }
+            if self.unfinished > 0 {
+                assert_eq!(heads[0], self.begun, "the frame that has begun must be finished first");
+            }
+            let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
+            let (mut used, mut bytes, mut gone) = (0, 0, self.unfinished);
+            for part in heads.iter().zip(batch).flat_map(|(head, frame)| [&head[..], frame.payload]) {
+                let left = &part[gone.min(part.len())..];
+                gone -= part.len() - left.len();
+                if !left.is_empty() && bytes < WRITE_BYTES_MAX {
+                    slices[used] = IoSlice::new(left);
+                    used += 1;
+                    bytes += left.len();
+                }
+            }
+            self.send_calls += 1;
+            // NOSIGNAL: an embedding process may not ignore SIGPIPE, as Rust's own start-up does.
+            let flags = SendFlags::NOSIGNAL;
+            let wrote =
+                match sendmsg(&self.socket, &slices[..used], &mut SendAncillaryBuffer::default(), flags) {
+                    Ok(wrote) => wrote,
+                    Err(Errno::INTR) => continue,
+                    Err(Errno::AGAIN) => 0,
+                    Err(errno) => return Err(send_error(errno, self.receiving_is_over)),
+                };
+            sent.bytes += wrote;
+            sent.blocked = wrote < bytes;
+            self.bytes_sent += wrote as u64;
+            self.advance(&mut sent, wrote, batch, &heads);
+        }
+        Ok(sent)
+    }
+
     fn send_encrypted(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError> {
         let receiving_is_over = self.receiving_is_over;
         let encryption = self.encryption.as_mut().expect("the stream is encrypted");
@@ -276,46 +328,15 @@ impl Stream for TcpStream {
     }
 
     fn send(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError> {
-        if self.encryption.is_some() {
-            return self.send_encrypted(frames);
-        }
-        let mut sent = Sent::default();
-        while sent.frames < frames.len() && !sent.blocked {
-            let batch = &frames[sent.frames..];
-            let batch = &batch[..batch.len().min(BATCH_FRAMES)];
-            let mut heads = [[0; HEADER_BYTES]; BATCH_FRAMES];
-            for (head, frame) in heads.iter_mut().zip(batch) {
-                assert_eq!(frame.header.length as usize, frame.payload.len(), "{:?} lies", frame.header);
-                *head = frame.header.encode();
-            }
-            if self.unfinished > 0 {
-                assert_eq!(heads[0], self.begun, "the frame that has begun must be finished first");
-            }
-            let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
-            let (mut used, mut bytes, mut gone) = (0, 0, self.unfinished);
-            for part in heads.iter().zip(batch).flat_map(|(head, frame)| [&head[..], frame.payload]) {
-                let left = &part[gone.min(part.len())..];
-                gone -= part.len() - left.len();
-                if !left.is_empty() && bytes < WRITE_BYTES_MAX {
-                    slices[used] = IoSlice::new(left);
-                    used += 1;
-                    bytes += left.len();
-                }
-            }
-            self.send_calls += 1;
-            // NOSIGNAL: an embedding process may not ignore SIGPIPE, as Rust's own start-up does.
-            let flags = SendFlags::NOSIGNAL;
-            let wrote =
-                match sendmsg(&self.socket, &slices[..used], &mut SendAncillaryBuffer::default(), flags) {
-                    Ok(wrote) => wrote,
-                    Err(Errno::INTR) => continue,
-                    Err(Errno::AGAIN) => 0,
-                    Err(errno) => return Err(send_error(errno, self.receiving_is_over)),
-                };
-            sent.bytes += wrote;
-            sent.blocked = wrote < bytes;
-            self.bytes_sent += wrote as u64;
-            self.advance(&mut sent, wrote, batch, &heads);
+        let sent = match self.encryption {
+            None => self.send_plain(frames)?,
+            Some(_) => self.send_encrypted(frames)?,
+        };
+        if let Some(limit) = &mut self.unsent_limit
+            && let Some(bytes) = limit.sent(sent.bytes, Instant::now())
+        {
+            // If the bound stays as it is, the stream is only a little slower, or less prompt.
+            let _ = socket::limit_unsent(&self.socket, bytes);
         }
         Ok(sent)
     }
