@@ -66,6 +66,8 @@ pub use violation::{Awaited, CannotRewind, LeftWhileAwaited, ProtocolViolation};
 #[cfg(test)]
 mod gathering_tests;
 #[cfg(test)]
+mod interleaving_tests;
+#[cfg(test)]
 mod loss_tests;
 #[cfg(test)]
 mod resume_tests;

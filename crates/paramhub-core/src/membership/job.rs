@@ -13,6 +13,8 @@ mod drain;
 #[cfg(test)]
 mod drain_tests;
 mod ending;
+#[cfg(test)]
+mod ending_tests;
 mod further_shares;
 #[cfg(test)]
 mod further_shares_tests;
@@ -31,6 +33,8 @@ mod new_standbys_tests;
 mod rank_assignments;
 mod record;
 mod rendezvous;
+#[cfg(test)]
+mod restart_tests;
 mod rewind;
 #[cfg(test)]
 mod rewind_tests;

@@ -18,7 +18,7 @@ pub(super) fn later(seconds: f64) -> Now {
     at(seconds)
 }
 
-fn job(workers: u32) -> Job {
+pub(super) fn job(workers: u32) -> Job {
     job_with(workers, JobOptions::default())
 }
 
@@ -86,12 +86,12 @@ pub(super) fn init_answer(job: &Job, rank: u32) -> Result<Arc<ServiceInitialised
     job.init_answer(rank, &mut AnswersBySite::new())
 }
 
-fn phase(job: &Job) -> JobPhase {
+pub(super) fn phase(job: &Job) -> JobPhase {
     job.phase
 }
 
 /// A job whose ranks have connected; rank r is process r.
-fn initialising(workers: u32, hub_count: u32) -> Job {
+pub(super) fn initialising(workers: u32, hub_count: u32) -> Job {
     initialising_with(workers, hub_count, JobOptions::default())
 }
 
@@ -105,7 +105,7 @@ pub(super) fn initialising_with(workers: u32, hub_count: u32, options: JobOption
 }
 
 /// A job whose hubs have been asked to allocate.
-fn placing(workers: u32, hub_count: u32) -> Job {
+pub(super) fn placing(workers: u32, hub_count: u32) -> Job {
     placing_with(workers, hub_count, JobOptions::default())
 }
 
@@ -120,7 +120,7 @@ fn placing_with(workers: u32, hub_count: u32, options: JobOptions) -> Job {
     job
 }
 
-fn running(workers: u32, hub_count: u32) -> Job {
+pub(super) fn running(workers: u32, hub_count: u32) -> Job {
     running_with(workers, hub_count, JobOptions::default())
 }
 
@@ -135,19 +135,19 @@ pub(super) fn running_with(workers: u32, hub_count: u32, options: JobOptions) ->
 }
 
 /// A hub reports that every worker has left.
-fn finish(job: &mut Job, hub: u32) -> Transition {
+pub(super) fn finish(job: &mut Job, hub: u32) -> Transition {
     let end = JobEnd::finished(job.namespace);
     job.hub_ended(hub, &end, now())
 }
 
 /// A hub reports that the job has failed there.
-fn fail_at(job: &mut Job, hub: u32, cause: CauseKind, reason: &str) -> Transition {
+pub(super) fn fail_at(job: &mut Job, hub: u32, cause: CauseKind, reason: &str) -> Transition {
     let end = JobEnd::failed(job.namespace, reason.into(), cause);
     job.hub_ended(hub, &end, now())
 }
 
 /// A hub is lost that called until now.
-fn lose(job: &mut Job, hub: u32, message: &str) -> Transition {
+pub(super) fn lose(job: &mut Job, hub: u32, message: &str) -> Transition {
     let cause = Cause { kind: CauseKind::HubLost, rank: None, began: now(), message: message.into() };
     job.hub_lost(hub, cause, now())
 }
@@ -417,122 +417,6 @@ fn leaving_frees_a_rank_or_fails_the_job() {
     assert_eq!(leave(&mut job, 1, 1, ""), Ok(Transition::None));
 }
 
-/// The job as a manager that restarts finds it in the store.
-fn restarted(job: &Job) -> Job {
-    let stored = serde_json::to_vec(&job.record(now())).unwrap();
-    let (job, transition) = Job::restore(serde_json::from_slice(&stored).unwrap(), now());
-    assert_eq!(transition, Transition::None);
-    job
-}
-
-#[test]
-fn a_job_that_runs_goes_on_after_a_restart_if_its_hubs_still_have_it() {
-    let mut before = running(2, 2);
-    before.hub_counted(0, JobCounters { bytes_received: 5, ..JobCounters::default() }, &[0, 3]);
-    before.hub_reserved(1, 7, 2);
-    let mut after = restarted(&before);
-    assert_eq!(json(&after.status(now())), json(&before.status(now())));
-    assert_eq!(after.held(), (7, 2));
-    assert_eq!(json(&init_answer(&after, 0).unwrap()), json(&init_answer(&before, 0).unwrap()));
-    assert_eq!(*after.information_book().unwrap(), *before.information_book().unwrap());
-    // A rank that lost its answer repeats its call, and another process cannot have the rank.
-    assert!(matches!(after.submit(1, process(1), &settings(), now()), Ok(InitNext::Wait { .. })));
-    assert_eq!(after.submit(1, process(9), &settings(), now()).unwrap_err().code, ErrorCode::RankTaken);
-    assert_eq!(after.connect(&call(1, 9), now()).unwrap_err().code, ErrorCode::RankTaken);
-    // Hubs count from the job's beginning.
-    after.hub_counted(0, JobCounters { bytes_received: 6, ..JobCounters::default() }, &[0, 4]);
-    assert_eq!((after.counters().bytes_received, after.left_out()), (6, vec![0, 4]));
-    assert_eq!(after.hub_allocated(0, "hash", (None, None), now()), Transition::None);
-    assert_eq!(after.hub_reported_all(0, now()), Transition::None);
-    assert_eq!(after.state(), JobState::Running);
-    // The other hub has lost it.
-    assert_eq!(after.hub_reported_all(1, now()), Transition::Ended { stop: vec![0] });
-    assert_eq!(after.message(), "hub 1 (10.0.0.1:7771) does not have the job any more");
-}
-
-#[test]
-fn a_job_whose_hubs_end_while_the_manager_is_away_ends_as_they_report() {
-    let mut finished = restarted(&running(2, 1));
-    assert_eq!(finish(&mut finished, 0), Transition::Ended { stop: vec![] });
-    assert_eq!(finished.hub_reported_all(0, now()), Transition::None);
-    let mut failed = restarted(&running(2, 1));
-    let _ = fail_at(&mut failed, 0, CauseKind::PeerLost, "rank 1 was lost");
-    assert_eq!((failed.state(), failed.message()), (JobState::Failed, "rank 1 was lost"));
-}
-
-#[test]
-fn ranks_of_a_job_that_begins_hand_in_their_settings_again_after_a_restart() {
-    for mut job in [initialising(2, 1), placing(2, 1)].map(|job| restarted(&job)) {
-        assert_eq!(phase(&job), JobPhase::Initialising);
-        // The hub may have been asked before, and be done if it has no chunks.
-        assert_eq!(job.hub_allocated(0, "hash", (None, None), now()), Transition::None);
-        assert_eq!(finish(&mut job, 0), Transition::None);
-        assert_eq!(job.hub_reported_all(0, now()), Transition::None);
-        for rank in 0..2 {
-            job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
-            assert_eq!(job.agree(rank).is_some(), rank == 1);
-        }
-        let book = information_book(&job);
-        assert!(job.place(SettingsSummary::default(), vec![placed()], book));
-        assert_eq!(job.hub_allocated(0, "hash", (None, None), now()), Transition::Advanced);
-    }
-}
-
-#[test]
-fn ranks_connect_again_after_a_restart_while_others_are_missing() {
-    let mut before = job(2);
-    before.connect(&call(1, 1), now()).unwrap();
-    let mut after = restarted(&before);
-    assert!(after.status(now()).connected.is_empty());
-    // The first process to claim the rank has it.
-    after.connect(&call(1, 2), now()).unwrap();
-    after.connect(&call(0, 0), now()).unwrap();
-    assert_eq!(after.begin_initialising(hubs(1), &CoreBandwidth::Unneeded), Transition::Advanced);
-}
-
-#[test]
-fn a_restart_keeps_the_ranks_that_have_finished_without_a_hub() {
-    let options = JobOptions { hubs: Some(0), ..JobOptions::default() };
-    let request = CreateService { name: "x".into(), workers: 2, options };
-    let mut job = Job::new(0, request, Namespace([1; 16]), Nonce([2; 32]), Some(epoch()), now());
-    for rank in 0..2 {
-        job.connect(&call(rank, rank as u8), now()).unwrap();
-    }
-    assert_eq!(job.begin_initialising(Vec::new(), &CoreBandwidth::Unneeded), Transition::Advanced);
-    for rank in 0..2 {
-        job = restarted(&job);
-        let (incarnation, proof) = (process(rank as u8), Proof([0; 32]));
-        let call =
-            LeaveService { rank, incarnation, proof, reason: String::new(), finished: true, lost_hub: None };
-        let _ = job.leave(&call, "", now()).unwrap();
-    }
-    assert_eq!(job.state(), JobState::Finished);
-}
-
-#[test]
-fn a_restart_keeps_what_had_ended() {
-    let mut before = running(2, 1);
-    let counters = JobCounters { bytes_received: 5, ..JobCounters::default() };
-    before.hub_counted(0, counters, &[0, 3]);
-    let _ = fail_at(&mut before, 0, CauseKind::PeerLost, "rank 1 was lost");
-    let after = restarted(&restarted(&before));
-    assert_eq!(json(&after.status(now())), json(&before.status(now())));
-    assert_eq!(after.status(now()).connected.len(), 2);
-}
-
-#[test]
-fn a_record_without_ranks_and_hubs_ends_its_job() {
-    let mut record = running(2, 1).record(now());
-    record.members = None;
-    let (job, transition) = Job::restore(record, now());
-    assert_eq!(transition, Transition::Ended { stop: vec![] });
-    assert!(job.message().contains("which ranks and hubs the job had"), "{}", job.message());
-}
-
-fn json(value: &impl Serialize) -> String {
-    serde_json::to_string(value).unwrap()
-}
-
 #[test]
 fn the_information_book_shows_where_hubs_run() {
     let mut job = job(2);
@@ -610,122 +494,6 @@ fn a_job_has_the_checkpoints_that_all_its_hubs_have() {
     job.hub_kept(9, status(None));
     let reported = job.status(now()).checkpoints.unwrap();
     assert_eq!((reported.step, reported.failure.len()), (Some(10), 1024));
-}
-
-/// The launcher of a job whose workers have all left asks before the hubs have reported that.
-#[test]
-fn a_job_whose_workers_have_left_finishes_although_its_launcher_is_quicker_than_its_hubs() {
-    let mut job = running(2, 2);
-    let reason = "stopped: its workers ended without leaving".to_string();
-    let asked =
-        Transition::AskHubs { hubs: vec![0, 1], reason: reason.clone(), when: StopWhen::WorkersEnded };
-    assert_eq!(job.conclude(reason, now()), asked);
-    assert_eq!(job.state(), JobState::Running, "the hubs decide");
-    assert_eq!(finish(&mut job, 0), Transition::None);
-    assert_eq!(finish(&mut job, 1), Transition::Ended { stop: vec![] });
-    assert_eq!((job.state(), &*job.status(now()).message), (JobState::Finished, ""));
-    assert_eq!(job.check_time(later(1e6)), Transition::None);
-}
-
-#[test]
-fn the_first_report_of_a_hub_on_how_a_job_ended_is_final() {
-    let mut job = running(1, 2);
-    let _ = finish(&mut job, 0);
-    let reason = "stopped: its workers ended without leaving".to_string();
-    let asked = Transition::AskHubs { hubs: vec![1], reason: reason.clone(), when: StopWhen::WorkersEnded };
-    assert_eq!(job.conclude(reason, now()), asked);
-    // The hub was asked before its report had arrived, and does not know the job any more.
-    assert_eq!(fail_at(&mut job, 0, CauseKind::Hearsay, "stopped"), Transition::None);
-    assert!(matches!(finish(&mut job, 1), Transition::Ended { .. }));
-    assert_eq!(job.state(), JobState::Finished);
-}
-
-#[test]
-fn a_job_whose_workers_have_ended_fails_with_what_its_hubs_say() {
-    let mut job = running(2, 1);
-    let _ = job.conclude("stopped: its worker 0 exited with 1".into(), now());
-    let message = "rank 1 was lost: it has not been heard for 30 s";
-    assert!(matches!(fail_at(&mut job, 0, CauseKind::PeerLost, message), Transition::Ended { .. }));
-    assert_eq!(job.status(now()).message, message);
-}
-
-#[test]
-fn a_job_whose_hubs_do_not_answer_ends_with_the_reason_of_its_launcher() {
-    let mut job = running(2, 1);
-    let reason = "stopped: its workers ended without leaving";
-    let _ = job.conclude(reason.into(), now());
-    assert_eq!(job.check_time(later(359.0)), Transition::None);
-    assert_eq!(job.check_time(later(361.0)), Transition::Ended { stop: vec![0] });
-    assert_eq!(job.status(now()).message, reason);
-}
-
-#[test]
-fn a_job_that_no_hub_serves_yet_ends_with_its_workers() {
-    for mut job in [job(2), initialising(2, 1), placing(2, 1)] {
-        let _ = job.conclude("stopped: its workers ended without joining".into(), now());
-        assert_eq!(job.status(now()).message, "stopped: its workers ended without joining");
-        assert_eq!(job.state(), JobState::Failed);
-    }
-}
-
-#[test]
-fn an_announced_end_explains_the_ranks_that_are_lost_after_it() {
-    let mut job = running(2, 2);
-    let reason = "stopped: its launcher was interrupted by SIGTERM";
-    let hubs = vec![0, 1];
-    let asked = Transition::AskHubs { hubs, reason: reason.into(), when: StopWhen::WorkersEnding };
-    assert_eq!(job.announce(reason.into(), now()), asked);
-    assert!(!job.is_kept() && job.state() == JobState::Running);
-    job.hub_kept_last(0);
-    assert!(!job.is_kept());
-    job.hub_kept_last(1);
-    assert!(job.is_kept());
-    let _ = fail_at(&mut job, 1, CauseKind::PeerLost, "rank 0 was lost");
-    assert_eq!(job.status(now()).message, reason);
-    let _ = fail_at(&mut job, 0, CauseKind::GaveUp, "rank 1 gave up");
-    assert_eq!(job.status(now()).message, reason);
-}
-
-#[test]
-fn workers_that_leave_after_an_announced_end_finish_their_job() {
-    let mut job = running(2, 1);
-    let _ = job.announce("stopped: its launcher was interrupted by SIGTERM".into(), now());
-    assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
-    assert_eq!((job.state(), &*job.status(now()).message), (JobState::Finished, ""));
-}
-
-#[test]
-fn a_hub_that_shuts_down_is_named_although_another_hub_was_quicker_to_blame_a_rank() {
-    let mut job = running(2, 2);
-    let blamed = fail_at(
-        &mut job,
-        1,
-        CauseKind::PeerLost,
-        "rank 1 was lost: its connection ended without a leave message",
-    );
-    assert_eq!(blamed, Transition::Ended { stop: vec![0] });
-    assert_eq!(fail_at(&mut job, 0, CauseKind::Known, "the hub is shutting down"), Transition::Explained);
-    assert_eq!(
-        (job.status(now()).message.as_str(), phase(&job)),
-        ("the hub is shutting down", JobPhase::Cleared)
-    );
-    // Ranks that come late get the same message.
-    let refused = job.connect(&call(0, 0), now()).unwrap_err();
-    assert!(refused.message.contains("the hub is shutting down"), "{}", refused.message);
-}
-
-#[test]
-fn a_hub_that_was_cut_off_says_so_when_it_is_back_under_another_number() {
-    let mut job = running(2, 1);
-    let _ = job.conclude("stopped: its worker 0 exited with 1".into(), now());
-    let _ = lose(&mut job, 0, "hub 0 (10.0.0.0:7771) was lost");
-    assert_eq!(job.status(now()).message, "hub 0 (10.0.0.0:7771) was lost");
-    let reason = "the hub's interface eth1 (10.0.0.0) is down: it has lost its carrier";
-    let end = JobEnd { ago_s: 20.0, ..JobEnd::failed(job.namespace, reason.into(), CauseKind::Known) };
-    let shapes = hubs(2).into_iter().map(|(_, (shape, _))| shape).collect::<Vec<_>>();
-    assert_eq!(job.former_hub_ended(&shapes[1], &end, now()), Transition::None, "another hub");
-    assert_eq!(job.former_hub_ended(&shapes[0], &end, now()), Transition::Explained);
-    assert_eq!(job.status(now()).message, reason);
 }
 
 #[test]
