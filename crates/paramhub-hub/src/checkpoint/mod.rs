@@ -7,6 +7,7 @@ mod folder;
 mod load;
 mod manifest;
 mod run_record;
+mod statuses;
 mod tensors;
 mod write;
 mod writer_thread;
@@ -24,9 +25,8 @@ pub use run_record::NextStart;
 
 pub(crate) use folder::JobFolder;
 pub(crate) use load::{Loaded, Start, load};
-pub(crate) use writer_thread::{
-    CheckpointCommand, CheckpointStatuses, CheckpointTask, CheckpointWriter, NotifyOnDrop,
-};
+pub(crate) use statuses::CheckpointStatuses;
+pub(crate) use writer_thread::{CheckpointCommand, CheckpointTask, CheckpointWriter, NotifyOnDrop};
 
 /// The folder of a hub's checkpoints, and the number that are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
