@@ -1,10 +1,11 @@
 //! Hubs join, report, leave and are lost: the consequences for the jobs that they serve. What becomes of hubs that are
 //! not heard is in `silence`.
 
+use super::consequences::stop_command;
 use super::job::Transition;
 use super::job::cause::Cause;
 use super::job::job_hubs::describe_hub;
-use super::{Job, LogEvent, Membership, Now, Output, bounded, stop_command};
+use super::{Job, LogEvent, Membership, Now, Output, bounded};
 use crate::auth::Namespace;
 use crate::limits::CORES_MAX;
 use crate::service::{

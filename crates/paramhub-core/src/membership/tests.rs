@@ -11,7 +11,8 @@ use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, Imbalance, InterfaceShape};
 use crate::scheme::Plan;
 use crate::service::{
-    ConnectService, HubEvent, HubLabel, HubReport, JobEnd, JobOptions, RegisterHub, TeamQuotas,
+    ConnectService, CreateService, HubEvent, HubLabel, HubReport, JobEnd, JobOptions, RegisterHub, StopWhen,
+    TeamQuotas,
 };
 use crate::settings::Settings;
 use crate::teams::{TEAMS_MAX, TeamRecord};

@@ -4,7 +4,7 @@ use super::*;
 use crate::key::{Key, KeyTable};
 use crate::placement::Imbalance;
 use crate::scheme::Plan;
-use crate::service::{CauseKind, HubEvent, JobEnd, Presence};
+use crate::service::{CauseKind, HubEvent, JobEnd, Presence, StopWhen};
 use crate::settings::Settings;
 
 /// The hub that falls silent.
