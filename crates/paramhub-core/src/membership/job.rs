@@ -31,6 +31,7 @@ pub(super) mod new_standbys;
 #[cfg(test)]
 mod new_standbys_tests;
 mod rank_assignments;
+mod rank_texts;
 mod record;
 mod rendezvous;
 #[cfg(test)]

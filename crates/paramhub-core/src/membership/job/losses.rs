@@ -11,7 +11,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::cause::Cause;
-use super::rank_assignments::{RankHolder, Standing, describe_process, list_ranks_with_verb};
+use super::rank_assignments::{RankHolder, Standing};
+use super::rank_texts::{describe_process, list_ranks_with_verb};
 use super::{COME_BACK_S, Job, Transition};
 use crate::auth::Namespace;
 use crate::job_control::chosen_step;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::calls::{AnswersBySite, JobCall};
 use super::job_hubs::JobHub;
-use super::rank_assignments::{RankHolder, Standing, describe_process, list_ranks, list_ranks_with_verb};
+use super::rank_assignments::{RankHolder, Standing};
+use super::rank_texts::{describe_process, list_ranks, list_ranks_with_verb};
 use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
 use crate::auth::{Epoch, Incarnation, Purpose, StreamSecret};
 use crate::membership::hubs::{OfferedHub, check_place};

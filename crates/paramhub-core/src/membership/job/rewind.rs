@@ -13,7 +13,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::losses::MembershipChange;
-use super::rank_assignments::{Standing, list_ranks_with_verb};
+use super::rank_assignments::Standing;
+use super::rank_texts::list_ranks_with_verb;
 use super::{Job, Transition};
 use crate::membership::Now;
 use crate::service::{ConnectService, ErrorCode, JobState, ServiceError, refusal};

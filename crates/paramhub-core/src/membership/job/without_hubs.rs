@@ -3,7 +3,8 @@
 
 use crate::service::{ErrorCode, JobState, LeaveService, ServiceError};
 
-use super::rank_assignments::{RankHolder, list_ranks_with_verb};
+use super::rank_assignments::RankHolder;
+use super::rank_texts::list_ranks_with_verb;
 use super::{Job, JobPhase, Transition};
 use crate::membership::Now;
 
