@@ -21,7 +21,7 @@ use crate::requests_in_flight::RequestsInFlight;
 use crate::staging::{PLACES, Staging};
 
 /// The most frames of one write. Chunks of 32 KB reach WRITE_BYTES_MAX before.
-const BATCH_FRAMES: usize = 32;
+const BATCH_FRAMES: usize = 128;
 /// The maximum of waiting control frames: every change of hyperparameters that the inbox lets through, a
 /// release, a heartbeat, a request for a program state and a Leave message.
 const CONTROL_MAX: usize = RETUNES_MAX + 4;

@@ -67,8 +67,8 @@ pub(crate) enum Source {
     Spill,
 }
 
-/// Frames combined into one write.
-pub(crate) const BATCH_FRAMES: usize = 32;
+/// Frames combined into one write. Large chunks reach `WRITE_BYTES_MAX` before.
+pub(crate) const BATCH_FRAMES: usize = 128;
 
 /// A frame chosen for the next write.
 #[derive(Clone, Copy)]
