@@ -257,22 +257,31 @@ def report(arguments: argparse.Namespace, shapes: list, size: int, times: dict) 
         f"{arguments.model}: {len(shapes)} tensors, {4 * elements / 1e6:.1f} MB, {size} ranks, transport {transport}, "
         f"torch {torch.__version__}, {arguments.rounds} rounds"
     )
-    results = {}
-    for name, taken in times.items():
-        baseline = times.get(BASELINE.get(name, "gloo"))
-        ratio = statistics.median(b / t for b, t in zip(baseline, taken, strict=True)) if baseline else None
-        results[name] = {
-            "median_s": statistics.median(taken),
-            "min_s": min(taken),
-            "ratio": ratio,
-            "rounds_s": taken,
-        }
-        against = f"{ratio:5.2f} x {BASELINE.get(name, 'gloo')}" if ratio else ""
-        print(f"  {ROWS[name].__doc__:34} {1e3 * statistics.median(taken):8.1f} ms   {against}")
+    results = print_rows(ROWS, times, {name: BASELINE.get(name, "gloo") for name in times})
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"model": arguments.model, "ranks": size, "rows": results}, indent=1)
         )
+
+
+def print_rows(rows: dict, times: dict[str, list[float]], baselines: dict[str, str]) -> dict:
+    """Prints the times of each row, in milliseconds, and its ratio to its baseline where that was measured. Returns both."""
+    results = {}
+    for name, taken in times.items():
+        baseline = times.get(baselines[name])
+        ratios = [b / t for b, t in zip(baseline, taken, strict=True)] if baseline else []
+        results[name] = {
+            "median_s": statistics.median(taken),
+            "min_s": min(taken),
+            "ratio": statistics.median(ratios) if ratios else None,
+            "rounds_s": taken,
+        }
+        median, low, high = (1e3 * seconds for seconds in (statistics.median(taken), min(taken), max(taken)))
+        line = f"  {rows[name].__doc__:36} {median:8.1f} ms ({low:.1f} .. {high:.1f})"
+        if ratios:
+            line += f"   {statistics.median(ratios):5.2f} x {baselines[name]} ({min(ratios):.2f} .. {max(ratios):.2f})"
+        print(line)
+    return results
 
 
 def parse() -> argparse.Namespace:

@@ -12,7 +12,6 @@ medians over rounds.
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
 
@@ -142,19 +141,7 @@ def report(arguments: argparse.Namespace, times: dict[str, list[float]]) -> None
         f"{arguments.model}: {dist.get_world_size()} ranks, {1e3 * arguments.compute:.0f} ms of computation a step, "
         f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
     )
-    results = {}
-    for name, taken in times.items():
-        ratios = [baseline / ours for baseline, ours in zip(times[arguments.rows[0]], taken, strict=True)]
-        results[name] = {
-            "median_s": statistics.median(taken),
-            "ratio": statistics.median(ratios),
-            "rounds_s": taken,
-        }
-        print(
-            f"  {ROWS[name].__doc__:34} {1e3 * statistics.median(taken):8.1f} ms "
-            f"({1e3 * min(taken):.1f} .. {1e3 * max(taken):.1f})   {statistics.median(ratios):5.2f} x {arguments.rows[0]} "
-            f"({min(ratios):.2f} .. {max(ratios):.2f})"
-        )
+    results = exchange.print_rows(ROWS, times, dict.fromkeys(times, arguments.rows[0]))
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"model": arguments.model, "ranks": dist.get_world_size(), "rows": results}, indent=1)
