@@ -243,15 +243,26 @@ class Job:
         optimizer, ``out`` receives the mean (or sum) of all ranks' gradients.
 
         Nothing is copied if the tensors lie in memory of `gradient_tensor` and `parameter_tensor`, or if the hub is on
-        another host. ``out`` may be ``gradient`` itself. Until the handle has ended, it keeps both alive, and the caller must
-        not use them.
+        another host. ``out`` may be ``gradient`` itself, but must not overlap it otherwise. Until the handle has ended, it keeps
+        both alive, and the caller must not use them.
         """
-        key, sent = self._look(name, gradient, writable=False)
-        _, received = self._look(name, out, writable=True)
-        send, receive = (sent.address, sent.nbytes), (received.address, received.nbytes)
-        if send == receive:
-            return self._running().push_pull_in_place([key.number], [receive], received)
-        return self._running().push_pull([key.number], [send], [receive], (sent, received))
+        return self.push_pull_many([(name, gradient, out)])
+
+    def push_pull_many(self, exchanges: Iterable[tuple[str, Any, Any]]) -> Handle:
+        """`push_pull` for several tensors, each with its name, its gradient and its ``out``. The handle ends with the last.
+
+        It takes less time than a request for each, above all where the tensors are small. If one of the tensors cannot be
+        exchanged, this raises, and exchanges none.
+        """
+        keys, sends, receives, memories = [], [], [], []
+        for name, gradient, out in exchanges:
+            key, sent = self._look(name, gradient, writable=False)
+            _, received = self._look(name, out, writable=True)
+            keys.append(key.number)
+            sends.append((sent.address, sent.nbytes))
+            receives.append((received.address, received.nbytes))
+            memories.append((sent, received))
+        return self._running().push_pull(keys, sends, receives, memories)
 
     def push_factors(
         self, layer: str, inputs: Any, output_gradients: Any, weight_out: Any, bias_out: Any = None

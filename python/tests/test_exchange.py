@@ -39,6 +39,27 @@ def test_gradients_come_back_as_their_mean(hub: paramhub.Hub, transport: str) ->
             assert numpy.allclose(result["out"][name], expected, rtol=1e-6, atol=1e-7), name
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_tensors_are_exchanged_by_one_request_or_none(hub: paramhub.Hub, transport: str) -> None:
+    def work(job: paramhub.Job) -> list[numpy.ndarray]:
+        gradients = [numpy.full(elements, job.rank + elements, "f4") for elements in (1, 256, 70_000)]
+        outs = [numpy.zeros_like(gradients[0]), numpy.zeros_like(gradients[1]), gradients[2]]
+        names = [f"w{number}" for number in range(3)]
+        job.init(dict(zip(names, gradients, strict=True)))
+        with pytest.raises(paramhub.MisuseError, match="tensor 'w1' has 1024 bytes"):
+            job.push_pull_many([("w0", gradients[0], outs[0]), ("w1", gradients[0], outs[1])])
+        with pytest.raises(paramhub.MisuseError, match="w1"):
+            job.push_pull_many([("w0", gradients[0], outs[0]), *[("w1", gradients[1], outs[1])] * 2])
+        assert [job.next_step(name) for name in names] == [0, 0, 0]
+        job.push_pull_many(zip(names, gradients, outs, strict=True)).wait(TIMEOUT)
+        job.push_pull_many([]).wait(TIMEOUT)
+        return outs
+
+    for outs in in_threads(hub, 2, work, transport=transport):
+        for out in outs:
+            assert (out == len(out) + 0.5).all()
+
+
 def test_ranks_get_equal_bits(hub: paramhub.Hub) -> None:
     def work(job: paramhub.Job) -> bytes:
         gradient = numpy.random.default_rng(job.rank).normal(size=50_000).astype("f4")

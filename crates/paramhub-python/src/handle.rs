@@ -125,13 +125,6 @@ impl CompletionCounter {
         let _ = self.shared.operation.set(operation);
     }
 
-    /// Counts requests that could not be submitted.
-    pub(crate) fn refuse(&self, requests: usize, failure: &Failure) {
-        for _ in 0..requests {
-            self.count(Some(failure.clone()));
-        }
-    }
-
     /// Counts a request that has ended.
     pub(crate) fn count(&self, failure: Option<Failure>) {
         self.shared.count(failure);

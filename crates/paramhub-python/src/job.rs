@@ -62,8 +62,7 @@ impl Job {
         })
     }
 
-    /// Submits one request a key; the handle ends with the last. Requests after a refused one are not
-    /// submitted; then the handle fails when those before have ended.
+    /// Submits a request for all keys; the handle ends with the last. If one key is refused, nothing is submitted.
     fn submit_all(
         &self,
         py: Python<'_>,
@@ -71,18 +70,10 @@ impl Job {
         mut request: impl FnMut(usize) -> RegionRequest,
     ) -> PyResult<Handle> {
         let parts = self.parts(py)?;
-        let job = &parts.job;
-        let (counter, handle) = CompletionCounter::new(keys.len());
-        for (index, &key) in keys.iter().enumerate() {
-            match job.submit(key, request(index)) {
-                Ok(request) => counter.follow(&request),
-                Err(error) if index == 0 => return Err(errors::worker(py, &error)),
-                Err(error) => {
-                    counter.refuse(keys.len() - index, &Failure::Worker(error));
-                    break;
-                }
-            }
-        }
+        let (counter, handle) = CompletionCounter::new(1);
+        let requests = keys.iter().enumerate().map(|(index, &key)| (key, request(index)));
+        let submitted = parts.job.submit_many(requests).map_err(|error| errors::worker(py, &error))?;
+        counter.follow(&submitted);
         Ok(handle)
     }
 }
@@ -139,7 +130,8 @@ impl Job {
         })
     }
 
-    /// Contributes gradients from `sends` and receives the updated parameters into `receives`.
+    /// Contributes gradients from `sends` and receives the updated parameters into `receives`. The two ranges of a key may be
+    /// the same, but must not overlap otherwise.
     fn push_pull(
         &self,
         py: Python<'_>,
@@ -151,10 +143,13 @@ impl Job {
         check_lengths(py, &keys, &[sends.len(), receives.len()])?;
         self.parts(py)?.check_through_hubs(py, &keys)?;
         self.submit_all(py, &keys, |index| {
-            // SAFETY: as in `push`.
-            let send = unsafe { borrow(py, &owner, sends[index]) }.into_send();
             // SAFETY: as in `pull`.
-            RegionRequest::PushPull(send, unsafe { borrow(py, &owner, receives[index]) }.into_receive())
+            let receive = unsafe { borrow(py, &owner, receives[index]) }.into_receive();
+            if sends[index] == receives[index] {
+                return RegionRequest::PushPullInPlace(receive);
+            }
+            // SAFETY: as in `push`; ranges that differ do not overlap, as the caller of `push_pull` has promised.
+            RegionRequest::PushPull(unsafe { borrow(py, &owner, sends[index]) }.into_send(), receive)
         })
     }
 

@@ -9,7 +9,7 @@ use paramhub_kernels::shared;
 use crate::stream::{FrameSink, Landing, ReceiveError};
 
 /// Shorter payloads are copied through the caches.
-const STREAMED_BYTES_MIN: usize = 4 << 10;
+const STREAMED_BYTES_MIN: usize = 512;
 
 /// The state of the receiving side of a stream between two reads.
 #[derive(Debug)]

@@ -11,6 +11,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use bytemuck::Pod;
@@ -343,15 +344,18 @@ impl RawBytes {
 /// dropped never signals a scope whose stack is gone.
 #[derive(Debug, Default)]
 struct Outstanding {
-    regions: Mutex<usize>,
+    regions: AtomicUsize,
+    /// Held while the scope looks at the count and begins to wait, and to tell it that none is left.
+    waiting: Mutex<()>,
     none: Condvar,
 }
 
 impl Outstanding {
     fn wait_for_none(&self) {
-        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        while *regions > 0 {
-            regions = self.none.wait(regions).unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        // Acquire: what the threads did with the memory happened before they dropped their regions.
+        while self.regions.load(Ordering::Acquire) > 0 {
+            waiting = self.none.wait(waiting).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -361,16 +365,15 @@ struct Lease(Arc<Outstanding>);
 
 impl Lease {
     fn new(outstanding: &Arc<Outstanding>) -> Self {
-        *outstanding.regions.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        outstanding.regions.fetch_add(1, Ordering::Relaxed);
         Lease(Arc::clone(outstanding))
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut regions = self.0.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        *regions -= 1;
-        if *regions == 0 {
+        if self.0.regions.fetch_sub(1, Ordering::Release) == 1 {
+            let _waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
             self.0.none.notify_all();
         }
     }

@@ -42,14 +42,15 @@ impl WorkerArena {
     }
 
     /// Claims the places that a request's chunks pass through on their way to or from memory elsewhere, so
-    /// that no tensor can be taken there meanwhile; `None` if one of the places is taken.
+    /// that no tensor can be taken there meanwhile. The inner option is `None` if they pass through no place, and the outer
+    /// one if one of the places is taken.
     pub(crate) fn claim(
         &self,
         key: u32,
         request: Request,
         send: Option<&[u8]>,
         receive: Option<&[u8]>,
-    ) -> Option<[Option<Tensor>; 2]> {
+    ) -> Option<Option<Box<[Option<Tensor>; 2]>>> {
         let (gradient, parameters) = (self.layout.gradient(key), self.layout.parameters(key));
         let from = if request == Request::Initialise { parameters.clone() } else { gradient };
         let into = parameters.start..if self.common.is_some() { parameters.start } else { parameters.end };
@@ -59,7 +60,9 @@ impl WorkerArena {
             }
             _ => Some(None),
         };
-        Some([claim(send, from)?, claim(receive, into)?])
+        let claims = [claim(send, from)?, claim(receive, into)?];
+        let any = claims.iter().any(Option::is_some);
+        Some(any.then(|| Box::new(claims)))
     }
 
     /// Memory for a key's gradient; `None` if it is taken.

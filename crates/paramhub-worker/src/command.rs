@@ -9,7 +9,8 @@ use paramhub_core::wire::Failure;
 use paramhub_transport::runtime::Inbox;
 
 use crate::error::WorkerError;
-use crate::handle::Ticket;
+use crate::handle::{RequestBuffers, Ticket};
+use crate::steps::KeyClaim;
 
 /// The maximum of hyperparameter changes that wait: as many as a hub remembers.
 pub(crate) const RETUNES_MAX: usize = 64;
@@ -18,10 +19,9 @@ pub(crate) const RETUNE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One command for the I/O thread.
 pub(crate) enum JobCommand {
-    Request {
-        key: u32,
-        request: Request,
-        step: u32,
+    /// Requests of one key or several, which end together.
+    Requests {
+        requests: Vec<KeyRequest>,
         ticket: Ticket,
     },
     /// The request of a layer's factors; `block` is the number of the layer's block.
@@ -29,8 +29,9 @@ pub(crate) enum JobCommand {
         block: usize,
         samples: u32,
         step: u32,
-        /// The ticket of the weight, and of the bias if there is one.
-        tickets: Box<(Ticket, Option<Ticket>)>,
+        weight: Box<(RequestBuffers, Ticket)>,
+        /// `None` where the layer has no bias.
+        bias: Option<Box<(RequestBuffers, Ticket)>>,
     },
     Retune(HyperparameterChange),
     AwaitNorm {
@@ -57,6 +58,14 @@ pub(crate) enum JobCommand {
         error: WorkerError,
         announced: Failure,
     },
+}
+
+/// A request of one key, which was checked and has claimed the key.
+pub(crate) struct KeyRequest {
+    pub(crate) key: u32,
+    pub(crate) request: Request,
+    pub(crate) claim: KeyClaim,
+    pub(crate) buffers: RequestBuffers,
 }
 
 /// A change of a group's hyperparameters.

@@ -95,23 +95,24 @@ pub(crate) type RequestCompletion = Completion<RequestBuffers, WorkerError>;
 /// The I/O thread's end of a request.
 pub(crate) type Ticket = Completer<RequestBuffers, WorkerError>;
 
-/// The buffers of a request.
+/// The buffers of a request, and what it brings besides. What few requests have is boxed, because a job has as many of these
+/// as keys, and reads them for every frame.
 #[derive(Debug, Default)]
 pub(crate) struct RequestBuffers {
     pub(crate) send: Option<SendRegion>,
     pub(crate) receive: Option<ReceiveRegion>,
     /// The output gradients of a request of factors; `send` has the inputs.
-    pub(crate) output_gradients: Option<SendRegion>,
+    pub(crate) output_gradients: Option<Box<SendRegion>>,
+    /// The places in the arena that the request passes through and holds until it ends; `None` if it passes through none.
+    pub(crate) claims: Option<Box<[Option<Tensor>; 2]>>,
     /// Whether the gradient is sent from the buffer that the parameters are received into.
     pub(crate) is_in_place: bool,
-    /// The places in the arena that the request passes through and holds until it ends.
-    pub(crate) claims: [Option<Tensor>; 2],
     /// For optimizer state sent or received: the number of updates that its least updated chunk has had.
     pub(crate) updates: u64,
     /// The norm of a step's mean gradient.
     pub(crate) norm: f64,
     /// The program state that was asked for, if the hub has it.
-    pub(crate) program_state: Option<Vec<u8>>,
+    pub(crate) program_state: Option<Box<Vec<u8>>>,
 }
 
 impl RequestBuffers {
@@ -122,18 +123,18 @@ impl RequestBuffers {
             _ => self.send.as_ref().map(SendRegion::bytes),
         }
     }
+}
 
-    /// Both ends of a request. The handle gets owned buffers back (`keep`); borrowed ones are dropped before
-    /// the end is announced.
-    pub(crate) fn ticket(self, keep: bool, if_lost: WorkerError) -> (Ticket, Arc<RequestCompletion>) {
-        let release: fn(&mut RequestBuffers) = match keep {
-            true => |_| {},
-            false => |buffers| {
-                *buffers = RequestBuffers { updates: buffers.updates, ..RequestBuffers::default() };
-            },
-        };
-        Completer::new(self, release, if_lost)
-    }
+/// Both ends of a request. If the request `keeps_buffers`, its handle gets them back; otherwise they are dropped before the
+/// end is announced.
+pub(crate) fn new_request(keeps_buffers: bool, if_lost: WorkerError) -> (Ticket, Arc<RequestCompletion>) {
+    let release: fn(&mut RequestBuffers) = match keeps_buffers {
+        true => |_| {},
+        false => |buffers| {
+            *buffers = RequestBuffers { updates: buffers.updates, ..RequestBuffers::default() };
+        },
+    };
+    Completer::new(RequestBuffers::default(), release, if_lost)
 }
 
 #[cfg(test)]
@@ -148,9 +149,8 @@ mod tests {
     }
 
     fn owned() -> (Ticket, Handle<Vec<f32>, ()>) {
-        let buffers =
-            RequestBuffers { send: Some(SendRegion::owned(vec![1.0_f32, 2.0])), ..Default::default() };
-        let (ticket, completion) = buffers.ticket(true, lost());
+        let (mut ticket, completion) = new_request(true, lost());
+        ticket.value.send = Some(SendRegion::owned(vec![1.0_f32, 2.0]));
         (ticket, Handle::new(completion, |buffers| (buffers.send.unwrap().into_owned().unwrap(), ())))
     }
 
@@ -180,10 +180,10 @@ mod tests {
             let mut out = [0.0_f32; 2];
             // `lend` returns after the region is dropped.
             let handle: Handle<(), ()> = paramhub_transport::lend(|lending| {
-                let buffers =
-                    RequestBuffers { receive: Some(lending.receive(&mut out)), ..Default::default() };
-                let (mut ticket, completion) = buffers.ticket(false, lost());
-                ticket.value.receive.as_mut().unwrap().bytes_mut().fill(1);
+                let (mut ticket, completion) = new_request(false, lost());
+                let mut receive = lending.receive(&mut out);
+                receive.bytes_mut().fill(1);
+                ticket.value.receive = Some(receive);
                 ticket.finish(Ok(())).unwrap();
                 Handle::new(completion, |_| ((), ()))
             });
@@ -201,8 +201,9 @@ mod tests {
         let lender = std::thread::spawn(move || {
             let out = [0.0_f32; 2];
             paramhub_transport::lend(|lending| {
-                let buffers = RequestBuffers { send: Some(lending.send(&out)), ..Default::default() };
-                give.send(buffers.ticket(false, lost())).unwrap();
+                let (mut ticket, completion) = new_request(false, lost());
+                ticket.value.send = Some(lending.send(&out));
+                give.send((ticket, completion)).unwrap();
             });
             returned.send(()).unwrap();
         });

@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::chunk::ChunkId;
 use paramhub_core::liveness::{LivenessChange, LivenessRules, OwnPauses};
+use paramhub_core::placement::Placement;
 use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::wire::Release;
 use paramhub_core::worker_job::{CommandsTaken, FailureCause, WorkerJob};
 use paramhub_transport::runtime::{become_io_thread, panic_message};
 use paramhub_transport::{Events, Interest, Poller, ReceiveError, Scratch, Stream, Waker};
 
-use crate::command::{HyperparameterChange, JobCommand};
+use crate::command::{HyperparameterChange, JobCommand, KeyRequest};
 use crate::error::WorkerError;
 use crate::inbound::{FrameFault, InboundSink};
 use crate::lane::{ControlFrame, Lane};
@@ -121,14 +122,23 @@ impl IoLoop {
         self.in_flight.fail_all(&reason);
         for command in self.commands.drain(..).chain(queued) {
             let ticket = match command {
-                JobCommand::Request { key, ticket, .. } => {
-                    shared.steps.release(key);
+                JobCommand::Requests { requests, mut ticket } => {
+                    // Only a request of one key may give its buffers back.
+                    for KeyRequest { key, buffers, .. } in requests {
+                        shared.steps.release(key);
+                        ticket.value = buffers;
+                    }
                     ticket
                 }
-                JobCommand::Factors { block, tickets, .. } => {
-                    let (weight, bias) = *tickets;
+                JobCommand::Factors { block, weight, bias, .. } => {
                     shared.blocks[block].keys().for_each(|key| shared.steps.release(key));
+                    let [weight, bias] = [Some(weight), bias].map(|of_key| {
+                        let (buffers, mut ticket) = *of_key?;
+                        ticket.value = buffers;
+                        Some(ticket)
+                    });
                     let _ = bias.map(|bias| bias.finish(Err(reason.clone())));
+                    let Some(weight) = weight else { continue };
                     weight
                 }
                 JobCommand::AwaitNorm { ticket, .. }
@@ -214,12 +224,16 @@ impl IoLoop {
         self.in_flight.shared.inbox.take(&mut self.commands);
         while let Some(command) = self.commands.pop_front() {
             match command {
-                JobCommand::Request { key, request, step, ticket } => {
-                    let chunks = self.in_flight.begin(key, request, step, ticket);
-                    chunks.for_each(|chunk| self.mark_ready(chunk));
+                JobCommand::Requests { requests, ticket } => {
+                    let IoLoop { in_flight, lanes, lane_of, .. } = self;
+                    let begun = in_flight.begin(requests, ticket, |placement, chunks| {
+                        chunks.for_each(|chunk| mark_ready(lanes, lane_of, placement, chunk));
+                    });
+                    begun.map_err(|message| self.callback_panicked(message))?;
                 }
-                JobCommand::Factors { block, samples, step, tickets } => {
-                    let chunk = self.in_flight.begin_block(block, samples, step, *tickets);
+                JobCommand::Factors { block, samples, step, weight, bias } => {
+                    let bias = bias.map(|bias| *bias);
+                    let chunk = self.in_flight.begin_block(block, samples, step, *weight, bias);
                     self.mark_ready(chunk);
                 }
                 JobCommand::Retune(change) => {
@@ -242,10 +256,8 @@ impl IoLoop {
                     self.in_flight.shared.inbox.uncount();
                 }
                 JobCommand::AwaitNorm { step, ticket } => {
-                    self.in_flight.await_norm(step, ticket).map_err(|message| {
-                        let who = self.in_flight.shared.who.clone();
-                        WorkerError::Callback { who, message }
-                    })?;
+                    let awaited = self.in_flight.await_norm(step, ticket);
+                    awaited.map_err(|message| self.callback_panicked(message))?;
                 }
                 JobCommand::Release { step, factor } => self.release(step, factor),
                 JobCommand::SaveProgramState { state, ticket } => {
@@ -271,9 +283,7 @@ impl IoLoop {
 
     /// Lets a chunk leave by the stream of its route.
     fn mark_ready(&mut self, chunk: ChunkId) {
-        let (route, slot) = self.in_flight.placement.locate(chunk).expect("every chunk has a place");
-        let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
-        self.lanes[usize::from(lane)].mark_ready(slot);
+        mark_ready(&mut self.lanes, &self.lane_of, &self.in_flight.placement, chunk);
     }
 
     /// The lane by which program states are exchanged.
@@ -425,8 +435,19 @@ impl IoLoop {
         }
     }
 
+    fn callback_panicked(&self, message: Arc<str>) -> WorkerError {
+        WorkerError::Callback { who: self.in_flight.shared.who.clone(), message }
+    }
+
     fn internal(&self, error: &std::io::Error) -> WorkerError {
         let who = self.in_flight.shared.who.clone();
         WorkerError::System { who, what: "wait for its streams", reason: error.to_string().into() }
     }
+}
+
+/// Lets a chunk leave by the stream of its route.
+fn mark_ready(lanes: &mut [Lane], lane_of: &[Option<u16>], placement: &Placement, chunk: ChunkId) {
+    let (route, slot) = placement.locate(chunk).expect("every chunk has a place");
+    let lane = lane_of[usize::from(route)].expect("a route with chunks has a lane");
+    lanes[usize::from(lane)].mark_ready(slot);
 }

@@ -277,6 +277,18 @@ impl Job {
         self.shared.submit(key, request, false, |_| ((), ()))
     }
 
+    /// [`submit`](Self::submit) for several keys, as one request: it is handed over at once, and its handle ends with the
+    /// last key. The regions of a key are dropped when that key is answered.
+    ///
+    /// # Errors
+    /// If one of the requests is refused; then none is made.
+    pub fn submit_many(
+        &self,
+        requests: impl IntoIterator<Item = (u32, RegionRequest)>,
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.shared.submit_many(requests)
+    }
+
     /// Calls `f` with a [`Scope`], through which requests borrow slices instead of taking buffers. Returns
     /// when every request made in it has ended, however `f` ends.
     pub fn scope<'env, F, R>(&self, f: F) -> R
@@ -307,16 +319,13 @@ impl Job {
             )));
         }
         self.shared.check_has_parameters()?;
-        self.scope(|scope| {
-            let handles: Vec<_> = parameters
-                .iter_mut()
-                .zip(0..)
-                .map(|(parameters, key)| match (self.rank(), self.resumed_step()) {
-                    (0, None) => scope.initialise(key, &*parameters.as_mut(), version),
-                    _ => scope.pull(key, parameters.as_mut()),
-                })
-                .collect::<Result<_, _>>()?;
-            handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
+        let sends = self.rank() == 0 && self.resumed_step().is_none();
+        paramhub_transport::lend(|lending| {
+            let requests = parameters.iter_mut().zip(0..).map(|(parameters, key)| match sends {
+                true => (key, RegionRequest::Initialise(lending.send(parameters.as_mut()), version)),
+                false => (key, RegionRequest::Pull(lending.receive(parameters.as_mut()))),
+            });
+            self.submit_many(requests)?.wait().map(drop)
         })
     }
 

@@ -54,6 +54,7 @@ mod options;
 mod program_state;
 mod quantisation;
 mod region_request;
+mod request_groups;
 mod requests_in_flight;
 mod resume;
 mod scope;

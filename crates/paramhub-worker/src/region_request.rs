@@ -1,14 +1,16 @@
 //! Requests over regions of memory. This file checks a request, claims its key and hands it to the I/O
 //! thread.
 
+use std::sync::Arc;
+
 use paramhub_core::key::Key;
 use paramhub_core::limits::STATE_UPDATES_MAX;
 use paramhub_core::requests::Request;
 use paramhub_transport::{ReceiveRegion, SendRegion};
 
-use crate::command::JobCommand;
+use crate::command::{JobCommand, KeyRequest};
 use crate::error::WorkerError;
-use crate::handle::{Handle, RequestBuffers};
+use crate::handle::{Handle, RequestBuffers, RequestCompletion, new_request};
 use crate::job::Shared;
 
 /// A request over regions of memory, for bindings whose buffers are neither owned nor borrowed Rust slices.
@@ -48,6 +50,51 @@ impl Shared {
         keeps_buffers: bool,
         unpack: fn(RequestBuffers) -> (G, P),
     ) -> Result<Handle<G, P>, WorkerError> {
+        let request = self.claim(key, request)?;
+        Ok(Handle::new(self.hand_over(vec![request], keeps_buffers)?, unpack))
+    }
+
+    /// Checks all requests, claims their keys and hands them to the I/O thread together. If one is refused, none is
+    /// made. The buffers are dropped when the request of their key ends.
+    pub(crate) fn submit_many(
+        &self,
+        requests: impl IntoIterator<Item = (u32, RegionRequest)>,
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        let requests = requests.into_iter();
+        let mut claimed = Vec::with_capacity(requests.size_hint().0);
+        for (key, request) in requests {
+            match self.claim(key, request) {
+                Ok(request) => claimed.push(request),
+                Err(error) => {
+                    claimed.iter().for_each(|request| self.steps.undo(request.key, request.claim));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(Handle::new(self.hand_over(claimed, false)?, |_| ((), ())))
+    }
+
+    /// Hands requests whose keys are claimed to the I/O thread; they end together.
+    fn hand_over(
+        &self,
+        requests: Vec<KeyRequest>,
+        keeps_buffers: bool,
+    ) -> Result<Arc<RequestCompletion>, WorkerError> {
+        let if_lost = WorkerError::Left { who: self.who.clone() };
+        let (ticket, completion) = new_request(keeps_buffers, if_lost);
+        match self.inbox.offer(JobCommand::Requests { requests, ticket }) {
+            Ok(()) => Ok(completion),
+            Err((refused, error)) => {
+                if let JobCommand::Requests { requests, .. } = refused {
+                    requests.iter().for_each(|request| self.steps.undo(request.key, request.claim));
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Checks a request and claims its key.
+    fn claim(&self, key: u32, request: RegionRequest) -> Result<KeyRequest, WorkerError> {
         let table_key = self.find(key)?;
         if matches!(request, RegionRequest::PushPullShared(_) | RegionRequest::PullShared) {
             self.check_shares_parameters()?;
@@ -119,14 +166,7 @@ impl Shared {
                 ))
             })?;
         }
-        let (ticket, completion) = buffers.ticket(keeps_buffers, WorkerError::Left { who: self.who.clone() });
-        match self.inbox.put(JobCommand::Request { key, request, step: claim.step, ticket }) {
-            Ok(()) => Ok(Handle::new(completion, unpack)),
-            Err(error) => {
-                self.steps.undo(key, claim);
-                Err(error)
-            }
-        }
+        Ok(KeyRequest { key, request, claim, buffers })
     }
 
     /// Finds the entry of the key table at a position.

@@ -14,12 +14,14 @@ use paramhub_core::settings::Settings;
 use paramhub_core::wire::{FACTORS_HEAD_BYTES, Factors, Header, Operation, State};
 
 use crate::arena::WorkerArena;
+use crate::command::KeyRequest;
 use crate::error::WorkerError;
-use crate::handle::Ticket;
+use crate::handle::{RequestBuffers, Ticket};
 use crate::job::Shared;
 use crate::norms::NormStatus;
 use crate::program_state::ProgramStatesInFlight;
 use crate::quantisation::QuantisationState;
+use crate::request_groups::{EndedGroup, GroupId, RequestGroups};
 
 /// Everything about the job's requests that does not belong to one stream.
 pub(crate) struct RequestsInFlight {
@@ -35,7 +37,8 @@ pub(crate) struct RequestsInFlight {
     /// The number of steps after which the residuals of quantised keys start again from zero.
     residuals_begin_every: Option<NonZeroU32>,
     /// The request of each key, if one is under way.
-    tickets: Vec<Option<Ticket>>,
+    keys: Vec<Option<KeyUnderway>>,
+    groups: RequestGroups,
     /// The number of keys whose request is under way.
     underway: usize,
     /// Present only in a job with two-phase steps.
@@ -51,6 +54,13 @@ pub(crate) struct RequestsInFlight {
     /// Scratch memory of one chunk for conversions whose source or target is not aligned f32; empty if no
     /// key's values are converted.
     pub(crate) exact: Vec<f32>,
+}
+
+/// The request of a key.
+struct KeyUnderway {
+    buffers: RequestBuffers,
+    /// The group with which the request ends.
+    group: GroupId,
 }
 
 impl RequestsInFlight {
@@ -78,7 +88,8 @@ impl RequestsInFlight {
             placement,
             arena,
             codecs,
-            tickets: std::iter::repeat_with(|| None).take(dtypes.len()).collect(),
+            keys: std::iter::repeat_with(|| None).take(dtypes.len()).collect(),
+            groups: RequestGroups::default(),
             dtypes,
             underway: 0,
             norms: settings.is_two_phase().then(|| Norms::new(lanes)),
@@ -91,42 +102,51 @@ impl RequestsInFlight {
         }
     }
 
-    /// Starts a request whose key was claimed, and returns the chunks to send.
+    /// Starts requests that end together, whose keys were claimed. Calls `ready` with the chunks to send of each.
     pub(crate) fn begin(
         &mut self,
-        key: u32,
-        request: Request,
-        step: u32,
+        requests: Vec<KeyRequest>,
         ticket: Ticket,
-    ) -> std::ops::Range<ChunkId> {
-        let chunks = self.requests.begin(key, request, step).expect("a claimed key has no other request");
-        self.tickets[key as usize] = Some(ticket);
-        self.quantised.begin(chunks.clone());
+        mut ready: impl FnMut(&Placement, std::ops::Range<ChunkId>),
+    ) -> Result<(), Arc<str>> {
+        if requests.is_empty() {
+            return ticket.finish(Ok(()));
+        }
+        let group = self.groups.begin(requests.len(), ticket);
+        for KeyRequest { key, request, claim, buffers } in requests {
+            let chunks = self.requests.begin(key, request, claim.step);
+            let chunks = chunks.expect("a claimed key has no other request");
+            self.begin_key(key, buffers, group);
+            self.quantised.begin(chunks.clone());
+            ready(&self.placement, chunks);
+        }
+        Ok(())
+    }
+
+    fn begin_key(&mut self, key: u32, buffers: RequestBuffers, group: GroupId) {
+        self.keys[key as usize] = Some(KeyUnderway { buffers, group });
         self.underway += 1;
         if self.underway == 1 {
             self.shared.counters.set_in_flight(true);
         }
-        chunks
     }
 
-    /// Starts the request of a factor block whose keys were claimed, with the tickets of its weight and bias.
-    /// The factors of `samples` samples travel. Returns the chunk that stands for the block.
+    /// Starts the request of a factor block whose keys were claimed, with the buffers and tickets of its weight and
+    /// bias. The factors of `samples` samples travel. Returns the chunk that stands for the block.
     pub(crate) fn begin_block(
         &mut self,
         block: usize,
         samples: u32,
         step: u32,
-        (weight, bias): (Ticket, Option<Ticket>),
+        weight: (RequestBuffers, Ticket),
+        bias: Option<(RequestBuffers, Ticket)>,
     ) -> ChunkId {
         let started = self.requests.begin_block(block, samples, step);
         let chunk = started.expect("claimed keys have no other request");
-        if self.underway == 0 {
-            self.shared.counters.set_in_flight(true);
-        }
         let keys = self.shared.blocks[block].keys();
-        for (key, ticket) in keys.zip([weight].into_iter().chain(bias)) {
-            self.tickets[key as usize] = Some(ticket);
-            self.underway += 1;
+        for (key, (buffers, ticket)) in keys.zip([weight].into_iter().chain(bias)) {
+            let group = self.groups.begin(1, ticket);
+            self.begin_key(key, buffers, group);
         }
         chunk
     }
@@ -134,15 +154,15 @@ impl RequestsInFlight {
     /// Writes a piece of a block to `wire`: a head, then its output gradients, then its inputs.
     pub(crate) fn put_piece(&self, id: PieceId, piece: &Piece, wire: &mut [u8]) {
         let block = &self.shared.blocks[id.block];
-        let ticket = self.tickets[block.weight as usize].as_ref().expect("a block to send has a request");
+        let buffers = self.buffers(block.weight);
         let bytes = block.codec.bytes();
         let (head, values) = wire.split_at_mut(FACTORS_HEAD_BYTES);
         head.copy_from_slice(&Factors::head(id.samples, id.number));
         let (gradients, inputs) = values.split_at_mut(piece.output_gradients.len() * bytes);
-        let regions = [&ticket.value.output_gradients, &ticket.value.send];
+        let regions = [buffers.output_gradients.as_deref(), buffers.send.as_ref()];
         let parts = [(gradients, &piece.output_gradients), (inputs, &piece.inputs)];
         for (region, (part, range)) in regions.into_iter().zip(parts) {
-            let source = region.as_ref().expect("a block's request has both factors").bytes();
+            let source = region.expect("a block's request has both factors").bytes();
             part.copy_from_slice(&source[range.start * bytes..range.end * bytes]);
         }
     }
@@ -167,8 +187,8 @@ impl RequestsInFlight {
     /// is not encoded again, because each encoding changes the residual. If the request initialises the key,
     /// takes the initial parameters as this worker's copy.
     pub(crate) fn prepare(&mut self, header: &Header, extent: &Extent) {
-        let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
-        let source = ticket.value.sent_from().unwrap_or(&[]);
+        let source =
+            self.keys[extent.key as usize].as_ref().and_then(|key| key.buffers.sent_from()).unwrap_or(&[]);
         if header.codec.is_quantised() {
             if self.residuals_begin_every.is_some_and(|every| header.step.is_multiple_of(every.get())) {
                 self.quantised.forget(header.chunk, extent);
@@ -192,9 +212,7 @@ impl RequestsInFlight {
 
     /// Applies an answer that encodes the difference between a chunk's new parameters and this worker's.
     pub(crate) fn take_change(&mut self, extent: &Extent, payload: &[u8]) {
-        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
-        let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
-        let target = &mut region.bytes_mut()[extent.byte_range(Codec::F32)];
+        let target = received_into(&mut self.keys, extent, Codec::F32);
         self.quantised.decode(extent, payload, target, &mut self.exact);
     }
 
@@ -202,54 +220,48 @@ impl RequestsInFlight {
     /// become this worker's copy.
     pub(crate) fn took_whole(&mut self, extent: &Extent) {
         if self.codecs[extent.key as usize].is_quantised() {
-            let ticket =
-                self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
-            let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
-            self.quantised.adopt(extent, &region.bytes_mut()[extent.byte_range(Codec::F32)]);
+            self.quantised.adopt(extent, received_into(&mut self.keys, extent, Codec::F32));
         }
     }
 
     /// Returns the bytes in the user's memory that a chunk is sent or encoded from; none for a pull.
     pub(crate) fn source(&self, extent: &Extent) -> &[u8] {
-        let bytes = self.user_bytes(extent.key);
+        // A pull sends nothing.
+        let bytes = self.buffers(extent.key).sent_from().unwrap_or(&[]);
         if bytes.is_empty() { bytes } else { &bytes[extent.byte_range(self.codecs(extent.key).1)] }
     }
 
     /// Returns the number of updates that a chunk has had, and its initial optimizer state as f32.
     pub(crate) fn state_source(&self, extent: &Extent) -> (u64, &[u8]) {
-        let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
-        (ticket.value.updates, &self.user_bytes(extent.key)[extent.byte_range(Codec::F32)])
+        let buffers = self.buffers(extent.key);
+        (buffers.updates, &buffers.sent_from().unwrap_or(&[])[extent.byte_range(Codec::F32)])
     }
 
-    /// Returns all bytes in the user's memory that a key's request sends; none for a pull.
-    fn user_bytes(&self, key: u32) -> &[u8] {
-        let ticket = self.tickets[key as usize].as_ref().expect("a chunk to send has a request");
-        ticket.value.sent_from().unwrap_or(&[])
+    /// The buffers of a key that has chunks to send.
+    fn buffers(&self, key: u32) -> &RequestBuffers {
+        &self.keys[key as usize].as_ref().expect("a chunk to send has a request").buffers
     }
 
     /// Copies a chunk's optimizer state, which was expected, to the request's buffer. The request's number of
     /// updates becomes the least of all its chunks.
     pub(crate) fn take_state(&mut self, extent: &Extent, state: &State<'_>) {
-        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
-        let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
-        region.bytes_mut()[extent.byte_range(Codec::F32)].copy_from_slice(state.values);
-        ticket.value.updates = ticket.value.updates.min(state.updates);
+        received_into(&mut self.keys, extent, Codec::F32).copy_from_slice(state.values);
+        let updates = &mut answered(&mut self.keys, extent.key).updates;
+        *updates = state.updates.min(*updates);
     }
 
     /// Returns the user's memory for a chunk's new parameters. An answer is expected only for a chunk that
     /// was sent whole, so a gradient exchanged in place has been read by then.
     pub(crate) fn destination(&mut self, extent: &Extent) -> &mut [u8] {
-        let range = extent.byte_range(self.codecs(extent.key).1);
-        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
-        let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
-        &mut region.bytes_mut()[range]
+        let (_, lies_as) = self.codecs(extent.key);
+        received_into(&mut self.keys, extent, lies_as)
     }
 
     /// Copies a chunk's new parameters from the arena to the request's buffer, if the buffer lies elsewhere.
     pub(crate) fn collect(&mut self, extent: &Extent) {
         let range = extent.byte_range(self.codecs(extent.key).1);
-        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
-        if let (Some(region), Some(arena)) = (&mut ticket.value.receive, &self.arena) {
+        if let (Some(region), Some(arena)) = (&mut answered(&mut self.keys, extent.key).receive, &self.arena)
+        {
             arena.take(extent, &mut region.bytes_mut()[range]);
         }
     }
@@ -261,9 +273,6 @@ impl RequestsInFlight {
         if request == Request::Pull || (may_jump && !request.is_of_state()) {
             self.shared.steps.adopt(key, version);
         }
-        // Count before announcing the end, so that a caller who sees the end finds the request counted.
-        self.count_received();
-        self.shared.counters.finished_one();
         if request == Request::Factors
             && let Some(bias) =
                 self.shared.blocks.iter().find_map(|block| block.bias.filter(|_| block.weight == key))
@@ -338,7 +347,7 @@ impl RequestsInFlight {
 
     /// Fails every request under way. Ignores panics of callbacks, for the job has failed already.
     pub(crate) fn fail_all(&mut self, error: &WorkerError) {
-        for key in 0..self.tickets.len() as u32 {
+        for key in 0..self.keys.len() as u32 {
             let _ = self.end(key, Err(error.clone()));
         }
         for (_, ticket) in std::mem::take(&mut self.norm_waits) {
@@ -347,11 +356,12 @@ impl RequestsInFlight {
         self.program_states.fail_all(&self.shared.program_states, error);
     }
 
-    /// Ends a key's request, if it has one. Fails with a callback's panic.
+    /// Ends a key's request, if it has one, and its group if all of the group's keys have ended. Fails with a callback's
+    /// panic.
     fn end(&mut self, key: u32, outcome: Result<(), WorkerError>) -> Result<(), Arc<str>> {
-        let Some(mut ticket) = self.tickets[key as usize].take() else { return Ok(()) };
+        let Some(KeyUnderway { mut buffers, group }) = self.keys[key as usize].take() else { return Ok(()) };
         // The handle of a request that has ended must not keep its places in the arena.
-        ticket.value.claims = Default::default();
+        buffers.claims = None;
         self.underway -= 1;
         if self.underway == 0 {
             self.shared.counters.set_in_flight(false);
@@ -359,6 +369,23 @@ impl RequestsInFlight {
         // Release the key before finishing the handle: a caller who sees the end may use the key again at
         // once.
         self.shared.steps.release(key);
+        let Some(EndedGroup { ticket, keys }) = self.groups.end_key(group, buffers) else { return Ok(()) };
+        if outcome.is_ok() {
+            // Count before announcing the end, so that a caller who sees the end finds the requests counted.
+            self.count_received();
+            self.shared.counters.finished(keys);
+        }
         ticket.finish(outcome)
     }
+}
+
+/// The buffers of a key for which an answer is expected.
+fn answered(keys: &mut [Option<KeyUnderway>], key: u32) -> &mut RequestBuffers {
+    &mut keys[key as usize].as_mut().expect("an expected answer has a request").buffers
+}
+
+/// The user's memory for a chunk that is received.
+fn received_into<'a>(keys: &'a mut [Option<KeyUnderway>], extent: &Extent, lies_as: Codec) -> &'a mut [u8] {
+    let region = answered(keys, extent.key).receive.as_mut().expect("a request that receives has where to");
+    &mut region.bytes_mut()[extent.byte_range(lies_as)]
 }

@@ -51,6 +51,36 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.submit(key, RegionRequest::PushPull(self.lending.send(gradient), self.lending.receive(out)))
     }
 
+    /// [`push_pull`](Self::push_pull) of several keys as one request: for each its number, its gradient, and where its
+    /// parameters go. It takes less time than a request for each, above all where the keys are small.
+    ///
+    /// # Errors
+    /// If the request of one key is refused; then none is made.
+    pub fn push_pull_many<T: Pod, U: Pod>(
+        &self,
+        exchanges: impl IntoIterator<Item = (u32, &'env [T], &'env mut [U])>,
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.shared.submit_many(exchanges.into_iter().map(|(key, gradient, out)| {
+            (key, RegionRequest::PushPull(self.lending.send(gradient), self.lending.receive(out)))
+        }))
+    }
+
+    /// [`push_pull_shared`](Self::push_pull_shared) of several keys as one request, like
+    /// [`push_pull_many`](Self::push_pull_many).
+    ///
+    /// # Errors
+    /// See [`push_pull_many`](Self::push_pull_many).
+    pub fn push_pull_shared_many<T: Pod>(
+        &self,
+        gradients: impl IntoIterator<Item = (u32, &'env [T])>,
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.shared.submit_many(
+            gradients
+                .into_iter()
+                .map(|(key, gradient)| (key, RegionRequest::PushPullShared(self.lending.send(gradient)))),
+        )
+    }
+
     /// See [`Job::push_pull_in_place`](crate::Job::push_pull_in_place).
     pub fn push_pull_in_place<T: Pod>(
         &self,

@@ -11,7 +11,7 @@ pub struct Statistics {
     pub bytes_sent: u64,
     /// Bytes that this worker has received, headers included.
     pub bytes_received: u64,
-    /// Requests that ended well.
+    /// Requests that ended well, each key of a request for several counted.
     pub requests: u64,
     /// Time during which at least one request was under way.
     pub in_flight: Duration,
@@ -45,8 +45,8 @@ impl Counters {
         self.bytes_received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    pub(crate) fn finished_one(&self) {
-        self.requests.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn finished(&self, requests: u32) {
+        self.requests.fetch_add(requests.into(), Ordering::Relaxed);
     }
 
     pub(crate) fn moved_one(&self) {

@@ -106,9 +106,19 @@ impl Operation {
         Operation::Rewound,
     ];
 
+    /// The operations by their numbers on the wire.
+    const BY_NUMBER: [Option<Operation>; 32] = {
+        let (mut by_number, mut at) = ([None; 32], 0);
+        while at < Self::ALL.len() {
+            by_number[Self::ALL[at] as usize] = Some(Self::ALL[at]);
+            at += 1;
+        }
+        by_number
+    };
+
     /// The operation with this number on the wire, if there is one.
     pub fn from_wire(number: u8) -> Option<Operation> {
-        Self::ALL.into_iter().find(|&operation| operation as u8 == number)
+        Self::BY_NUMBER.get(usize::from(number)).copied().flatten()
     }
 
     /// Largest payload a frame of this kind may announce.

@@ -164,7 +164,6 @@ impl Worker {
     /// Exchanges all keys, pushed back to front as a backward pass would. Returns wall and processor seconds.
     fn exchange(&mut self, start: Duration) -> Result<(f64, f64), WorkerError> {
         let gradients: Vec<&[u8]> = self.gradients.iter().map(Tensor::elements).collect();
-        let mut handles = Vec::with_capacity(gradients.len());
         let gradients = (0..self.spec.keys.len() as u32).rev().zip(gradients.into_iter().rev());
         match &mut self.parameters {
             Parameters::Own(parameters) => {
@@ -175,22 +174,16 @@ impl Worker {
                     return Ok(clock.read());
                 }
                 self.job.scope(|scope| {
-                    for ((key, gradient), parameters) in gradients.zip(parameters.into_iter().rev()) {
-                        handles.push(scope.push_pull(key, gradient, parameters)?);
-                    }
-                    // The back is the least urgent and arrives last: this thread sleeps once, not once a key.
-                    handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
+                    let exchanges = gradients
+                        .zip(parameters.into_iter().rev())
+                        .map(|((key, gradient), parameters)| (key, gradient, parameters));
+                    scope.push_pull_many(exchanges)?.wait().map(drop)
                 })?;
                 Ok(clock.read())
             }
             Parameters::Shared(_) => {
                 let clock = Clock::start_at(start);
-                self.job.scope(|scope| {
-                    for (key, gradient) in gradients {
-                        handles.push(scope.push_pull_shared(key, gradient)?);
-                    }
-                    handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
-                })?;
+                self.job.scope(|scope| scope.push_pull_shared_many(gradients)?.wait().map(drop))?;
                 Ok(clock.read())
             }
         }

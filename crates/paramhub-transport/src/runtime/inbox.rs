@@ -40,6 +40,11 @@ impl<C, E: Clone> Inbox<C, E> {
     /// Queues a command and wakes the I/O thread, or returns why the inbox takes no more. Drops a refused
     /// command.
     pub fn put(&self, command: C) -> Result<(), E> {
+        self.offer(command).map_err(|(_, error)| error)
+    }
+
+    /// [`put`](Self::put), but returns a refused command.
+    pub fn offer(&self, command: C) -> Result<(), (C, E)> {
         self.push(self.lock(), command)
     }
 
@@ -64,16 +69,14 @@ impl<C, E: Clone> Inbox<C, E> {
             state.waiting -= 1;
         }
         state.counted += 1;
-        self.push(state, command)
+        self.push(state, command).map_err(|(_, error)| error)
     }
 
-    fn push(&self, mut state: MutexGuard<'_, InboxState<C, E>>, command: C) -> Result<(), E> {
+    /// Lets go of the state before it returns a refused command: the drop of a command may end an operation and run its
+    /// callbacks, and a callback may call this inbox.
+    fn push(&self, mut state: MutexGuard<'_, InboxState<C, E>>, command: C) -> Result<(), (C, E)> {
         if let Some(error) = &state.closed {
-            let error = error.clone();
-            // A dropped command may end an operation and run its callbacks, and a callback may call this
-            // inbox.
-            drop(state);
-            return Err(error);
+            return Err((command, error.clone()));
         }
         state.commands.push_back(command);
         drop(state);
@@ -188,5 +191,6 @@ mod tests {
         });
         assert!(inbox.close(&"later").is_empty());
         assert_eq!((inbox.put(2), inbox.closed()), (Err("over"), Some("over")));
+        assert_eq!(inbox.offer(3), Err((3, "over")), "the command comes back");
     }
 }

@@ -8,7 +8,7 @@ use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 use super::{Job, Shared, received, sent};
 use crate::command::JobCommand;
 use crate::error::WorkerError;
-use crate::handle::{Handle, RequestBuffers};
+use crate::handle::{Handle, RequestBuffers, new_request};
 use crate::steps::KeyClaim;
 
 /// One worker's factors of one step of a layer, and the buffers for its new parameters, all in the keys'
@@ -96,8 +96,10 @@ impl Job {
             bias: buffers.bias.map(ReceiveRegion::owned),
         };
         let of_weight = |mut buffers: RequestBuffers| {
-            let output_gradients =
-                RequestBuffers { send: buffers.output_gradients.take(), ..RequestBuffers::default() };
+            let output_gradients = RequestBuffers {
+                send: buffers.output_gradients.take().map(|region| *region),
+                ..RequestBuffers::default()
+            };
             let inputs = RequestBuffers { send: buffers.send.take(), ..RequestBuffers::default() };
             ((sent(inputs), sent(output_gradients)), received(buffers))
         };
@@ -158,18 +160,18 @@ impl Shared {
         let [weight_buffers, bias_buffers] = buffers;
         let weight_buffers = RequestBuffers {
             send: Some(regions.inputs),
-            output_gradients: Some(regions.output_gradients),
+            output_gradients: Some(Box::new(regions.output_gradients)),
             ..weight_buffers
         };
-        let if_lost = || WorkerError::Left { who: self.who.clone() };
-        let (weight_ticket, completion) = weight_buffers.ticket(keep, if_lost());
-        let bias = block.bias.map(|_| bias_buffers.ticket(keep, if_lost()));
-        let (bias_ticket, bias) = bias.unzip();
+        let new_request = || new_request(keep, WorkerError::Left { who: self.who.clone() });
+        let (weight_ticket, completion) = new_request();
+        let (bias_ticket, bias) = block.bias.map(|_| new_request()).unzip();
         let command = JobCommand::Factors {
             block: number,
             samples,
             step: claim.step,
-            tickets: Box::new((weight_ticket, bias_ticket)),
+            weight: Box::new((weight_buffers, weight_ticket)),
+            bias: bias_ticket.map(|ticket| Box::new((bias_buffers, ticket))),
         };
         if let Err(error) = self.inbox.put(command) {
             undo();

@@ -3,7 +3,7 @@
 use super::{Job, Shared};
 use crate::command::JobCommand;
 use crate::error::WorkerError;
-use crate::handle::{Handle, RequestBuffers};
+use crate::handle::{Handle, new_request};
 use crate::norms::NormHistory;
 
 impl Job {
@@ -27,7 +27,7 @@ impl Job {
             return Err(self.shared.misused(reason));
         }
         let if_lost = WorkerError::Left { who: self.shared.who.clone() };
-        let (ticket, completion) = RequestBuffers::default().ticket(true, if_lost);
+        let (ticket, completion) = new_request(true, if_lost);
         match self.shared.inbox.put(JobCommand::AwaitNorm { step, ticket }) {
             Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.norm))),
             Err(error) => {

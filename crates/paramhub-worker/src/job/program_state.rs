@@ -5,7 +5,7 @@ use paramhub_core::program_states::{PulledState, StateInPieces, piece_bytes_max}
 use super::{Job, Shared};
 use crate::command::JobCommand;
 use crate::error::WorkerError;
-use crate::handle::{Handle, RequestBuffers};
+use crate::handle::{Handle, new_request};
 use crate::program_state::ClaimError;
 
 impl Job {
@@ -38,7 +38,7 @@ impl Job {
             .begin_save(step)
             .map_err(|claim| shared.misused(refusal("saved", step, claim)))?;
         let state = StateInPieces::new(step, state, piece_bytes_max(shared.settings.chunk_bytes, most));
-        let (ticket, completion) = RequestBuffers::default().ticket(true, shared.left());
+        let (ticket, completion) = new_request(true, shared.left());
         match shared.inbox.put(JobCommand::SaveProgramState { state, ticket }) {
             Ok(()) => Ok(Handle::new(completion, |_| ((), ()))),
             Err(error) => {
@@ -65,9 +65,9 @@ impl Job {
             .program_states
             .begin_pull(step)
             .map_err(|claim| shared.misused(refusal("received", step, claim)))?;
-        let (ticket, completion) = RequestBuffers::default().ticket(true, shared.left());
+        let (ticket, completion) = new_request(true, shared.left());
         match shared.inbox.put(JobCommand::PullProgramState { step, ticket }) {
-            Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.program_state))),
+            Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.program_state.map(|state| *state)))),
             Err(error) => {
                 shared.program_states.end_pull();
                 Err(error)

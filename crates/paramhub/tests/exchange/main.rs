@@ -30,6 +30,7 @@ mod information_book;
 mod kvstore;
 mod local;
 mod losses;
+mod many;
 mod meet;
 mod numerics;
 mod offences;
