@@ -143,8 +143,8 @@ impl Shared {
             true => (size_of::<f32>(), ["state", "state"]),
             false => (table_key.dtype.bytes(), ["gradient", received_name]),
         };
+        let expected_bytes = table_key.elements().unwrap_or(0) * element_bytes as u64;
         for (buffer, bytes) in buffer_names.into_iter().zip([sent_bytes, received_bytes]) {
-            let expected_bytes = table_key.elements().unwrap_or(0) * element_bytes as u64;
             if let Some(got_bytes) = bytes.filter(|&bytes| bytes as u64 != expected_bytes) {
                 let (who, key) = (self.who.clone(), table_key.to_string().into());
                 return Err(WorkerError::Length { who, key, buffer, expected_bytes, got_bytes });

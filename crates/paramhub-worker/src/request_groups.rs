@@ -1,6 +1,6 @@
 //! The requests that one call of the program has made for several keys: they end together.
 
-use crate::handle::{RequestBuffers, Ticket};
+use crate::handle::Ticket;
 
 /// The number of a group in [`RequestGroups`].
 pub(crate) type GroupId = u32;
@@ -40,18 +40,16 @@ impl RequestGroups {
         self.groups.len() as GroupId - 1
     }
 
-    /// Ends one key of a group. Returns the group with its last key, whose buffers go back to the caller; those of the others
-    /// are dropped here.
-    pub(crate) fn end_key(&mut self, id: GroupId, buffers: RequestBuffers) -> Option<EndedGroup> {
+    /// Ends one key of a group. Returns the group with its last key.
+    pub(crate) fn end_key(&mut self, id: GroupId) -> Option<EndedGroup> {
         let place = &mut self.groups[id as usize];
         let group = place.as_mut().expect("a key under way belongs to a group");
         group.left -= 1;
         if group.left > 0 {
             return None;
         }
-        let Group { mut ticket, keys, .. } = place.take()?;
+        let Group { ticket, keys, .. } = place.take()?;
         self.free.push(id);
-        ticket.value = buffers;
         Some(EndedGroup { ticket, keys })
     }
 }
@@ -74,13 +72,13 @@ mod tests {
         let [first, second, third] = [request(), request(), request()];
         let of_three = groups.begin(3, first.0);
         let of_one = groups.begin(1, second.0);
-        assert!(groups.end_key(of_three, RequestBuffers::default()).is_none());
-        let ended = groups.end_key(of_one, RequestBuffers { updates: 7, ..Default::default() }).unwrap();
+        assert!(groups.end_key(of_three).is_none());
+        let ended = groups.end_key(of_one).unwrap();
         assert!(ended.ticket.is_of(&second.1));
-        assert_eq!((ended.keys, ended.ticket.value.updates), (1, 7));
+        assert_eq!(ended.keys, 1);
         assert_eq!(groups.begin(1, third.0), of_one);
-        assert!(groups.end_key(of_three, RequestBuffers::default()).is_none());
-        let ended = groups.end_key(of_three, RequestBuffers::default()).unwrap();
+        assert!(groups.end_key(of_three).is_none());
+        let ended = groups.end_key(of_three).unwrap();
         assert!(ended.ticket.is_of(&first.1));
         assert_eq!((ended.keys, groups.groups.len()), (3, 2));
     }

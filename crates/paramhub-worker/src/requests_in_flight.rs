@@ -359,9 +359,16 @@ impl RequestsInFlight {
     /// Ends a key's request, if it has one, and its group if all of the group's keys have ended. Fails with a callback's
     /// panic.
     fn end(&mut self, key: u32, outcome: Result<(), WorkerError>) -> Result<(), Arc<str>> {
-        let Some(KeyUnderway { mut buffers, group }) = self.keys[key as usize].take() else { return Ok(()) };
-        // The handle of a request that has ended must not keep its places in the arena.
-        buffers.claims = None;
+        let place = &mut self.keys[key as usize];
+        let Some(KeyUnderway { buffers, group }) = place else { return Ok(()) };
+        let ended = self.groups.end_key(*group).map(|mut ended| {
+            // The handle of a request that has ended must not keep its places in the arena.
+            buffers.claims = None;
+            // Only a request of one key may give its buffers back.
+            ended.ticket.value = std::mem::take(buffers);
+            ended
+        });
+        *place = None;
         self.underway -= 1;
         if self.underway == 0 {
             self.shared.counters.set_in_flight(false);
@@ -369,7 +376,7 @@ impl RequestsInFlight {
         // Release the key before finishing the handle: a caller who sees the end may use the key again at
         // once.
         self.shared.steps.release(key);
-        let Some(EndedGroup { ticket, keys }) = self.groups.end_key(group, buffers) else { return Ok(()) };
+        let Some(EndedGroup { ticket, keys }) = ended else { return Ok(()) };
         if outcome.is_ok() {
             // Count before announcing the end, so that a caller who sees the end finds the requests counted.
             self.count_received();

@@ -14,12 +14,13 @@ pub(crate) struct KeySteps {
 
 #[derive(Debug, Default)]
 struct KeyStep {
-    /// 0 while the key is free, else one more than the position in [`REQUESTS`] of the request under way.
+    /// 0 while the key is free, else the [`mark`] of the request under way.
     busy: AtomicU8,
     /// The step that the next push contributes to, and the version that a pull asks for.
     next: AtomicU32,
 }
 
+/// The requests in the order of their declaration.
 const REQUESTS: [Request; 7] = [
     Request::Push,
     Request::Pull,
@@ -29,6 +30,11 @@ const REQUESTS: [Request; 7] = [
     Request::InitialiseState,
     Request::Factors,
 ];
+
+/// One more than the position of a request in [`REQUESTS`].
+const fn mark(request: Request) -> u8 {
+    request as u8 + 1
+}
 
 /// A claimed key: the step to ask for, and the step to restore if the request cannot be submitted.
 #[derive(Clone, Copy, Debug)]
@@ -46,8 +52,8 @@ impl KeySteps {
     /// initialisation starts from, or the slot of the optimizer's state.
     pub(crate) fn claim(&self, key: u32, request: Request, number: u32) -> Result<KeyClaim, Request> {
         let key_step = &self.keys[key as usize];
-        let mark = 1 + REQUESTS.iter().position(|&other| other == request).expect("all are listed") as u8;
-        if let Err(busy) = key_step.busy.compare_exchange(0, mark, Ordering::Acquire, Ordering::Relaxed) {
+        let claimed = key_step.busy.compare_exchange(0, mark(request), Ordering::Acquire, Ordering::Relaxed);
+        if let Err(busy) = claimed {
             return Err(REQUESTS[usize::from(busy) - 1]);
         }
         let before = key_step.next.load(Ordering::Relaxed);
@@ -87,6 +93,16 @@ impl KeySteps {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_busy_key_names_the_request_that_holds_it() {
+        let steps = KeySteps::new(1);
+        for request in REQUESTS {
+            steps.claim(0, request, 0).unwrap();
+            assert_eq!(steps.claim(0, Request::Pull, 0).unwrap_err(), request);
+            steps.release(0);
+        }
+    }
 
     #[test]
     fn pushes_count_up_and_a_failed_claim_counts_nothing() {

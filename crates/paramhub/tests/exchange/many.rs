@@ -28,15 +28,15 @@ fn trained(job: &Job, together: bool) -> Vec<Vec<Vec<f32>>> {
             sizes().zip(0..).map(|(elements, key)| gradient(job.rank(), key, step, elements)).collect();
         let keys = gradients.iter().zip(&mut parameters).zip(0..);
         let exchanges = keys.map(|((gradient, out), key)| (key, &gradient[..], &mut out[..]));
-        job.scope(|scope| match together {
-            true => drop(scope.push_pull_many(exchanges).unwrap().wait().unwrap()),
+        let exchanged = job.scope(|scope| match together {
+            true => scope.push_pull_many(exchanges)?.wait().map(drop),
             false => {
-                let handles: Vec<_> = exchanges
-                    .map(|(key, gradient, out)| scope.push_pull(key, gradient, out).unwrap())
-                    .collect();
-                handles.into_iter().for_each(|handle| drop(handle.wait().unwrap()));
+                let handles = exchanges.map(|(key, gradient, out)| scope.push_pull(key, gradient, out));
+                let handles: Vec<_> = handles.collect::<Result<_, _>>()?;
+                handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
             }
         });
+        exchanged.unwrap();
         parameters.clone()
     });
     let of_steps = of_steps.collect();
