@@ -34,13 +34,16 @@ fn reads_run_together_and_what_is_apart_does_too() {
 #[test]
 fn the_highest_priority_goes_first_and_readiness_decides_among_equals() {
     let engine = engine([1, 1, 1]);
-    let (gate, log) = (Gate::default(), Log::default());
-    let held = gate.clone();
+    let (begun, gate, log) = (Gate::default(), Gate::default(), Log::default());
+    let (begins, held) = (begun.clone(), gate.clone());
     let hold = move || -> Never {
+        begins.open();
         held.pass();
         Ok(())
     };
     engine.operation("hold", Kind::Compute).push(hold).unwrap();
+    // The only thread has taken it: otherwise it could take a more urgent one first.
+    begun.pass();
     for (number, priority) in [0, -5, 3, 0, 3, 100, -5].into_iter().enumerate() {
         let log = log.clone();
         let work = move || -> Never {
