@@ -4,7 +4,7 @@
 
 Rounds of the three are interleaved, so that a disturbance affects all of them. Times are medians of the slowest rank. The
 columns are those of nccl-tests: busbw is the rate at which a ring would move its bytes over each link in that time.
-`HUB_BYTES_MIN` in python/paramhub/torch/_hub_sums.py comes from these measurements.
+`HUB_BYTES_MIN` and `SHARED_MEMORY_FIRST` in python/paramhub/torch/_hub_sums.py come from these measurements.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main() -> None:
         for round in range(arguments.rounds + 2):
             for way, (least, group) in ways.items():
                 _hub_sums.HUB_BYTES_MIN = least
+                _hub_sums.SHARED_MEMORY_FIRST = False
                 dist.barrier()
                 began = time.perf_counter()
                 dist.all_reduce(tensor, group=group)

@@ -303,6 +303,13 @@ impl Mesh {
         self.issue(py, |mesh| mesh.all_to_all(sources(py, &owner, sends), targets(py, &owner, receives)))
     }
 
+    /// Whether the ranks reduce in memory that they share, as they do if all are on one host.
+    #[getter]
+    fn shares_memory(&self) -> bool {
+        let mesh = self.mesh.lock().unwrap_or_else(PoisonError::into_inner);
+        mesh.as_ref().is_some_and(|mesh| mesh.shares_memory().is_ok())
+    }
+
     /// The exception that the mesh has failed with, or None.
     fn failure(&self, py: Python<'_>) -> Option<PyErr> {
         let mesh = self.mesh.lock().unwrap_or_else(PoisonError::into_inner).clone();

@@ -78,7 +78,7 @@ class Group:
         self.timeout = timeout
         self.world = world
         self._mesh = self._connect(store)
-        self._sums = HubSums(name, world, self.members)
+        self._sums = HubSums(name, world, self.members, shares_memory=self._mesh.shares_memory)
         self._failure: JobFailedError | None = None
         watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
         self._watchdog = Watchdog(name, self.rank, self.size, watched, self._mesh.failure, self.give_up)

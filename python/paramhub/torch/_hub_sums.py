@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 HUB_BYTES_MIN = 64 << 10
 """Tensors of fewer bytes go over the mesh, whose round trips cost less. For these the hub's higher throughput does not matter."""
+SHARED_MEMORY_FIRST = True
+"""Ranks that share memory reduce there themselves: that needs fewer copies than a hub that all of them share memory with."""
 LARGE_SLOTS = 16
 SLOT_BYTES_MAX = 1 << 20
 SLOT_BYTES_MIN = 16 << 10
@@ -32,7 +34,8 @@ class HubSums:
     """One hub job for each type and operation. A separate thread opens a job at its first use, so the first rank to call does
     not wait for the others; only its tensors do."""
 
-    def __init__(self, name: str, world: World, members: Sequence[int]) -> None:
+    def __init__(self, name: str, world: World, members: Sequence[int], *, shares_memory: bool) -> None:
+        """``shares_memory`` says whether the group's mesh reduces in memory that the ranks share."""
         self._name = name
         self._world = world
         self._members = members
@@ -40,6 +43,7 @@ class HubSums:
         self._jobs: list[_native.Job] = []
         self._lock = threading.Lock()
         self._is_closed = False
+        self._shares_memory = shares_memory
         # A hub in rank 0's process uses only that host's network interface. Across hosts a ring moves fewer bytes through it.
         self._is_near = world.hubs.is_on_one_host or not world.hubs.access.is_embedded
 
@@ -50,6 +54,7 @@ class HubSums:
             and tensor.dtype in DTYPES
             and op in _OPTIMIZERS
             and self._is_near
+            and not (self._shares_memory and SHARED_MEMORY_FIRST)
             and len(self._members) > 1
         )
 
