@@ -99,6 +99,7 @@ class Group:
             self.world.run_secret.derive(f"mesh {self.name} {salts}"),
             timeout=self.timeout,
             dead_after=self.world.options.dead_after,
+            shares_memory=self.world.transport != "tcp",
             check=lost.check,
         )
 

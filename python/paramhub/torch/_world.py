@@ -128,15 +128,19 @@ class World:
             )
         trace._start(directory, Origin(run, self.rank, self.size, socket.gethostname(), start_ns, offset))
 
+    @property
+    def transport(self) -> str:
+        """``auto``, ``tcp`` or ``shm``."""
+        return self.options.transport or os.environ.get("PARAMHUB_TRANSPORT", "").strip() or "auto"
+
     def describe(self) -> str:
         """The effective configuration in one line."""
         hosts = "1 host" if self.hubs.hosts == 1 else f"{self.hubs.hosts} hosts"
-        transport = self.options.transport or os.environ.get("PARAMHUB_TRANSPORT", "").strip() or "auto"
         trace = os.environ.get("PARAMHUB_TRACE", "").strip()
         return (
             f"{_native.__version__}: {self.size} rank{'s' * (self.size > 1)}, {hosts}, by {self.launcher}; "
             f"hub {self.hubs.describe()}; "
-            f"transport {transport}; reproducible {'yes' if self.options.reproducible else 'no'}; "
+            f"transport {self.transport}; reproducible {'yes' if self.options.reproducible else 'no'}; "
             f"timeout {self.options.timeout:g} s" + (f"; trace {trace}" if trace else "")
         )
 

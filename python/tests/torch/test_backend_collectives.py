@@ -75,8 +75,9 @@ def reduce_everything(rank: Rank, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REDUCED)
-def test_reductions_are_those_of_gloo(team: Team, name: str) -> None:
-    team(reduce_everything, name)
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_reductions_are_those_of_gloo(team: Team, name: str, transport: str) -> None:
+    team(reduce_everything, name, env={"PARAMHUB_TRANSPORT": transport})
 
 
 def reduce_without_gloo(rank: Rank) -> None:
@@ -239,7 +240,7 @@ def test_results_can_be_waited_for_polled_and_chained(team: Team) -> None:
     team(work_in_the_background, env={"PARAMHUB_TRANSPORT": "tcp"})
 
 
-def choose_ways(rank: Rank) -> None:
+def choose_ways(rank: Rank, shares_memory: bool) -> None:
     dist.init_process_group("paramhub")
     (group,) = paramhub.torch._initialization.world()._groups
     for elements, dtype, operation, is_for_hub in [
@@ -254,11 +255,12 @@ def choose_ways(rank: Rank) -> None:
         group.allreduce(tensor, operation).wait()
         assert tensor[-1].item() == (2.0 if operation == "sum" else 1.0)
         requests = sum(job.statistics()["requests"] for job in group._sums._jobs) - before
-        assert (requests > 0) == is_for_hub, (elements, dtype, operation, requests)
+        goes_there = is_for_hub and not shares_memory
+        assert (requests > 0) == goes_there, (elements, dtype, operation, requests)
     # The hub's memory is bounded by its slots, and larger tensors use the same slots.
     large = torch.full((20_000_001,), 3.0)
     group.allreduce(large, "sum").wait()
-    assert bool((large == 6.0).all()) and len(group._sums._jobs) == 2
+    assert bool((large == 6.0).all()) and len(group._sums._jobs) == (0 if shares_memory else 2)
     world = paramhub.torch._initialization.world().group()
     text = torch.tensor([7, rank.rank], dtype=torch.uint8)
     world.broadcast(text, 1).wait()
@@ -272,8 +274,9 @@ def choose_ways(rank: Rank) -> None:
     assert calls == [1]
 
 
-def test_large_sums_go_through_the_hub_and_all_else_does_not(team: Team) -> None:
-    team(choose_ways, ranks=2)
+def test_large_sums_go_through_the_hub_unless_the_ranks_share_memory(team: Team) -> None:
+    team(choose_ways, False, ranks=2, env={"PARAMHUB_TRANSPORT": "tcp"})
+    team(choose_ways, True, ranks=2)
 
 
 def exchange_messages(rank: Rank) -> None:

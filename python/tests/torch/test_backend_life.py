@@ -20,7 +20,8 @@ import paramhub.torch
 from paramhub.errors import LateError
 
 SMALL, LARGE = 10, 100_000
-"""Numbers of elements that go over the mesh, and through the hub."""
+"""Numbers of elements that go over the mesh and, where no memory is shared, through the hub."""
+TCP = {"PARAMHUB_TRANSPORT": "tcp"}
 
 
 def be_late(rank: Rank, elements: int) -> str:
@@ -53,7 +54,7 @@ def be_late(rank: Rank, elements: int) -> str:
 
 @pytest.mark.parametrize("elements", [SMALL, LARGE])
 def test_a_rank_that_does_not_come_is_named(team: Team, elements: int) -> None:
-    messages = team(be_late, elements)
+    messages = team(be_late, elements, env=TCP)
     for rank in (0, 1, 3):
         assert "rank 2 has not called it" in messages[rank] or "ended the mesh" in messages[rank], messages[
             rank
@@ -99,6 +100,7 @@ def interrupt(rank: Rank) -> None:
 
 
 def test_a_wait_answers_ctrl_c(team: Team) -> None:
+    team(interrupt, ranks=2, env=TCP)
     team(interrupt, ranks=2)
 
 
@@ -149,7 +151,7 @@ DISAGREEMENTS = [
 def test_ranks_that_call_different_collectives_get_an_error(
     team: Team, elements: int, other: int, expected: tuple[str, str]
 ) -> None:
-    for message in team(disagree, elements, other, ranks=3):
+    for message in team(disagree, elements, other, ranks=3, env=TCP):
         assert all(each in message for each in expected), message
 
 
@@ -189,7 +191,7 @@ def lose_rank_0(rank: Rank) -> str:
 
 
 def test_the_hub_goes_with_rank_0_and_is_missed(team: Team) -> None:
-    results = team(lose_rank_0, dies=(0,))
+    results = team(lose_rank_0, dies=(0,), env=TCP)
     assert all(results[rank] for rank in (1, 2, 3))
 
 

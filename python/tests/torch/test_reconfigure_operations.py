@@ -308,7 +308,7 @@ def show_the_store(rank: Rank) -> list[str]:
 
 
 def test_the_secret_is_agreed_on_as_without_reconfigure(team: Team) -> None:
-    texts = [text for its in team(show_the_store, ranks=2) for text in its]
+    texts = [text for its in team(show_the_store, ranks=2, env={"PARAMHUB_TRANSPORT": "tcp"}) for text in its]
     # See test_run_secret.py.
     assert [json.loads(text)["from"] for text in texts if text.startswith('{"from"')] == ["memory"]
     # The hub's URL and token, and the ticket of the job that sums.
