@@ -5,7 +5,7 @@ use paramhub_worker::RegionRequest;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::errors::{self, Failure};
+use crate::errors;
 use crate::factors::FactorLayers;
 use crate::fork::{is_forked_child, refuse_in_child};
 use crate::handle::{CompletionCounter, Handle};

@@ -95,8 +95,8 @@ pub(crate) type RequestCompletion = Completion<RequestBuffers, WorkerError>;
 /// The I/O thread's end of a request.
 pub(crate) type Ticket = Completer<RequestBuffers, WorkerError>;
 
-/// The buffers of a request, and what it brings besides. What few requests have is boxed, because a job has as many of these
-/// as keys, and reads them for every frame.
+/// The buffers of a request, and what it brings besides. The larger parts that few requests have are boxed, because a job has
+/// as many of these as keys, and reads them for every frame.
 #[derive(Debug, Default)]
 pub(crate) struct RequestBuffers {
     pub(crate) send: Option<SendRegion>,
@@ -112,7 +112,7 @@ pub(crate) struct RequestBuffers {
     /// The norm of a step's mean gradient.
     pub(crate) norm: f64,
     /// The program state that was asked for, if the hub has it.
-    pub(crate) program_state: Option<Box<Vec<u8>>>,
+    pub(crate) program_state: Option<Vec<u8>>,
 }
 
 impl RequestBuffers {

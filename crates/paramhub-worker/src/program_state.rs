@@ -121,7 +121,7 @@ impl ProgramStatesInFlight {
         let Some(pulled) = self.requests.piece(piece)? else { return Ok(Ok(())) };
         claims.end_pull();
         Ok(self.pull.take().map_or(Ok(()), |mut ticket| {
-            ticket.value.program_state = pulled.map(Box::new);
+            ticket.value.program_state = pulled;
             ticket.finish(Ok(()))
         }))
     }

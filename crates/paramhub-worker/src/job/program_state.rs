@@ -67,7 +67,7 @@ impl Job {
             .map_err(|claim| shared.misused(refusal("received", step, claim)))?;
         let (ticket, completion) = new_request(true, shared.left());
         match shared.inbox.put(JobCommand::PullProgramState { step, ticket }) {
-            Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.program_state.map(|state| *state)))),
+            Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.program_state))),
             Err(error) => {
                 shared.program_states.end_pull();
                 Err(error)
