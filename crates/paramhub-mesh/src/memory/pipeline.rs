@@ -18,6 +18,9 @@ use crate::progress_engine::{OperationsInFlight, SlabKey};
 /// The time that a rank polls before it sleeps. It yields meanwhile, so that the other ranks run where
 /// there are more ranks than processors.
 const SPIN: Duration = Duration::from_micros(50);
+/// The same where every rank may have a processor to itself. It is longer than a sleeping rank takes to wake, or else ranks
+/// that once slept would sleep at every chunk, each until the other has woken.
+const SPIN_ALONE: Duration = Duration::from_micros(300);
 /// Bytes that are reduced before the result is copied to the slot for the other ranks: both still lie in the
 /// first cache.
 const TILE_BYTES: usize = 16 << 10;
@@ -36,8 +39,9 @@ pub(crate) struct Pipeline {
     /// The number of chunks that all other ranks are known to have brought past each stage.
     known: [u64; 3],
     has_more: bool,
-    /// `true` to wake sleeping ranks at every chunk, rather than when this rank can go no further.
-    signals_every_chunk: bool,
+    /// Whether there are as many processors as ranks. If so, sleeping ranks are woken at every chunk, rather than when this rank
+    /// can go no further, and this rank polls for longer before it sleeps.
+    has_processor: bool,
     /// `true` if this rank has made progress since it last woke sleepers.
     has_unsignalled: bool,
 }
@@ -64,7 +68,7 @@ pub(crate) struct CollectiveMismatch {
 impl Pipeline {
     pub(crate) fn new(segment: SharedSegment) -> Self {
         let processors = thread::available_parallelism().map_or(1, usize::from);
-        let signals_every_chunk = segment.size() as usize <= processors;
+        let has_processor = segment.size() as usize <= processors;
         Pipeline {
             segment,
             collectives: VecDeque::new(),
@@ -73,7 +77,7 @@ impl Pipeline {
             flow: [0; 3],
             known: [0; 3],
             has_more: false,
-            signals_every_chunk,
+            has_processor,
             has_unsignalled: false,
         }
     }
@@ -135,6 +139,7 @@ impl Pipeline {
 
     /// Polls for other ranks for a short time. Returns whether this rank can go on.
     pub(crate) fn spin_for_others(&mut self) -> bool {
+        let spin = if self.has_processor { SPIN_ALONE } else { SPIN };
         let begun = Instant::now();
         loop {
             for _ in 0..16 {
@@ -144,7 +149,7 @@ impl Pipeline {
                 }
                 thread::yield_now();
             }
-            if begun.elapsed() >= SPIN {
+            if begun.elapsed() >= spin {
                 return false;
             }
         }
@@ -298,7 +303,7 @@ impl Pipeline {
             self.flow[at] += 1;
         }
         self.segment.reach(stage, self.reached[at]);
-        match self.signals_every_chunk {
+        match self.has_processor {
             true => self.segment.wake_others(),
             false => self.has_unsignalled = true,
         }
