@@ -161,7 +161,8 @@ impl Worker {
         })
     }
 
-    /// Exchanges all keys, pushed back to front as a backward pass would. Returns wall and processor seconds.
+    /// Exchanges all keys: by one request, or each with a push and then a pull, back to front as a backward pass would. Returns
+    /// wall and processor seconds.
     fn exchange(&mut self, start: Duration) -> Result<(f64, f64), WorkerError> {
         let gradients: Vec<&[u8]> = self.gradients.iter().map(Tensor::elements).collect();
         let gradients = (0..self.spec.keys.len() as u32).rev().zip(gradients.into_iter().rev());
