@@ -2,12 +2,13 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paramhub_transport::runtime::{Completer, Completion, on_io_thread};
 
 use crate::command::{MeshCommand, MeshInbox};
 use crate::error::MeshError;
+use crate::progress_engine::SharedEngine;
 
 /// The time that [`Handle::awaited_ranks`] waits for the answer of the mesh's thread.
 const INQUIRY: Duration = Duration::from_secs(1);
@@ -26,18 +27,26 @@ pub(crate) type OperationCompleter = Completer<Option<u32>, MeshError>;
 pub struct Handle {
     completion: Arc<OperationCompletion>,
     inbox: Arc<MeshInbox>,
+    /// For a small operation, which its caller runs while it waits. The mesh's thread runs the others, from their start.
+    engine: Option<Arc<SharedEngine>>,
 }
 
 impl Handle {
-    pub(crate) fn new(completion: Arc<OperationCompletion>, inbox: Arc<MeshInbox>) -> Self {
-        Handle { completion, inbox }
+    pub(crate) fn new(
+        completion: Arc<OperationCompletion>,
+        inbox: Arc<MeshInbox>,
+        engine: Option<Arc<SharedEngine>>,
+    ) -> Self {
+        Handle { completion, inbox, engine }
     }
 
-    /// Waits for the end.
+    /// Waits for the end. While it waits for a small operation this thread does the mesh's work; callbacks of operations that
+    /// end then run on it.
     ///
     /// # Panics
-    /// On the mesh's thread, that is in a callback: the thread would wait for itself.
+    /// In a callback: the thread would wait for itself.
     pub fn wait(&self) -> Result<(), MeshError> {
+        self.advance(None);
         self.completion.wait(|outcome, _| outcome.clone())
     }
 
@@ -48,7 +57,18 @@ impl Handle {
     /// # Panics
     /// See [`Handle::wait`].
     pub fn wait_timeout(&self, timeout: Duration) -> Result<bool, MeshError> {
+        let deadline = Instant::now().checked_add(timeout);
+        self.advance(deadline);
+        let timeout = deadline.map_or(timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
         self.completion.wait_timeout(timeout)
+    }
+
+    /// If this is a small operation, does the mesh's work on this thread until it has ended or until `deadline`.
+    /// [`wait`](Self::wait) begins with this; it is for callers that wait by other means.
+    pub fn advance(&self, deadline: Option<Instant>) {
+        if let Some(engine) = self.engine.as_ref().filter(|_| !self.is_done()) {
+            engine.advance(|| self.is_done(), deadline);
+        }
     }
 
     /// Returns whether the operation has ended, well or not.
@@ -56,9 +76,9 @@ impl Handle {
         self.completion.is_done()
     }
 
-    /// Calls `callback` once when the operation has ended: on the mesh's thread, or here if the operation has
-    /// ended already. The callback must be quick, for every transfer waits meanwhile, and may not wait for
-    /// another operation. A panic in it fails the mesh.
+    /// Calls `callback` once when the operation has ended: on the mesh's thread, on that of a caller that waits for an
+    /// operation, or here if the operation has ended already. The callback must be quick, for every transfer waits
+    /// meanwhile, and may not wait for another operation. A panic in it fails the mesh.
     pub fn on_complete(&self, callback: impl FnOnce(&Result<(), MeshError>) + Send + 'static) {
         self.completion.on_complete(callback);
     }

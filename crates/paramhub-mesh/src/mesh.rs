@@ -4,9 +4,8 @@ mod checks;
 
 use std::fmt;
 
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 use std::time::Duration;
 
 use paramhub_transport::runtime::on_io_thread;
@@ -22,16 +21,20 @@ use crate::join::{MeshJoin, Redialler};
 use crate::memory::agreement::SharedMemoryAgreement;
 use crate::memory::{Plan, SlotLayout};
 use crate::operation::{OperationBuffer, OperationKind, OperationRequest};
-use crate::progress_engine::ProgressEngine;
+use crate::progress_engine::{ProgressEngine, SharedEngine};
 use crate::schedule::{self, BufferRange, Schedule, Work};
 use crate::socket::PeerSocket;
 
 /// The time that leaving waits, beyond its own bound, for the outcome from the mesh's thread.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
+/// The bytes of the largest operation that its caller begins, and runs while it waits. To wake another thread for it would
+/// take a good part of the operation's time.
+const CALLER_BYTES_MAX: usize = 1 << 20;
 
 /// Connections to all other ranks, and operations over them.
 ///
-/// Every operation is asynchronous: it takes regions, returns a [`Handle`] and runs without its caller.
+/// Every operation is asynchronous: it takes regions, returns a [`Handle`] and runs without its caller. A small one runs on
+/// its caller's thread while that waits.
 /// Regions may be lent with [`paramhub_transport::lend`] or promised with their `from_raw`; they are dropped
 /// when the operation ends.
 ///
@@ -49,6 +52,7 @@ pub struct Mesh {
     /// The layout for plans, or why there is no shared memory.
     memory: Result<SlotLayout, Arc<str>>,
     pub(crate) inbox: Arc<MeshInbox>,
+    engine: Arc<SharedEngine>,
     thread: Mutex<MeshThread>,
 }
 
@@ -88,18 +92,12 @@ impl Mesh {
             .transpose()
             .map_err(system("start a thread"))?;
         let (commands, dead_after) = (Arc::clone(&inbox), config.dead_after);
-        let progress_engine =
-            ProgressEngine::new(this_rank.clone(), sockets, waker, commands, dead_after, segment, redialler)
-                .map_err(system("make a poller"))?;
-        let (sender, ended) = sync_channel(1);
-        thread::Builder::new()
-            .name("paramhub-mesh".into())
-            .spawn(move || {
-                // It is possible that no thread waits for the outcome.
-                let _ = sender.send(progress_engine.run());
-            })
-            .map_err(system("start a thread"))?;
-        Ok(Mesh { this_rank, size: config.size, memory, inbox, thread: Mutex::new(MeshThread::Runs(ended)) })
+        let engine =
+            ProgressEngine::new(this_rank.clone(), sockets, waker, commands, dead_after, segment, redialler);
+        let engine = engine.and_then(SharedEngine::new).map(Arc::new).map_err(system("make a poller"))?;
+        let ended = SharedEngine::start(&engine).map_err(system("start a thread"))?;
+        let thread = Mutex::new(MeshThread::Runs(ended));
+        Ok(Mesh { this_rank, size: config.size, memory, inbox, engine, thread })
     }
 
     /// The rank of this process.
@@ -480,11 +478,17 @@ impl Mesh {
     ) -> Result<Handle, MeshError> {
         let (completer, completion) =
             OperationCompleter::new(None, |_| {}, MeshError::Left { this_rank: self.this_rank.clone() });
+        let bytes: usize = buffers.iter().map(OperationBuffer::len).sum();
         let request = Box::new(OperationRequest { kind, buffers, schedule, plan, completer });
         let full =
             || MeshError::Congested { this_rank: self.this_rank.clone(), outstanding: OUTSTANDING_MAX };
-        self.inbox.put_counted(MeshCommand::Run(request), Duration::ZERO, full)?;
-        Ok(Handle::new(completion, Arc::clone(&self.inbox)))
+        self.inbox.put_counted_quietly(MeshCommand::Run(request), Duration::ZERO, full)?;
+        let engine = (bytes <= CALLER_BYTES_MAX).then(|| Arc::clone(&self.engine));
+        match &engine {
+            Some(engine) => engine.begin(),
+            None => self.engine.wake(),
+        }
+        Ok(Handle::new(completion, Arc::clone(&self.inbox), engine))
     }
 }
 

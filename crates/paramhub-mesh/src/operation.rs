@@ -51,6 +51,10 @@ pub(crate) enum OperationBuffer {
 }
 
 impl OperationBuffer {
+    pub(crate) fn len(&self) -> usize {
+        self.bytes().len()
+    }
+
     fn bytes(&self) -> &[u8] {
         match self {
             OperationBuffer::Send(region) => region.bytes(),

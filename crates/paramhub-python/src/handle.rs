@@ -43,6 +43,9 @@ impl Shared {
 
     /// Waits with the GIL released, at most until `deadline`; returns whether all requests have ended.
     fn wait(&self, deadline: Option<Instant>) -> bool {
+        if let Some(operation) = self.operation.get() {
+            operation.advance(deadline);
+        }
         let mut state = self.lock();
         while !state.is_done {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));

@@ -2,6 +2,7 @@
 
 use super::ProgressEngine;
 use super::peer::RankState;
+use crate::descriptor::Descriptor;
 use crate::error::MeshError;
 use crate::operation::OperationKind;
 use crate::wire::{Header, Kind};
@@ -11,6 +12,8 @@ use crate::wire::{Header, Kind};
 const COLLECTIVES_MAX: usize = 4;
 /// The same maximum in shared memory, where the chunks of many collectives may be under way.
 const COLLECTIVES_IN_MEMORY_MAX: usize = 64;
+/// The most announcements that wait for another frame or for this rank's sleep.
+const ANNOUNCEMENTS_WAITING_MAX: usize = 64;
 
 impl ProgressEngine {
     pub(super) fn may_begin(&self) -> bool {
@@ -35,18 +38,45 @@ impl ProgressEngine {
                 continue;
             }
             let number = self.in_flight.sequence.begin(descriptor);
-            let next = (self.in_flight.this_rank.rank + 1) % self.in_flight.size;
-            if let RankState::Connected(peer) = &mut self.ranks[next as usize] {
-                let begin = Header { tag: number, ..Header::bare(Kind::Begin) };
-                peer.outbound.control(begin, &descriptor.encode());
-            }
             let plan = request.plan.take();
+            self.announce(number, &descriptor, plan.is_some());
             let key = self.in_flight.begin(request, number, plan.is_some());
             if let (Some(plan), Some(pipeline)) = (plan, &mut self.pipeline) {
                 pipeline.push(key, number, descriptor, plan);
             }
         }
         Ok(())
+    }
+
+    /// Tells the next rank of a collective. Where it goes through shared memory, most differences are found by the labels in
+    /// it, so that this may wait: until this rank would sleep, since another may wait for it elsewhere.
+    fn announce(&mut self, number: u64, descriptor: &Descriptor, is_in_memory: bool) {
+        let next = self.next_rank();
+        let RankState::Connected(peer) = &mut self.ranks[next] else { return };
+        let begin = Header { tag: number, ..Header::bare(Kind::Begin) };
+        if is_in_memory && self.announcements_waiting < ANNOUNCEMENTS_WAITING_MAX {
+            peer.outbound.control_later(begin, &descriptor.encode());
+            self.announcements_waiting += 1;
+        } else {
+            peer.outbound.control(begin, &descriptor.encode());
+            self.announcements_waiting = 0;
+        }
+    }
+
+    /// Sends the announcements that have waited.
+    pub(super) fn send_announcements(&mut self) -> Result<(), MeshError> {
+        if std::mem::take(&mut self.announcements_waiting) == 0 {
+            return Ok(());
+        }
+        let next = self.next_rank();
+        if let RankState::Connected(peer) = &mut self.ranks[next] {
+            peer.outbound.hurry();
+        }
+        self.flush()
+    }
+
+    fn next_rank(&self) -> usize {
+        ((self.in_flight.this_rank.rank + 1) % self.in_flight.size) as usize
     }
 
     /// A rank that left before it began the collective of this number.

@@ -383,7 +383,7 @@ impl Peer {
                     let taken = Header { ticket: header.ticket, ..Header::bare(Kind::Taken) };
                     // In a collective the peer needs it for nothing but the end of its own operation.
                     match in_flight.operations.get(operation).is_some_and(Operation::receives) {
-                        true => self.outbound.control_later(taken),
+                        true => self.outbound.control_later(taken, &[]),
                         false => self.outbound.control(taken, &[]),
                     }
                 }

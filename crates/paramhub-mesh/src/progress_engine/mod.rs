@@ -1,4 +1,4 @@
-//! The mesh's thread: one loop that moves every transfer, computes, and ends operations.
+//! The engine that moves every transfer, computes, and ends operations.
 
 mod closing;
 mod collectives;
@@ -13,6 +13,7 @@ mod outbound;
 mod peer;
 mod reconnecting;
 mod sequence;
+mod shared_engine;
 mod shared_memory;
 mod slab;
 mod steps;
@@ -21,12 +22,11 @@ mod tests;
 
 use std::collections::VecDeque;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::{FINAL_MESSAGE_TIMEOUT, LivenessRules, OwnPauses};
-use paramhub_transport::runtime::{become_io_thread, panic_message};
 use paramhub_transport::{Events, Interest, Poller, Waker};
 
 use crate::command::{MeshCommand, MeshInbox};
@@ -41,6 +41,8 @@ use inbound::PeerEnd;
 pub(crate) use operations_in_flight::OperationsInFlight;
 use operations_in_flight::{SendProgress, StepId};
 use peer::{Peer, RankState};
+use shared_engine::MeshEnd;
+pub(crate) use shared_engine::SharedEngine;
 pub(crate) use slab::SlabKey;
 
 /// Bytes that one peer may send or receive before the others have their turn.
@@ -49,14 +51,16 @@ const TURN_BYTES: usize = 1 << 20;
 const COMPUTE_BYTES: usize = 1 << 20;
 /// Room for a piece and for the bytes that are read ahead of it.
 const SCRATCH_BYTES: usize = PIECE_BYTES + (16 << 10);
+/// The time for which a caller that waits polls for peers before it sleeps.
+const CALLER_SPIN: Duration = Duration::from_micros(300);
 const WAKER: u64 = u64::MAX;
 const DOORBELL: u64 = u64::MAX - 1;
 
-/// The state of the mesh's thread.
+/// The state of the engine.
 pub(crate) struct ProgressEngine {
     in_flight: OperationsInFlight,
     ranks: Vec<RankState>,
-    poller: Poller,
+    poller: Arc<Poller>,
     waker: Waker,
     inbox: Arc<MeshInbox>,
     commands: VecDeque<MeshCommand>,
@@ -75,12 +79,21 @@ pub(crate) struct ProgressEngine {
     own_pauses: OwnPauses,
     /// Makes connections again that were cut; `None` where they are not.
     redialler: Option<Redialler>,
+    next_check: Instant,
+    /// The number of announcements to the next rank that may wait.
+    announcements_waiting: usize,
+    /// The error with which the engine stopped on the thread of a caller.
+    failure_at_caller: Option<MeshError>,
+    /// Whether the mesh's thread is about to end the mesh.
+    is_ending: bool,
 }
 
-/// The way in which the loop ended.
-enum LoopEnd {
-    Left,
-    Failed(MeshError),
+/// When the engine is to be run again.
+enum NextTurn {
+    /// At the next event, and after this time at the latest.
+    Within(Duration),
+    /// This rank has left the mesh.
+    Never,
 }
 
 impl ProgressEngine {
@@ -116,7 +129,7 @@ impl ProgressEngine {
         Ok(ProgressEngine {
             in_flight: OperationsInFlight::new(this_rank, size, Arc::clone(&inbox)),
             ranks,
-            poller,
+            poller: Arc::new(poller),
             waker,
             inbox,
             commands: VecDeque::with_capacity(64),
@@ -130,22 +143,18 @@ impl ProgressEngine {
             liveness_rules,
             own_pauses: OwnPauses::new(now, liveness_rules.heartbeat),
             redialler,
+            next_check: now,
+            announcements_waiting: 0,
+            failure_at_caller: None,
+            is_ending: false,
         })
     }
 
-    /// Serves the mesh until this rank leaves it or it fails. On return every operation has ended.
-    pub(crate) fn run(mut self) -> Result<(), MeshError> {
-        become_io_thread();
-        let this_rank = self.in_flight.this_rank.clone();
-        let end = catch_unwind(AssertUnwindSafe(|| self.serve())).unwrap_or_else(|panic| {
-            LoopEnd::Failed(MeshError::Internal {
-                this_rank: this_rank.clone(),
-                reason: panic_message(&*panic),
-            })
-        });
+    /// Ends every operation, tells the peers, and closes the connections.
+    fn close(mut self, end: MeshEnd) -> Result<(), MeshError> {
         let (outcome, error) = match end {
-            LoopEnd::Left => (Ok(()), MeshError::Left { this_rank }),
-            LoopEnd::Failed(error) => (Err(error.clone()), error),
+            MeshEnd::Left => (Ok(()), MeshError::Left { this_rank: self.in_flight.this_rank.clone() }),
+            MeshEnd::Failed(error) => (Err(error.clone()), error),
         };
         let queued = self.inbox.close(&error);
         let deadline = match (&outcome, self.leaving) {
@@ -174,16 +183,6 @@ impl ProgressEngine {
         outcome
     }
 
-    fn serve(&mut self) -> LoopEnd {
-        match self.run_until_left() {
-            Ok(()) => LoopEnd::Left,
-            Err(error) => {
-                self.end_what_is_complete();
-                LoopEnd::Failed(error)
-            }
-        }
-    }
-
     /// Ends the operations for which everything has come. A peer that had all it needed may have ended the mesh before
     /// this rank has made use of what the peer had sent.
     fn end_what_is_complete(&mut self) {
@@ -200,59 +199,114 @@ impl ProgressEngine {
         }
     }
 
-    fn run_until_left(&mut self) -> Result<(), MeshError> {
-        let mut events = Events::with_capacity(256);
-        let mut next_check = Instant::now();
+    /// Handles what has happened, and does what there is to do until this rank may leave the mesh or must wait.
+    fn turn(&mut self, events: &mut Events) -> Result<NextTurn, MeshError> {
         loop {
-            let now = Instant::now();
-            self.discount_own_pause(now);
-            if now >= next_check {
-                self.check_liveness(now)?;
-                next_check = now + self.liveness_rules.check_every();
+            if let Some(failure) = self.failure_at_caller.take() {
+                return Err(failure);
             }
+            self.clear_sleep();
+            let now = Instant::now();
+            self.handle(events, now)?;
+            self.look_after_peers(now)?;
             self.work()?;
             if self.may_leave(now)? {
+                return Ok(NextTurn::Never);
+            }
+            if !self.has_immediate_work() && self.prepare_to_sleep()? {
+                let wake_at =
+                    self.leaving.map_or(self.next_check, |(_, deadline)| deadline.min(self.next_check));
+                return Ok(NextTurn::Within(wake_at.saturating_duration_since(now)));
+            }
+            self.poll(events, Duration::ZERO)?;
+        }
+    }
+
+    /// Runs on the thread of a caller, until `is_done`, until `deadline`, or until the mesh's thread must go on. Sleeps
+    /// where there is nothing to do.
+    fn run_for_caller(
+        &mut self,
+        is_done: impl Fn() -> bool,
+        deadline: Option<Instant>,
+    ) -> Result<(), MeshError> {
+        let mut events = Events::with_capacity(64);
+        let mut spin_until = None;
+        self.clear_sleep();
+        loop {
+            self.work()?;
+            if is_done() || !self.may_run_for_caller() {
                 return Ok(());
             }
-            let timeout = match self.has_immediate_work() || !self.prepare_to_sleep() {
-                true => Duration::ZERO,
-                false => next_check.saturating_duration_since(now),
-            };
-            let timeout = match self.leaving {
-                Some((_, deadline)) => timeout.min(deadline.saturating_duration_since(now)),
-                None => timeout,
-            };
-            self.poller
-                .wait(&mut events, Some(timeout))
-                .map_err(|error| self.system("wait for peers", &error))?;
-            if let Some(pipeline) = &mut self.pipeline {
-                pipeline.clear_sleep();
+            if self.may_go_on_in_memory() {
+                continue;
+            }
+            self.poll(&mut events, Duration::ZERO)?;
+            let now = Instant::now();
+            if events.is_empty() && !self.has_immediate_work() {
+                let is_waiting_in_memory = self.pipeline.as_ref().is_some_and(Pipeline::is_waiting);
+                if !is_waiting_in_memory && now < *spin_until.get_or_insert(now + CALLER_SPIN) {
+                    // There may be more ranks than processors.
+                    thread::yield_now();
+                } else if self.announce_sleep()? {
+                    let wake_at = deadline.map_or(self.next_check, |deadline| deadline.min(self.next_check));
+                    self.poll(&mut events, wake_at.saturating_duration_since(now))?;
+                    self.clear_sleep();
+                }
+            }
+            if !events.is_empty() {
+                spin_until = None;
             }
             let now = Instant::now();
-            self.discount_own_pause(now);
-            for event in events.iter() {
-                match (event.token, &self.pipeline) {
-                    (WAKER, _) => {
-                        self.waker.drain();
-                        continue;
-                    }
-                    (DOORBELL, Some(pipeline)) => {
-                        pipeline.doorbell().clear();
-                        continue;
-                    }
-                    _ => {}
+            // The mesh's thread handles what wakes it.
+            let is_woken = events.iter().any(|event| event.token == WAKER);
+            if is_woken || deadline.is_some_and(|deadline| now >= deadline) {
+                return Ok(());
+            }
+            self.handle(&events, now)?;
+            self.look_after_peers(now)?;
+        }
+    }
+
+    fn poll(&mut self, events: &mut Events, timeout: Duration) -> Result<(), MeshError> {
+        self.poller.wait(events, Some(timeout)).map_err(|error| self.system("wait for peers", &error))
+    }
+
+    /// Finds those peers that are silent, where it is time to.
+    fn look_after_peers(&mut self, now: Instant) -> Result<(), MeshError> {
+        self.discount_own_pause(now);
+        if now >= self.next_check {
+            self.check_liveness(now)?;
+            self.next_check = now + self.liveness_rules.check_every();
+        }
+        Ok(())
+    }
+
+    /// Handles what has happened at the descriptors. It does no harm if another thread has handled it already.
+    fn handle(&mut self, events: &Events, now: Instant) -> Result<(), MeshError> {
+        self.discount_own_pause(now);
+        for event in events.iter() {
+            match (event.token, &self.pipeline) {
+                (WAKER, _) => {
+                    self.waker.drain();
+                    continue;
                 }
-                let rank = event.token as u32;
-                if event.writable
-                    && let RankState::Connected(peer) = &mut self.ranks[rank as usize]
-                {
-                    peer.outbound.is_blocked = false;
+                (DOORBELL, Some(pipeline)) => {
+                    pipeline.doorbell().clear();
+                    continue;
                 }
-                if event.readable {
-                    self.receive(rank, now)?;
-                }
+                _ => {}
+            }
+            let rank = event.token as u32;
+            if event.writable
+                && let RankState::Connected(peer) = &mut self.ranks[rank as usize]
+            {
+                peer.outbound.is_blocked = false;
+            }
+            if event.readable {
+                self.receive(rank, now)?;
             }
         }
+        Ok(())
     }
 
     /// Does all work that needs no waiting.
@@ -287,6 +341,21 @@ impl ProgressEngine {
             |state: &RankState| matches!(state, RankState::Connected(peer) if peer.outbound.is_due());
         let has_more = self.pipeline.as_ref().is_some_and(Pipeline::has_more);
         has_more || !self.computing.is_empty() || self.ranks.iter().any(is_due)
+    }
+
+    /// Returns whether callers may run the engine. They leave the end of the mesh to its own thread.
+    fn may_run_for_caller(&self) -> bool {
+        !self.is_ending && self.leaving.is_none() && self.failure_at_caller.is_none()
+    }
+
+    /// Returns whether the mesh's thread has something to do before the next event.
+    fn must_go_on(&self) -> bool {
+        !self.may_run_for_caller() || self.has_immediate_work()
+    }
+
+    /// Returns whether no operation is under way.
+    fn is_idle(&self) -> bool {
+        self.in_flight.operations.is_empty() && self.queue.is_empty() && self.leaving.is_none()
     }
 
     fn execute(&mut self, command: MeshCommand) -> Result<(), MeshError> {

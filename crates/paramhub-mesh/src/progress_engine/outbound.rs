@@ -106,9 +106,9 @@ impl Outbound {
 
     /// Queues a counted frame that leaves with the next one, or after [`Outbound::hurry`]: a frame costs less with
     /// another one.
-    pub(crate) fn control_later(&mut self, header: Header) {
+    pub(crate) fn control_later(&mut self, header: Header, payload: &[u8]) {
         self.may_wait |= self.counted.unsent().is_empty();
-        self.counted.push(header, &[]);
+        self.counted.push(header, payload);
     }
 
     /// Lets the frames leave that may wait.

@@ -4,13 +4,36 @@ use super::{COMPUTE_BYTES, ProgressEngine};
 use crate::error::MeshError;
 
 impl ProgressEngine {
-    /// Returns whether shared memory lets this rank sleep. If so, other ranks will ring its doorbell.
-    pub(super) fn prepare_to_sleep(&mut self) -> bool {
+    /// Returns whether this rank may sleep, after it has polled for the other ranks for a while.
+    pub(super) fn prepare_to_sleep(&mut self) -> Result<bool, MeshError> {
+        match self.may_go_on_in_memory() {
+            true => Ok(false),
+            false => self.announce_sleep(),
+        }
+    }
+
+    /// Returns whether this rank may sleep. If so, other ranks ring its doorbell when it can go on, and the next rank knows
+    /// which collectives it has begun.
+    pub(super) fn announce_sleep(&mut self) -> Result<bool, MeshError> {
+        self.send_announcements()?;
         match &mut self.pipeline {
-            Some(pipeline) if pipeline.is_waiting() => {
-                !pipeline.spin_for_others() && pipeline.prepare_sleep()
-            }
-            _ => true,
+            Some(pipeline) if pipeline.is_waiting() => Ok(pipeline.prepare_sleep()),
+            _ => Ok(true),
+        }
+    }
+
+    /// Lets other ranks ring no doorbell: this rank is awake.
+    pub(super) fn clear_sleep(&mut self) {
+        if let Some(pipeline) = &mut self.pipeline {
+            pipeline.clear_sleep();
+        }
+    }
+
+    /// Polls for other ranks, if a collective in memory waits for them. Returns whether this rank can go on.
+    pub(super) fn may_go_on_in_memory(&mut self) -> bool {
+        match &mut self.pipeline {
+            Some(pipeline) if pipeline.is_waiting() => pipeline.spin_for_others(),
+            _ => false,
         }
     }
 

@@ -25,6 +25,7 @@ macro_rules! in_every_way {
     };
 }
 
+mod callers;
 mod collectives;
 mod common;
 mod encrypted;

@@ -195,6 +195,18 @@ pub fn become_io_thread() {
     IS_IO_THREAD.set(true);
 }
 
+/// Calls `f` on a thread that completes operations meanwhile.
+pub fn as_io_thread<R>(f: impl FnOnce() -> R) -> R {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            IS_IO_THREAD.set(self.0);
+        }
+    }
+    let _restore = Restore(IS_IO_THREAD.replace(true));
+    f()
+}
+
 /// Whether the caller is a callback on a thread that completes operations.
 pub fn on_io_thread() -> bool {
     IS_IO_THREAD.get()

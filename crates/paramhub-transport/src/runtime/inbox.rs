@@ -45,13 +45,27 @@ impl<C, E: Clone> Inbox<C, E> {
 
     /// [`put`](Self::put), but returns a refused command.
     pub fn offer(&self, command: C) -> Result<(), (C, E)> {
-        self.push(self.lock(), command)
+        self.push(self.lock(), command)?;
+        self.waker.wake();
+        Ok(())
     }
 
     /// [`put`](Self::put) for a command that counts until [`uncount`](Self::uncount). Where the maximum is
     /// reached it waits for room, at most `timeout` and not at all on an I/O thread; `full` is the error if
     /// none came.
     pub fn put_counted(&self, command: C, timeout: Duration, full: impl FnOnce() -> E) -> Result<(), E> {
+        self.put_counted_quietly(command, timeout, full)?;
+        self.waker.wake();
+        Ok(())
+    }
+
+    /// [`put_counted`](Self::put_counted), but leaves it to the caller to wake the I/O thread or to do its work.
+    pub fn put_counted_quietly(
+        &self,
+        command: C,
+        timeout: Duration,
+        full: impl FnOnce() -> E,
+    ) -> Result<(), E> {
         let (mut state, mut deadline) = (self.lock(), None);
         while state.closed.is_none() && state.counted == self.counted_max {
             let now = Instant::now();
@@ -79,8 +93,6 @@ impl<C, E: Clone> Inbox<C, E> {
             return Err((command, error.clone()));
         }
         state.commands.push_back(command);
-        drop(state);
-        self.waker.wake();
         Ok(())
     }
 

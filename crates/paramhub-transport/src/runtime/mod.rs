@@ -7,5 +7,5 @@
 mod completion;
 mod inbox;
 
-pub use completion::{Completer, Completion, become_io_thread, on_io_thread, panic_message};
+pub use completion::{Completer, Completion, as_io_thread, become_io_thread, on_io_thread, panic_message};
 pub use inbox::Inbox;
