@@ -30,6 +30,9 @@ from paramhub.torch._run_secret import admin_token
 _DIAL_TIMEOUT = 5.0
 """Seconds in which a hub that an earlier start has left must take a connection."""
 
+_CHUNK_BYTES_IN_MEMORY = 128 << 10
+"""The size of an f32 chunk in shared memory, where larger ones than the default take less time."""
+
 
 @dataclass(frozen=True)
 class HubAccess:
@@ -63,6 +66,16 @@ class HubAccess:
     """The most hubs that serve a job of this run, if not all."""
     hub_label: str | None = None
     """The label that they must have, if any."""
+    chunk_bytes: int | None = None
+    """The size of an f32 chunk in the jobs of this run, if not the default."""
+
+    def with_chunk_size(self, transport: str) -> HubAccess:
+        """The same access, with the size of chunks that suits the transport of rank 0."""
+        # What answers at a loopback address is on the host of all ranks, and so are the hubs that have joined it.
+        is_on_host = urlsplit(self.url).hostname in ("127.0.0.1", "::1", "localhost")
+        return (
+            replace(self, chunk_bytes=_CHUNK_BYTES_IN_MEMORY) if is_on_host and transport != "tcp" else self
+        )
 
     @property
     def outlives_ranks(self) -> bool:

@@ -95,7 +95,10 @@ class RunJobs:
         members = list(range(self._size)) if ranks is None else list(ranks)
         rank = members.index(self._rank)
         hub = self._hubs.access
-        text = json.dumps({"reproducible": self.options.reproducible, **settings})
+        of_run = {"reproducible": self.options.reproducible}
+        if hub.chunk_bytes is not None:
+            of_run["chunk_bytes"] = hub.chunk_bytes
+        text = json.dumps({**of_run, **settings})
         # A ring gives each link one stream each way: docs/decisions/pytorch.md.
         by_hosts = "ring" if hub.deployment == "cs" else "auto"
         is_flat = hub.replicas > 0 or not self._may_sum_by_host(settings, text)

@@ -108,7 +108,7 @@ class World:
         if self.rank != 0:
             choice = json.loads(self._store.read_secret("hub", "rank 0 has not said which hub is used"))
             return HubAccess(**choice["hub"]), choice["trace"]
-        access = self.hubs.choose(url)
+        access = self.hubs.choose(url).with_chunk_size(self.transport)
         directory = os.environ.get("PARAMHUB_TRACE", "").strip()
         trace_settings = None
         if directory:
