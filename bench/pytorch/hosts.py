@@ -11,9 +11,11 @@ Python's torch and paramhub. All other options are passed to the program.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,32 +32,40 @@ DEFAULTS = {
 
 def main() -> int:
     options, rest = parse()
-    up = ["up", "--racks", "1", "--workers", str(options.hosts), "--rate", options.rate, "--hold"]
+    ranks: list[subprocess.Popen[str]] = []
+    with testbed(options.hosts, options.rate) as addresses:
+        try:
+            for rank in range(options.hosts):
+                ranks.append(start(rank, options.hosts, addresses["r0w0"], options.program, rest))
+            return max(rank.wait() for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.terminate()
+            for rank in ranks:
+                rank.wait(END_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def testbed(hosts: int, rate: str) -> Iterator[dict[str, str]]:
+    """Hosts r0w0, r0w1 and so on behind one switch. Yields their addresses by their names."""
+    up = ["up", "--racks", "1", "--workers", str(hosts), "--rate", rate, "--hold"]
     # The testbed ends when its standard input is closed, and so at any end of this process.
-    testbed = subprocess.Popen(
+    held = subprocess.Popen(
         [*TESTBED, *up, "--congestion", "reno", "--name", NAME],
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert testbed.stdout is not None and testbed.stdin is not None
-    print(testbed.stdout.readline(), end="", flush=True)
-    ranks: list[subprocess.Popen[str]] = []
+    assert held.stdout is not None and held.stdin is not None
+    print(held.stdout.readline(), end="", flush=True)
     try:
-        if testbed.poll() is not None:
-            return testbed.returncode
-        addresses = dict(line.split() for line in testbed_says("hosts").splitlines())
-        for rank in range(options.hosts):
-            ranks.append(start(rank, options.hosts, addresses["r0w0"], options.program, rest))
-        return max(rank.wait() for rank in ranks)
+        if held.poll() is not None:
+            sys.exit(held.returncode)
+        yield dict(line.split() for line in testbed_says("hosts").splitlines())
     finally:
-        for rank in ranks:
-            rank.terminate()
-        for rank in ranks:
-            rank.wait(END_TIMEOUT_S)
-        testbed.stdin.close()
-        testbed.wait(END_TIMEOUT_S)
+        held.stdin.close()
+        held.wait(END_TIMEOUT_S)
 
 
 def start(rank: int, hosts: int, first: str, program: str, rest: list[str]) -> subprocess.Popen[str]:
