@@ -20,6 +20,7 @@ from paramhub.torch import (
     _model_checks,
     _optimizer_state,
     _tensors,
+    _trained_models,
     trace,
 )
 from paramhub.torch._base_optimizer import BaseOptimizer
@@ -166,6 +167,7 @@ class HubOptimizer(BaseOptimizer):
         )
         # At the end of the process `World` leaves all jobs in the right order.
         self._released.atexit = False
+        _trained_models.add(self)
 
     def _make_exchanges(self, names: dict[int, str]) -> list[Exchange]:
         given = {id(parameter): parameter for parameter in self._all()}
@@ -410,8 +412,18 @@ class HubOptimizer(BaseOptimizer):
         if not self._clips:
             return None
         self.synchronize()
-        last = self._step.job.last_gradient_norm()
+        return self.newest_grad_norm
+
+    @property
+    def newest_grad_norm(self) -> float | None:
+        """With ``max_grad_norm``, the norm of the newest step of which the hub has told it. It waits for nothing."""
+        last = self._step.job.last_gradient_norm() if self._clips else None
         return last[1] if last is not None else None
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to which gradients are clipped."""
+        return self._settings.get("clip_norm")
 
     def state_dict(self) -> dict[str, Any]:
         """The hub's state after this rank's last step, in the form of torch.optim's optimizer of this kind, which can load it.
@@ -538,6 +550,7 @@ class HubOptimizer(BaseOptimizer):
 
     def _release_model(self) -> None:
         self._released.detach()
+        _trained_models.remove(self)
         self._parameter_hooks.remove()
         self._schemes.remove()
         if self._step.watch is not None:

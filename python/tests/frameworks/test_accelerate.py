@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import recipes
 import torch
@@ -12,6 +14,9 @@ from torch.utils.data import DataLoader
 import paramhub.torch
 
 pytestmark = recipes.needs("accelerate")
+
+WAYS = ["backend", "hook", "optimizer"]
+"""The recipes, in their order."""
 
 
 class Indices(recipes.Points):
@@ -31,13 +36,13 @@ def train(rank: Rank, way: str) -> None:
     if way == "hook":
         names["accelerator"] = Accelerator(cpu=True)
     made = recipes.run(
-        recipes.recipe("Accelerate", {"backend": 0, "hook": 1}[way]),
+        recipes.recipe("Accelerate", WAYS.index(way)),
         **names,
         model=model,
         optimizer=optimizer,
         batches=batches,
     )
-    assert dist.get_backend() == {"backend": "paramhub", "hook": "gloo"}[way]
+    assert dist.get_backend() == ("paramhub" if way == "backend" else "gloo")
     accelerator, model, optimizer = made["accelerator"], made["model"], made["optimizer"]
     seen = []
     for inputs, labels, indices in made["batches"]:
@@ -49,10 +54,13 @@ def train(rank: Rank, way: str) -> None:
     if way == "hook":
         ((_, state),) = model._comm_hooks
         assert state._buckets is not None
+    if way == "optimizer":
+        assert model is accelerator.unwrap_model(model), "nothing is around the model"
+        optimizer.optimizer.close()
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("way", ["backend", "hook"])
+@pytest.mark.parametrize("way", WAYS)
 def test_accelerate(team: Team, way: str) -> None:
     team(train, way, ranks=2)
 
@@ -67,3 +75,52 @@ def refuse(rank: Rank) -> None:
 
 def test_accelerate_refuses_what_docs_say(team: Team) -> None:
     team(refuse, ranks=2)
+
+
+def accumulate(rank: Rank) -> None:
+    """Steps of two passes, clipped, are those of one process with all batches."""
+    from paramhub.accelerate import HubAccelerator
+
+    accelerator = HubAccelerator(cpu=True, gradient_accumulation_steps=2)
+    model, points = recipes.network(), recipes.Points()
+    optimizer = paramhub.torch.HubOptimizer(model, paramhub.SGD(lr=recipes.LR), max_grad_norm=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reference = recipes.network()
+    local = torch.optim.SGD(reference.parameters(), lr=recipes.LR)
+    norms: list[float] = []
+    true_norms: list[float] = []
+    for number in range(4):
+        at = slice(8 * number + 4 * rank.rank, 8 * number + 4 * rank.rank + 4)
+        with accelerator.accumulate(model):
+            accelerator.backward(recipes.loss_of(model(points.inputs[at]), points.labels[at]))
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.01)))
+                with pytest.raises(paramhub.MisuseError, match=r"max_norm=0\.2.*max_grad_norm=0\.01"):
+                    accelerator.clip_grad_norm_(model.parameters(), 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+        of_all = slice(8 * number, 8 * number + 8)
+        (recipes.loss_of(reference(points.inputs[of_all]), points.labels[of_all]) / 2).backward()
+        if number % 2 == 1:
+            true_norms.append(float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)))
+            local.step()
+            local.zero_grad()
+            assert optimizer.optimizer.last_grad_norm == pytest.approx(true_norms[-1], rel=1e-4)
+    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+    assert min(true_norms) > 0.01, "the steps were clipped"
+    for number, norm in enumerate(norms):
+        known = true_norms[max(number - 1, 0) : number + 1]
+        assert any(norm == pytest.approx(one, rel=1e-4) for one in known) or (
+            number == 0 and math.isnan(norm)
+        )
+    optimizer.optimizer.close()
+    # A model with another optimizer is prepared as usual.
+    model = recipes.network()
+    other, _ = accelerator.prepare(model, recipes.sgd(model))
+    assert isinstance(other, torch.nn.parallel.DistributedDataParallel)
+    accelerator.end_training()
+
+
+def test_accelerate_accumulates_and_clips(team: Team) -> None:
+    team(accumulate, ranks=2)

@@ -16,6 +16,8 @@ from paramhub.torch import HubOptimizer
 
 pytestmark = recipes.needs("transformers")
 
+WAYS = ["optimizer", "backend"]
+"""The recipes, in their order."""
 QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "WANDB_MODE": "disabled"}
 
 
@@ -40,7 +42,7 @@ class Model(nn.Module):
         return {"loss": recipes.loss_of(outputs, labels), "logits": outputs}
 
 
-def train(rank: Rank) -> None:
+def train(rank: Rank, way: str) -> None:
     from transformers import Trainer, TrainingArguments
 
     def arguments(folder: str, **given: Any) -> TrainingArguments:
@@ -54,15 +56,17 @@ def train(rank: Rank) -> None:
         arguments("out", use_cpu=True, ddp_backend="paramhub")
     model = Model()
     recipes.run(
-        recipes.recipe("Hugging Face's Trainer"),
+        recipes.recipe("Hugging Face's Trainer", WAYS.index(way)),
         torch=torch,
         TrainingArguments=arguments,
         Trainer=Trainer,
         model=model,
         dataset=Points(),
     )
-    assert dist.get_backend() == "paramhub"
+    assert dist.get_backend() == ("paramhub" if way == "backend" else "gloo")
     recipes.check_trained(model.network, model.seen, rank.rank, rank.folder)
+    if way == "optimizer":
+        return dist.destroy_process_group()
 
     # With HubOptimizer in a Trainer the error names the conflict, before any gradient is sent.
     model = Model()
@@ -81,5 +85,47 @@ def train(rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def test_trainer(team: Team) -> None:
-    team(train, ranks=2, env=QUIET)
+@pytest.mark.parametrize("way", WAYS)
+def test_trainer(team: Team, way: str) -> None:
+    team(train, way, ranks=2, env=QUIET)
+
+
+def compare(rank: Rank) -> None:
+    """Two passes a step, clipping, decay, a schedule, and a start from a checkpoint: as with DDP and torch's optimizer."""
+    from transformers import Trainer, TrainingArguments
+
+    from paramhub.transformers import HubTrainer
+
+    def trained(kind: type[Trainer], **given: Any) -> nn.Module:
+        folder = str(rank.folder / kind.__name__)
+        arguments = TrainingArguments(
+            folder, use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=0.01,
+            weight_decay=0.1, max_grad_norm=0.5, lr_scheduler_type="linear", save_steps=1, logging_steps=1,
+            report_to=[], disable_tqdm=True, seed=3, **given,
+        )  # fmt: skip
+        model = Model()
+        trainer = kind(model, arguments, train_dataset=Points())
+        trainer.train(
+            resume_from_checkpoint=f"{folder}/checkpoint-1" if given["num_train_epochs"] == 2 else None
+        )
+        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        print(kind.__name__, norms)
+        if kind is HubTrainer:
+            trainer.optimizer.optimizer.close()
+        return model
+
+    for epochs in [1, 2]:
+        ours, torchs = (trained(kind, num_train_epochs=epochs) for kind in [HubTrainer, Trainer])
+        for (name, own), expected in zip(ours.named_parameters(), torchs.parameters(), strict=True):
+            torch.testing.assert_close(
+                own, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    with pytest.raises(paramhub.MisuseError, match=r"no optimizer for Adagrad.*SGD, Adam or AdamW"):
+        HubTrainer(
+            Model(), TrainingArguments("out", use_cpu=True, optim="adagrad"), train_dataset=Points()
+        ).train()
+    dist.destroy_process_group()
+
+
+def test_trainer_with_hub_optimizer_equals_that_with_torchs(team: Team) -> None:
+    team(compare, ranks=2, env=QUIET)
