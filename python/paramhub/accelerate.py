@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from paramhub.errors import MisuseError
 from paramhub.torch import HubOptimizer
-from paramhub.torch._trained_models import optimizer_of
+from paramhub.torch._trained_models import optimizers_of
 
 
 class HubAccelerator(accelerate.Accelerator):
@@ -32,8 +32,7 @@ class HubAccelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        optimizer = optimizer_of(model.parameters())
-        if optimizer is None:
+        if not optimizers_of(model.parameters()):
             return super().prepare_model(model, device_placement, evaluation_mode)
         elsewhere = {p.device for p in model.parameters() if not _is_same(p.device, self.device)}
         if elsewhere and (self.device_placement if device_placement is None else device_placement):
@@ -53,17 +52,24 @@ class HubAccelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        optimizer = optimizer_of(model.parameters())
-        with super().no_sync(model) if optimizer is None else optimizer.no_sync():
+        with contextlib.ExitStack() as held_back:
+            held_back.enter_context(super().no_sync(model))
+            for optimizer in optimizers_of(model.parameters()):
+                held_back.enter_context(optimizer.no_sync())
             yield
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
         parameters = list(parameters)
-        optimizer = optimizer_of(parameters)
-        if optimizer is None:
+        optimizers = optimizers_of(parameters)
+        if not optimizers:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if len(optimizers) > 1:
+            raise MisuseError(
+                "the parameters have several HubOptimizers, and each clips the gradients of its own"
+            )
+        (optimizer,) = optimizers
         # With an infinite norm the caller only wants to know the gradients' norm.
         if max_norm != math.inf and (optimizer.max_grad_norm != max_norm or norm_type != 2):
             raise MisuseError(

@@ -1,4 +1,4 @@
-"""Finds the HubOptimizer of parameters. Frameworks have only the model where they would wrap it, or clip its gradients."""
+"""Finds the HubOptimizers of parameters. Frameworks have only the model where they would wrap it, or clip its gradients."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import torch
 if TYPE_CHECKING:
     from paramhub.torch.hub_optimizer import HubOptimizer
 
-_optimizers: weakref.WeakSet[HubOptimizer] = weakref.WeakSet()
+_optimizers: weakref.WeakKeyDictionary[HubOptimizer, None] = weakref.WeakKeyDictionary()
+"""The open optimizers in the order in which they were made, which is the same at all ranks."""
 
 
 def add(optimizer: HubOptimizer) -> None:
-    _optimizers.add(optimizer)
+    _optimizers[optimizer] = None
 
 
 def remove(optimizer: HubOptimizer) -> None:
-    _optimizers.discard(optimizer)
+    _optimizers.pop(optimizer, None)
 
 
-def optimizer_of(parameters: Iterable[torch.Tensor]) -> HubOptimizer | None:
-    """The open HubOptimizer that trains any of the parameters, if there is one."""
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[HubOptimizer]:
+    """The open optimizers that train any of the parameters."""
     ids = set(map(id, parameters))
-    for optimizer in _optimizers:
-        if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
-            return optimizer
-    return None
+    return [
+        optimizer
+        for optimizer in _optimizers
+        if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+    ]

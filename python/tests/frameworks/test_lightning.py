@@ -24,9 +24,12 @@ class Indices(recipes.Points):
         return self.inputs[index], self.labels[index], index
 
 
-def train(rank: Rank, way: str) -> None:
+WAYS = ["backend", "hook", "optimizer"]
+"""The recipes, in their order."""
+
+
+def module_class() -> type:
     import lightning.pytorch as lightning
-    from lightning.pytorch.strategies import DDPStrategy
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -47,23 +50,81 @@ def train(rank: Rank, way: str) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return recipes.sgd(self.network)
 
+    return Module
+
+
+def train(rank: Rank, way: str) -> None:
+    import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import DDPStrategy
+
     os.chdir(rank.folder)
-    module = Module()
-    recipes.run(
-        recipes.recipe("Lightning", {"backend": 0, "hook": 1}[way]),
+    made = recipes.run(
+        recipes.recipe("Lightning", WAYS.index(way)),
         torch=torch,
         lightning=lightning,
         paramhub=paramhub,
         DDPStrategy=DDPStrategy,
-        module=module,
+        Module=module_class(),
+        module=module_class()(),
         batches=DataLoader(Indices(), batch_size=recipes.BATCH),
     )
-    assert module.backend == {"backend": "paramhub", "hook": "gloo"}[way]
-    assert [type(state).__name__ for _, state in module.hooks] == {"backend": [], "hook": ["HubState"]}[way]
+    module = made["module"]
+    assert module.backend == ("paramhub" if way == "backend" else "gloo")
+    assert [type(state).__name__ for _, state in module.hooks] == (["HubState"] if way == "hook" else [])
     assert all(state._buckets is not None for _, state in module.hooks)
     recipes.check_trained(module.network, module.seen, rank.rank, rank.folder)
 
 
-@pytest.mark.parametrize("way", ["backend", "hook"])
+@pytest.mark.parametrize("way", WAYS)
 def test_lightning(team: Team, way: str) -> None:
     team(train, way, ranks=2)
+
+
+def compare(rank: Rank) -> None:
+    """Two passes a step, a schedule, and a second fit from a checkpoint: as with DDP and torch's optimizer."""
+    import lightning.pytorch as lightning
+
+    from paramhub.lightning import HubStrategy
+
+    def trained(strategy: Any, make: Any, optimizer: Any) -> torch.nn.Module:
+        class OfMake(make):  # type: ignore[misc]
+            def configure_optimizers(self) -> Any:
+                made = optimizer(self)
+                return [made], [torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)]
+
+        module, saved = OfMake(), None
+        for epochs in [1, 2]:
+            trainer = lightning.Trainer(
+                accelerator="cpu", devices=2, strategy=strategy(), max_epochs=epochs, accumulate_grad_batches=2,
+                logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            )  # fmt: skip
+            trainer.fit(module, DataLoader(Indices(), batch_size=4), ckpt_path=saved)
+            saved = str(rank.folder / f"{strategy.__name__}.ckpt")
+            trainer.save_checkpoint(saved)
+        return module
+
+    os.chdir(rank.folder)
+    ours = trained(
+        HubStrategy,
+        module_class(),
+        lambda module: paramhub.torch.HubOptimizer(module, paramhub.SGD(lr=0.1, momentum=0.9)),
+    )
+    torchs = trained(lightning.strategies.DDPStrategy, module_class(), recipes.sgd)
+    for (name, own), expected in zip(ours.named_parameters(), torchs.parameters(), strict=True):
+        torch.testing.assert_close(
+            own, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    for options, error in [
+        ({}, r"averages no gradients.*SGD"),
+        ({"gradient_clip_val": 0.5}, r"max_grad_norm=0\.5"),
+    ]:
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=2, strategy=HubStrategy(), max_steps=1, logger=False,
+            enable_progress_bar=False, enable_checkpointing=False, **options,
+        )  # fmt: skip
+        with pytest.raises(paramhub.MisuseError, match=error):
+            trainer.fit(module_class()(), DataLoader(Indices(), batch_size=4))
+
+
+def test_lightning_with_hub_optimizer_equals_that_with_torchs(team: Team) -> None:
+    team(compare, ranks=2)
