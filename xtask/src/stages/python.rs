@@ -24,7 +24,7 @@ const OUR_PYTHON: [&str; 7] =
     ["python", "examples/pytorch", "bench/pytorch", "bench/gpu", "bench/models", "bench/soak", "xtask"];
 /// Frameworks for which docs/pytorch.md has recipes and an example, which the tests of a full run use.
 const FRAMEWORKS: [&str; 3] =
-    ["accelerate==1.15.0", "transformers==5.23.0; python_version >= '3.11'", "lightning==2.6.6"];
+    ["accelerate==1.15.0", "transformers==5.24.0; python_version >= '3.11'", "lightning==2.6.6"];
 
 /// Rooms that a program which links the API, and so the wheel, has nothing of.
 const NOT_IN_THE_WHEEL: [&str; 3] = ["paramhub-bench", "paramhub-train", "plotters"];
