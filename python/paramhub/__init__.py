@@ -28,11 +28,25 @@ from paramhub._hub import Hub, create_job
 from paramhub._job import Job, connect
 from paramhub._native import Handle, Tensor
 from paramhub.errors import ConnectError, JobFailedError, MisuseError, ParamhubError, Rewound
-from paramhub.optimizers import SGD, Adam, AdamW, Mean, Nesterov, Optimizer, Sum
+from paramhub.optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Lion,
+    Mean,
+    Nesterov,
+    Optimizer,
+    RMSprop,
+    Sum,
+)
 
 __version__ = _native.__version__
 __all__ = [
     "SGD",
+    "Adadelta",
+    "Adagrad",
     "Adam",
     "AdamW",
     "ConnectError",
@@ -40,11 +54,13 @@ __all__ = [
     "Hub",
     "Job",
     "JobFailedError",
+    "Lion",
     "Mean",
     "MisuseError",
     "Nesterov",
     "Optimizer",
     "ParamhubError",
+    "RMSprop",
     "Rewound",
     "Sum",
     "Tensor",

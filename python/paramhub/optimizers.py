@@ -74,6 +74,8 @@ class SGD(Optimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
+        maximize: bool = False,
     ) -> None:
         super().__init__(
             "sgd",
@@ -82,6 +84,7 @@ class SGD(Optimizer):
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
+            **_asked(maximize=maximize),
         )
 
 
@@ -101,9 +104,18 @@ class Adam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
     ) -> None:
         super().__init__(
-            "adam", learning_rate=lr, beta1=betas[0], beta2=betas[1], epsilon=eps, weight_decay=weight_decay
+            "adam",
+            learning_rate=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            epsilon=eps,
+            weight_decay=weight_decay,
+            **_asked(amsgrad=amsgrad, maximize=maximize),
         )
 
 
@@ -116,15 +128,129 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
     ) -> None:
         super().__init__(
-            "adamw", learning_rate=lr, beta1=betas[0], beta2=betas[1], epsilon=eps, weight_decay=weight_decay
+            "adamw",
+            learning_rate=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            epsilon=eps,
+            weight_decay=weight_decay,
+            **_asked(amsgrad=amsgrad, maximize=maximize),
         )
+
+
+class Adagrad(Optimizer):
+    """torch.optim.Adagrad."""
+
+    def __init__(
+        self,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            "adagrad",
+            learning_rate=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            initial_accumulator=initial_accumulator_value,
+            epsilon=eps,
+            **_asked(maximize=maximize),
+        )
+
+
+class RMSprop(Optimizer):
+    """torch.optim.RMSprop."""
+
+    def __init__(
+        self,
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            "rmsprop",
+            learning_rate=lr,
+            alpha=alpha,
+            epsilon=eps,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            centered=centered,
+            **_asked(maximize=maximize),
+        )
+
+
+class Adadelta(Optimizer):
+    """torch.optim.Adadelta."""
+
+    def __init__(
+        self,
+        lr: float = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            "adadelta",
+            learning_rate=lr,
+            rho=rho,
+            epsilon=eps,
+            weight_decay=weight_decay,
+            **_asked(maximize=maximize),
+        )
+
+
+class Lion(Optimizer):
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), with decoupled weight decay."""
+
+    def __init__(
+        self,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            "lion",
+            learning_rate=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            **_asked(maximize=maximize),
+        )
+
+
+def _asked(**options: bool) -> dict[str, bool]:
+    """The options that are asked for. A hub has the others off, and their names take room in each job's settings."""
+    return {name: True for name, is_asked in options.items() if is_asked}
+
+
+BY_NAME: dict[str, type[Any]] = {
+    "sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad, "rmsprop": RMSprop, "adadelta": Adadelta, "lion": Lion,
+}  # fmt: skip
+"""The optimizers with parameters that every hub has, by their names there."""
 
 
 def named(name: str, /, **arguments: Any) -> Optimizer:
     """An optimizer of this module by its name, in any case, with its class's arguments; or one that is registered at your hub."""
-    kind = {kind.__name__.lower(): kind for kind in (SGD, Nesterov, Adam, AdamW, Mean, Sum)}.get(name.lower())
+    kinds = (*BY_NAME.values(), Nesterov, Mean, Sum)
+    kind = {kind.__name__.lower(): kind for kind in kinds}.get(name.lower())
     if kind is None:
         return Optimizer(name, **arguments)
     taken = inspect.signature(kind).parameters
@@ -132,4 +258,5 @@ def named(name: str, /, **arguments: Any) -> Optimizer:
         raise MisuseError(
             f"{kind.__name__} takes {', '.join(taken) or 'nothing'}, and not {', '.join(sorted(unknown))}"
         )
-    return kind(**arguments)
+    made: Optimizer = kind(**arguments)
+    return made

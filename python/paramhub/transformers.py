@@ -9,10 +9,12 @@ import transformers
 
 from paramhub.accelerate import HubAccelerator
 from paramhub.errors import MisuseError
-from paramhub.optimizers import SGD, Adam, AdamW, Optimizer
+from paramhub.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from paramhub.torch import HubOptimizer
 
-_OF_TORCH = {torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}
+_OF_TORCH = {
+    getattr(torch.optim, kind.__name__): kind for kind in (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta)
+}
 _OF_THE_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Arguments of torch's optimizers that change no result."""
 
@@ -21,7 +23,7 @@ class HubTrainer(transformers.Trainer):
     """`transformers.Trainer` whose optimizer the hub runs.
 
     The optimizer is that of the arguments (``optim``, ``learning_rate``, ``weight_decay``, ``max_grad_norm`` and so on), if it is
-    SGD, Adam or AdamW; or a `HubOptimizer` in ``optimizers``. The ``grad_norm`` of the log is that of its step or of the one
+    one that hubs have; or a `HubOptimizer` in ``optimizers``. The ``grad_norm`` of the log is that of its step or of the one
     before.
     """
 
@@ -59,6 +61,6 @@ def _as_at_hub(kind: type, arguments: dict[str, Any]) -> Optimizer:
         return _OF_TORCH[kind](**given)
     except (KeyError, TypeError):
         raise MisuseError(
-            f"the hub has no optimizer for {getattr(kind, '__name__', kind)} with {given}: choose SGD, Adam or AdamW by "
-            "TrainingArguments(optim=), or give HubTrainer a HubOptimizer"
+            f"the hub has no optimizer for {getattr(kind, '__name__', kind)} with {given}: choose "
+            f"{', '.join(kind.__name__ for kind in _OF_TORCH)} by TrainingArguments(optim=), or give HubTrainer a HubOptimizer"
         ) from None

@@ -46,7 +46,7 @@ CALLS: dict[str, Callable[[kvs.KVStore], object]] = {
     r"there is no optimizer, choose one": lambda kv: kv.set_hyperparameters(learning_rate=1),
     r"SGD takes lr, .*, and not rho": lambda kv: kv.set_optimizer("SGD", rho=1),
     r"has its numbers: change them there": lambda kv: kv.set_optimizer(paramhub.SGD(), lr=1),
-    r"lion": lambda kv: kv.set_optimizer("lion"),
+    r"muon": lambda kv: kv.set_optimizer("muon"),
 }
 
 

@@ -45,23 +45,27 @@ const BUILT_IN: [&str; 8] =
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Hyperparameters {
-    /// Step size, `lr` in torch. Default 1e-3.
+    /// Step size, `lr` in torch. Default 1e-3; the own defaults of `adagrad` and `rmsprop` are 0.01, of `adadelta` 1, of `lion`
+    /// 1e-4.
     pub learning_rate: f64,
-    /// SGD: the share of the momentum buffer that is kept. Default 0, no buffer.
+    /// SGD and RMSprop: the share of the momentum buffer that is kept. Default 0, no buffer.
     pub momentum: f64,
     /// SGD: the share of the gradient that does not enter the momentum buffer. Default 0.
     pub dampening: f64,
     /// SGD: Nesterov's momentum; needs `momentum > 0` and `dampening == 0`. Default false.
     pub nesterov: bool,
-    /// L2 penalty (`sgd`, `adam`) or decoupled decay (`adamw`). Default 0; `adamw`'s own default is 0.01.
+    /// Decoupled decay (`adamw`, `lion`) or L2 penalty (the others). Default 0; `adamw`'s own default is 0.01.
     pub weight_decay: f64,
-    /// Adam: decay of the first moment, `betas[0]` in torch. Default 0.9.
+    /// Adam and Lion: decay of the first moment, `betas[0]` in torch. Default 0.9.
     pub beta1: f64,
-    /// Adam: decay of the second moment, `betas[1]` in torch. Default 0.999.
+    /// Adam: decay of the second moment, `betas[1]` in torch; Lion: decay of the momentum. Default 0.999; `lion`'s own default
+    /// is 0.99.
     pub beta2: f64,
-    /// Adam: added to the denominator, `eps` in torch. Default 1e-8.
+    /// Added to a denominator, `eps` in torch. Default 1e-8; the own default of `adagrad` is 1e-10, that of `adadelta` 1e-6.
     pub epsilon: f64,
-    /// Up to 8 values with other names of 1 to 23 bytes, for optimizers registered by users. Default none.
+    /// Up to 8 values with other names of 1 to 23 bytes. `maximize` (0 or 1) of all built-in optimizers with parameters,
+    /// `amsgrad` (0 or 1) of `adam` and `adamw`, `lr_decay` and `initial_accumulator` of `adagrad` (0), `alpha` (0.99) and
+    /// `centered` (0 or 1) of `rmsprop`, `rho` (0.9) of `adadelta`, and those of optimizers registered by users. Default none.
     #[cfg_attr(feature = "openapi", schema(value_type = std::collections::BTreeMap<String, f64>))]
     pub extra: ExtraValues,
 }
@@ -125,6 +129,28 @@ impl Hyperparameters {
     /// As [`Hyperparameters::check_not_negative`].
     pub fn check_fraction(&self, names: &[&str]) -> Result<(), HyperparameterError> {
         self.check(names, "0 or more and less than 1", |value| (0.0..1.0).contains(&value))
+    }
+
+    /// [`Hyperparameters::check_not_negative`] for extra values that may be missing.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_given_not_negative(&self, names: &[&str]) -> Result<(), HyperparameterError> {
+        names
+            .iter()
+            .filter(|name| self.value(name).is_some())
+            .try_for_each(|name| self.check_not_negative(&[name]))
+    }
+
+    /// [`Hyperparameters::check_fraction`] for extra values that may be missing.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_given_fraction(&self, names: &[&str]) -> Result<(), HyperparameterError> {
+        names
+            .iter()
+            .filter(|name| self.value(name).is_some())
+            .try_for_each(|name| self.check_fraction(&[name]))
     }
 
     /// Checks that the values called `names` are finite.

@@ -18,8 +18,8 @@ use crate::scheme::{self, LayerError, LayerSettings, SchemeChoice};
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerChoice {
-    /// `mean` or `sum` (no optimizer: workers receive the mean or the sum of the gradients), `sgd`, `adam`, `adamw`, or a
-    /// name registered at the hub.
+    /// `mean` or `sum` (no optimizer: workers receive the mean or the sum of the gradients), `sgd`, `adam`, `adamw`,
+    /// `adagrad`, `rmsprop`, `adadelta`, `lion`, or a name registered at the hub.
     pub name: String,
     /// The hyperparameters of group 0 from step 0 on; by default the optimizer's own defaults. A field that is
     /// left out of the object has the common default, not the optimizer's.
@@ -144,7 +144,10 @@ pub fn has_parameters(optimizer: &str) -> bool {
 /// Returns whether workers have the optimizer of this name, too; other optimizers are registered at hubs
 /// only.
 pub fn is_built_in(optimizer: &str) -> bool {
-    matches!(optimizer, "mean" | "sum" | "sgd" | "adam" | "adamw")
+    matches!(
+        optimizer,
+        "mean" | "sum" | "sgd" | "adam" | "adamw" | "adagrad" | "rmsprop" | "adadelta" | "lion"
+    )
 }
 
 fn default_aggregator() -> String {

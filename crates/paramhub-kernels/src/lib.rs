@@ -60,7 +60,9 @@ pub mod sum;
 
 pub use aggregate::{Aggregator, Sum, TILE_ELEMENTS};
 pub use dispatch::{ISA_VARIABLE, Isa, UnknownIsa};
-pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step, Undivided, mean_factor};
+pub use optimizer::{
+    Adadelta, Adagrad, Adam, Lion, Mean, Optimizer, RmsProp, Sgd, Step, Undivided, mean_factor,
+};
 pub use registry::{Registry, RegistryError};
 
 // The vocabulary of these signatures, so that the author of an optimizer needs this crate alone.

@@ -1,13 +1,21 @@
 //! The processing of a chunk's complete sum: the mean and the update in one pass, while the chunk is in cache
 //! (PHub section 3.2.2).
 
+mod adadelta;
+mod adagrad;
 mod adam;
+mod lion;
 mod mean;
+mod rmsprop;
 mod sgd;
 mod undivided;
 
+pub use adadelta::Adadelta;
+pub use adagrad::Adagrad;
 pub use adam::Adam;
+pub use lion::Lion;
 pub use mean::Mean;
+pub use rmsprop::RmsProp;
 pub use sgd::Sgd;
 pub use undivided::Undivided;
 
@@ -166,6 +174,18 @@ pub fn slots_mut<const N: usize>(state: &mut [f32], len: usize) -> [&mut [f32]; 
         rest = tail;
         slot
     })
+}
+
+/// Whether an extra hyperparameter is there and not 0.
+fn is_set(hyperparameters: &Hyperparameters, name: &str) -> bool {
+    hyperparameters.value(name).is_some_and(|value| value != 0.0)
+}
+
+/// [`Step::mean_factor`], with the other sign if the extra hyperparameter `maximize` is set: the objective then grows along
+/// the gradient.
+fn descent_factor(step: &Step<'_>) -> f32 {
+    let factor = step.mean_factor();
+    if is_set(step.hyperparameters, "maximize") { -factor } else { factor }
 }
 
 #[track_caller]

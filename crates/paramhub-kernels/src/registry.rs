@@ -3,7 +3,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::aggregate::{Aggregator, Sum};
-use crate::optimizer::{Adam, Mean, Optimizer, Sgd, Undivided};
+use crate::optimizer::{Adadelta, Adagrad, Adam, Lion, Mean, Optimizer, RmsProp, Sgd, Undivided};
 
 /// Optimizers and aggregators by the names that jobs ask for.
 ///
@@ -20,14 +20,18 @@ impl Registry {
         Self { optimizers: BTreeMap::new(), aggregators: BTreeMap::new() }
     }
 
-    /// A registry with the optimizers `mean`, `sum`, `sgd`, `adam` and `adamw` and the aggregator `sum`.
+    /// A registry with the built-in optimizers and the aggregator `sum`.
     pub fn with_builtins() -> Self {
-        let optimizers: [(&str, Arc<dyn Optimizer>); 5] = [
+        let optimizers: [(&str, Arc<dyn Optimizer>); 9] = [
             ("mean", Arc::new(Mean::new())),
             ("sum", Arc::new(Undivided::new())),
             ("sgd", Arc::new(Sgd::new())),
             ("adam", Arc::new(Adam::new())),
             ("adamw", Arc::new(Adam::decoupled())),
+            ("adagrad", Arc::new(Adagrad::new())),
+            ("rmsprop", Arc::new(RmsProp::new())),
+            ("adadelta", Arc::new(Adadelta::new())),
+            ("lion", Arc::new(Lion::new())),
         ];
         let aggregators: [(&str, Arc<dyn Aggregator>); 1] = [("sum", Arc::new(Sum::new()))];
         Self {

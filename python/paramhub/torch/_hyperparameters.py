@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paramhub.errors import MisuseError
-from paramhub.optimizers import SGD, Adam, AdamW, Optimizer, settings_of
+from paramhub.optimizers import BY_NAME, Optimizer, settings_of
 
 if TYPE_CHECKING:
     from paramhub import _native
     from paramhub.torch._exchange import Exchange
 
-TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps"}
+TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps", "initial_accumulator": "initial_accumulator_value"}
 """torch's names of the hub's hyperparameters, where they differ. torch has Adam's ``beta1`` and ``beta2`` as ``betas``."""
 HUB_NAMES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
-UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
+SWITCHES = ("nesterov", "amsgrad", "maximize", "centered")
+"""Hyperparameters that are on or off."""
+UNSUPPORTED = ("differentiable", "capturable")
 """Options of torch.optim that hubs do not have."""
 
 
@@ -27,7 +29,7 @@ def defaults(optimizer: Optimizer) -> dict[str, Any]:
             f"HubOptimizer needs an optimizer that the hub runs, such as paramhub.SGD(lr=0.1), not {optimizer!r}: to have "
             "the optimizer on each rank use paramhub.torch.DistributedOptimizer"
         )
-    known = {"sgd": SGD, "adam": Adam, "adamw": AdamW}.get(optimizer.name)
+    known = BY_NAME.get(optimizer.name)
     numbers: dict[str, Any] = dict(known().hyperparameters) if known else {"learning_rate": 1e-3}
     if known and optimizer.hyperparameters:
         # The hub does the same: if some hyperparameters are given, the others have the same defaults for all optimizers.
@@ -44,6 +46,9 @@ def group_hyperparameters(group: Mapping[str, Any], names: Mapping[str, Any]) ->
     for option in UNSUPPORTED:
         if group.get(option):
             raise MisuseError(f"a parameter group asks for {option}, which hubs do not have")
+    for option in SWITCHES:
+        if group.get(option) and option not in names:
+            raise MisuseError(f"a parameter group asks for {option}, which the optimizer was made without")
     numbers: dict[str, float | bool] = {}
     for name in names:
         if name not in group:
@@ -51,7 +56,7 @@ def group_hyperparameters(group: Mapping[str, Any], names: Mapping[str, Any]) ->
         value = group[name]
         if name == "betas":
             numbers["beta1"], numbers["beta2"] = float(value[0]), float(value[1])
-        elif name == "nesterov":
+        elif name in SWITCHES:
             numbers[name] = bool(value)
         else:
             numbers[HUB_NAMES.get(name, name)] = float(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,14 @@ from paramhub.torch._tensors import memory_range
 
 NAMES = {
     "sgd": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adagrad": ("sum",),
+    "rmsprop": ("square_avg", "momentum_buffer", "grad_avg"),
+    "adadelta": ("square_avg", "acc_delta"),
+    "lion": ("exp_avg",),
 }
-"""torch.optim's names of the hub's state tensors, by number."""
+"""torch.optim's names of the hub's state tensors, in the order of the hub's. Some may be left out: see `_names`."""
 
 
 @dataclass
@@ -59,22 +63,27 @@ def restore(job: _native.Job, exchanges: Sequence[Exchange], states: Sequence[St
 
 def as_torch_has_it(optimizer: str, state: State, group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's entry in ``state_dict()["state"]``; empty before the first update, as in torch."""
-    if state.updates == 0 or not state.slots or (optimizer == "sgd" and group["momentum"] == 0):
+    names = _names(optimizer, len(state.slots), group)
+    if state.updates == 0 or not names:
         return {}
-    entry: dict[str, Any] = dict(zip(_names(optimizer, len(state.slots)), state.slots, strict=True))
+    # Another group may need more state.
+    entry: dict[str, Any] = dict(zip(names, state.slots, strict=False))
     return entry if optimizer == "sgd" else {"step": torch.tensor(float(state.updates)), **entry}
 
 
-def from_torch(optimizer: str, entry: Mapping[str, Any], exchange: Exchange) -> State:
-    """A parameter's state from its entry in ``state_dict()["state"]``, of HubOptimizer or of torch.optim's optimizer."""
+def from_torch(
+    optimizer: str, entry: Mapping[str, Any], exchange: Exchange, group: Mapping[str, Any]
+) -> State:
+    """A parameter's state from its entry in ``state_dict()["state"]``, of HubOptimizer or of torch.optim's optimizer. ``group``
+    is the saved group of the parameter."""
     values = {name: value for name, value in entry.items() if value is not None and name != "step"}
     if not values:
         return State(0, [])
-    names = _names(optimizer, len(values))
+    names = _names(optimizer, len(values), group)
     if set(values) != set(names):
         raise MisuseError(
             f"the state of {exchange.name!r} has {', '.join(map(repr, values))}, but optimizer {optimizer!r} of the hub keeps "
-            f"{', '.join(map(repr, names))}: it was saved by another optimizer, or with options that hubs do not have"
+            f"{', '.join(map(repr, names))} here: it was saved by another optimizer, or with other options"
         )
     slots = []
     for name in names:
@@ -88,9 +97,17 @@ def from_torch(optimizer: str, entry: Mapping[str, Any], exchange: Exchange) -> 
     return State(int(entry.get("step", 1)), slots)
 
 
-def _names(optimizer: str, slots: int) -> Iterable[str]:
+def _names(optimizer: str, slots: int, group: Mapping[str, Any]) -> list[str]:
+    """The names of a parameter's state tensors, by number. ``slots`` counts those of an optimizer that hubs have registered."""
+    needed = {
+        "momentum_buffer": bool(group.get("momentum")),
+        "max_exp_avg_sq": bool(group.get("amsgrad")),
+        "grad_avg": bool(group.get("centered")),
+    }
     known = NAMES.get(optimizer)
-    return known if known is not None else [f"state_{slot}" for slot in range(slots)]
+    if known is None:
+        return [f"state_{slot}" for slot in range(slots)]
+    return [name for name in known if needed.get(name, True)]
 
 
 def _empty(exchange: Exchange) -> torch.Tensor:

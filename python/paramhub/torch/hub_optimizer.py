@@ -63,9 +63,10 @@ class HubOptimizer(BaseOptimizer):
     a parameter through its module, which waits: ``model.fc.weight``, ``model.parameters()``, ``model.state_dict()``. Call
     `synchronize` before code that reads a parameter to which it keeps a reference of its own.
 
-    ``optimizer`` is `paramhub.SGD`, `Nesterov`, `Adam`, `AdamW`, or one that is registered at the hub. ``params`` are the
-    parameters or groups of them, as for torch.optim, by default all of the model's. A step uses the values that rank 0's
-    ``param_groups`` have before backward, so learning-rate schedulers work as usual. Frozen parameters are not exchanged.
+    ``optimizer`` is one of `paramhub.optimizers`, such as `paramhub.SGD` or `AdamW`, or one that is registered at the hub.
+    ``params`` are the parameters or groups of them, as for torch.optim, by default all of the model's. A step uses the values
+    that rank 0's ``param_groups`` have before backward, so learning-rate schedulers work as usual. Frozen parameters are not
+    exchanged.
 
     - ``codec`` (``bf16``, ``f16``) is the encoding of gradients in frames, by default that of the gradients. ``one-bit`` and
       ``two-bit`` encode the matrices of a model, mostly its fully connected layers and embeddings: see `paramhub.Job.init`.
@@ -456,11 +457,11 @@ class HubOptimizer(BaseOptimizer):
             _hyperparameters.group_hyperparameters(saved, self._names)
         of = {id(exchange.parameter): exchange for exchange in self._exchanges}
         states = [_optimizer_state.State(0, []) for _ in self._exchanges]
-        ids = [at for group in state_dict["param_groups"] for at in group["params"]]
-        for at, parameter in zip(ids, self._all(), strict=True):
+        saved = [(at, group) for group in state_dict["param_groups"] for at in group["params"]]
+        for (at, group), parameter in zip(saved, self._all(), strict=True):
             entry, exchange = state_dict["state"].get(at), of.get(id(parameter))
             if entry and exchange is not None:
-                states[exchange.number] = _optimizer_state.from_torch(self._kind, entry, exchange)
+                states[exchange.number] = _optimizer_state.from_torch(self._kind, entry, exchange, group)
         super().load_state_dict({**state_dict, "state": {}})
         self._resumed_step = None
         self._reopen_job(states)

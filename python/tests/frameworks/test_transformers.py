@@ -120,9 +120,9 @@ def compare(rank: Rank) -> None:
             torch.testing.assert_close(
                 own, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
             )
-    with pytest.raises(paramhub.MisuseError, match=r"no optimizer for Adagrad.*SGD, Adam or AdamW"):
+    with pytest.raises(paramhub.MisuseError, match=r"no optimizer for Adafactor.*SGD, Adam, AdamW"):
         HubTrainer(
-            Model(), TrainingArguments("out", use_cpu=True, optim="adagrad"), train_dataset=Points()
+            Model(), TrainingArguments("out", use_cpu=True, optim="adafactor"), train_dataset=Points()
         ).train()
     dist.destroy_process_group()
 

@@ -17,6 +17,24 @@ from paramhub.torch import HubOptimizer
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 MOMENTUM = {"lr": 0.05, "momentum": 0.9}
+
+
+class LionOfThePaper(torch.optim.Optimizer):
+    """Program 1 of "Symbolic Discovery of Optimization Algorithms" (2023)."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = torch.sign(0.9 * m + 0.1 * p.grad)
+                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+                m.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
 SAME: list[tuple[paramhub.Optimizer, Any, dict[str, Any]]] = [
     (paramhub.SGD(lr=0.1), SGD, {"lr": 0.1}),
     (paramhub.SGD(**MOMENTUM, dampening=0.1), SGD, {**MOMENTUM, "dampening": 0.1}),
@@ -30,6 +48,30 @@ SAME: list[tuple[paramhub.Optimizer, Any, dict[str, Any]]] = [
         paramhub.AdamW(lr=3e-3, betas=(0.8, 0.99), eps=1e-6),
         ADAMW,
         {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6},
+    ),
+    (paramhub.Adam(lr=3e-3, amsgrad=True), ADAM, {"lr": 3e-3, "amsgrad": True}),
+    (
+        paramhub.AdamW(lr=3e-3, amsgrad=True, maximize=True),
+        ADAMW,
+        {"lr": 3e-3, "amsgrad": True, "maximize": True},
+    ),
+    (paramhub.Adagrad(), torch.optim.Adagrad, {}),
+    (
+        paramhub.Adagrad(lr=0.02, lr_decay=0.1, weight_decay=1e-2, initial_accumulator_value=0.1, eps=1e-6),
+        torch.optim.Adagrad,
+        {"lr": 0.02, "lr_decay": 0.1, "weight_decay": 1e-2, "initial_accumulator_value": 0.1, "eps": 1e-6},
+    ),
+    (paramhub.RMSprop(lr=1e-3), torch.optim.RMSprop, {"lr": 1e-3}),
+    (
+        paramhub.RMSprop(lr=1e-3, alpha=0.9, eps=1e-3, momentum=0.5, centered=True),
+        torch.optim.RMSprop,
+        {"lr": 1e-3, "alpha": 0.9, "eps": 1e-3, "momentum": 0.5, "centered": True},
+    ),
+    (paramhub.Adadelta(), torch.optim.Adadelta, {}),
+    (
+        paramhub.Adadelta(lr=0.5, rho=0.8, eps=1e-4),
+        torch.optim.Adadelta,
+        {"lr": 0.5, "rho": 0.8, "eps": 1e-4},
     ),
 ]
 

@@ -125,7 +125,7 @@ def a_step(rank: Rank) -> None:
 
     model, optimizer = make()
     optimizer.param_groups[0]["amsgrad"] = True
-    refuses("asks for amsgrad, which hubs do not have", lambda: backward(model))
+    refuses("asks for amsgrad, which the optimizer was made without", lambda: backward(model))
 
     model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu")

@@ -162,7 +162,7 @@ def refusals(rank: Rank) -> None:
         with pytest.raises(paramhub.MisuseError, match=message):
             model_and(**options)
     with pytest.raises(paramhub.MisuseError, match="registered at hubs"):
-        HubOptimizer(begin(rank, Transformer), paramhub.Optimizer("lion"), scheme="factors")
+        HubOptimizer(begin(rank, Transformer), paramhub.Optimizer("muon"), scheme="factors")
     _, optimizer = model_and(scheme="auto", max_grad_norm=1.0)
     assert {scheme for scheme, _ in optimizer.schemes.values()} == {"hub"}
     optimizer.close()

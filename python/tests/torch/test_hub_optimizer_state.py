@@ -24,6 +24,19 @@ KINDS: list[tuple[paramhub.Optimizer, Any, dict[str, Any]]] = [
     ),
     (paramhub.Adam(lr=3e-3), torch.optim.Adam, {"lr": 3e-3}),
     (paramhub.AdamW(lr=3e-3), torch.optim.AdamW, {"lr": 3e-3}),
+    (paramhub.Adam(lr=3e-3, amsgrad=True), torch.optim.Adam, {"lr": 3e-3, "amsgrad": True}),
+    (paramhub.Adagrad(), torch.optim.Adagrad, {}),
+    (
+        paramhub.RMSprop(lr=1e-3, eps=1e-3, momentum=0.5, centered=True),
+        torch.optim.RMSprop,
+        {"lr": 1e-3, "eps": 1e-3, "momentum": 0.5, "centered": True},
+    ),
+    (
+        paramhub.RMSprop(lr=1e-3, eps=1e-3, centered=True),
+        torch.optim.RMSprop,
+        {"lr": 1e-3, "eps": 1e-3, "centered": True},
+    ),
+    (paramhub.Adadelta(), torch.optim.Adadelta, {}),
 ]
 
 

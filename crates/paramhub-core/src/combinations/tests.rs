@@ -121,7 +121,7 @@ fn settings_show_the_sentence_of_every_rule_about_them() {
         asynchronous(by(Scheme::FactorsToHub)),
         Settings { aggregator: "largest".into(), ..by(Scheme::Factors) },
         clipped(by(Scheme::Factors)),
-        Settings { optimizer: OptimizerChoice::named("lion"), ..by(Scheme::Factors) },
+        Settings { optimizer: OptimizerChoice::named("muon"), ..by(Scheme::Factors) },
     ]
     .map(|settings| settings.check().unwrap_err().to_string())
     .into();

@@ -415,11 +415,11 @@ mod tests {
         );
         let custom = Settings { aggregator: "largest".into(), ..by_all.clone() };
         assert!(custom.check().unwrap_err().to_string().contains("aggregator"));
-        let custom = Settings { optimizer: OptimizerChoice::named("lion"), ..by_all };
+        let custom = Settings { optimizer: OptimizerChoice::named("muon"), ..by_all };
         assert!(custom.check().unwrap_err().to_string().contains("optimizer"));
         let to_hub = Settings { scheme: SchemeChoice::Only(Scheme::FactorsToHub), ..clipped };
         assert_eq!(to_hub.check(), Ok(()), "a hub has the sum that the norm is of");
-        let custom = Settings { optimizer: OptimizerChoice::named("lion"), ..to_hub.clone() };
+        let custom = Settings { optimizer: OptimizerChoice::named("muon"), ..to_hub.clone() };
         assert_eq!(custom.check(), Ok(()), "and the optimizer");
         let custom = Settings { aggregator: "largest".into(), ..to_hub.clone() };
         assert!(custom.check().unwrap_err().to_string().contains("can only be summed"));

@@ -398,8 +398,8 @@ mod tests {
         assert_eq!(because(&clipped, &cluster), Why::TwoPhase);
         let largest = Settings { aggregator: "largest".into(), ..auto.clone() };
         assert_eq!(because(&largest, &cluster), Why::Aggregator);
-        let lion = Settings { optimizer: OptimizerChoice::named("lion"), ..auto.clone() };
-        assert_eq!(because(&lion, &cluster), Why::Optimizer);
+        let muon = Settings { optimizer: OptimizerChoice::named("muon"), ..auto.clone() };
+        assert_eq!(because(&muon, &cluster), Why::Optimizer);
         let sites = Cluster { place: HubPlace::Sites, ..cluster };
         assert_eq!(because(&auto, &sites), Why::SeveralSites);
         let reproducible = Settings { reproducible: true, ..auto };

@@ -1,6 +1,6 @@
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
-use super::{Optimizer, Step, assert_step, slots_mut};
+use super::{Optimizer, Step, assert_step, descent_factor, is_set, slots_mut};
 use crate::dispatch::{Isa, kernel};
 
 /// Adam as torch.optim defines it: [`Adam::new`] is torch.optim.Adam, registered as `adam`;
@@ -14,8 +14,11 @@ use crate::dispatch::{Isa, kernel};
 /// p = p * (1 - learning_rate * weight_decay)      adamw
 /// m = m + (1 - beta1) * (g - m)                   torch's lerp; g - beta1 * (g - m) if beta1 <= 0.5
 /// v = beta2 * v + (1 - beta2) * g * g
+/// x = max(x, v)                                   amsgrad; x is state slot 2, and takes v's place below
 /// p = p - learning_rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
 /// ```
+///
+/// `amsgrad` (0 or 1) is an extra hyperparameter.
 ///
 /// As in torch, values that depend on no element are computed in f64 and rounded to f32 once. Where torch's
 /// CPU kernels fuse a multiplication with an addition, this rounds twice (see the crate's rounding rule), so
@@ -50,8 +53,8 @@ impl Default for Adam {
 }
 
 impl Optimizer for Adam {
-    fn state_slots(&self, _: &Hyperparameters) -> usize {
-        2
+    fn state_slots(&self, h: &Hyperparameters) -> usize {
+        2 + usize::from(is_set(h, "amsgrad"))
     }
 
     fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
@@ -59,7 +62,7 @@ impl Optimizer for Adam {
         let h = step.hyperparameters;
         let first_weight = 1.0 - h.beta1;
         let coefficients = Coefficients {
-            mean_factor: step.mean_factor(),
+            factor: descent_factor(step),
             weight_decay: h.weight_decay as f32,
             shrink: (1.0 - h.learning_rate * h.weight_decay) as f32,
             first_weight: first_weight as f32,
@@ -75,8 +78,13 @@ impl Optimizer for Adam {
             (false, true) => Decay::L2,
             (true, true) => Decay::Decoupled,
         };
-        let [first, second] = slots_mut(state, model.len());
-        descend(self.isa, coefficients, decay, model, sum, first, second);
+        if is_set(h, "amsgrad") {
+            let slots = slots_mut(state, model.len());
+            descend_by_largest(self.isa, coefficients, decay, model, sum, slots);
+        } else {
+            let [first, second] = slots_mut(state, model.len());
+            descend(self.isa, coefficients, decay, model, sum, first, second);
+        }
     }
 
     fn defaults(&self) -> Hyperparameters {
@@ -92,7 +100,7 @@ impl Optimizer for Adam {
 
 #[derive(Clone, Copy)]
 struct Coefficients {
-    mean_factor: f32,
+    factor: f32,
     weight_decay: f32,
     shrink: f32,
     first_weight: f32,
@@ -132,6 +140,33 @@ kernel! {
     }
 }
 
+kernel! {
+    fn descend_by_largest(
+        c: Coefficients,
+        decay: Decay,
+        model: &mut [f32],
+        sum: &[f32],
+        state: [&mut [f32]; 3],
+    ) {
+        let near = c.first_weight < 0.5;
+        let [first, second, largest] = state;
+        let state = first.iter_mut().zip(second).zip(largest);
+        for ((parameter, total), ((m, v), x)) in model.iter_mut().zip(sum).zip(state) {
+            let (gradient, value) = match decay {
+                Decay::None => (total * c.factor, *parameter),
+                Decay::L2 => (total * c.factor + c.weight_decay * *parameter, *parameter),
+                Decay::Decoupled => (total * c.factor, *parameter * c.shrink),
+            };
+            let distance = gradient - *m;
+            *m = if near { *m + c.first_weight * distance } else { gradient - c.first_rest * distance };
+            *v = c.beta2 * *v + c.second_weight * gradient * gradient;
+            // As torch.maximum, this keeps NaN.
+            *x = if *v > *x || v.is_nan() { *v } else { *x };
+            *parameter = value + c.step_size * *m / (x.sqrt() / c.second_correction + c.epsilon);
+        }
+    }
+}
+
 #[inline(always)]
 fn update<const L2: bool, const DECOUPLED: bool, const NEAR: bool>(
     c: Coefficients,
@@ -141,7 +176,7 @@ fn update<const L2: bool, const DECOUPLED: bool, const NEAR: bool>(
     second: &mut [f32],
 ) {
     for (((parameter, total), m), v) in model.iter_mut().zip(sum).zip(first).zip(second) {
-        let mut gradient = total * c.mean_factor;
+        let mut gradient = total * c.factor;
         let mut value = *parameter;
         if L2 {
             gradient += c.weight_decay * value;

@@ -1,6 +1,6 @@
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
-use super::{Optimizer, Step, assert_step, slots_mut};
+use super::{Optimizer, Step, assert_step, descent_factor, slots_mut};
 use crate::dispatch::{Isa, kernel};
 
 /// Stochastic gradient descent as torch.optim.SGD defines it, registered as `sgd`.
@@ -49,7 +49,7 @@ impl Optimizer for Sgd {
         assert_step(step, model, sum);
         let h = step.hyperparameters;
         let coefficients = Coefficients {
-            mean_factor: step.mean_factor(),
+            factor: descent_factor(step),
             learning_rate: h.learning_rate as f32,
             weight_decay: h.weight_decay as f32,
             momentum: h.momentum as f32,
@@ -75,7 +75,7 @@ impl Optimizer for Sgd {
 
 #[derive(Clone, Copy)]
 struct Coefficients {
-    mean_factor: f32,
+    factor: f32,
     learning_rate: f32,
     weight_decay: f32,
     momentum: f32,
@@ -85,7 +85,7 @@ struct Coefficients {
 impl Coefficients {
     #[inline(always)]
     fn gradient<const DECAY: bool>(&self, parameter: f32, total: f32) -> f32 {
-        let mean = total * self.mean_factor;
+        let mean = total * self.factor;
         if DECAY { mean + self.weight_decay * parameter } else { mean }
     }
 }

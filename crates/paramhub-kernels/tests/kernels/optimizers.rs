@@ -1,5 +1,6 @@
 use paramhub_kernels::{
-    Adam, HyperparameterError, Hyperparameters, Isa, Mean, Optimizer, Registry, Sgd, Step, Undivided,
+    Adadelta, Adagrad, Adam, HyperparameterError, Hyperparameters, Isa, Lion, Mean, Optimizer, Registry,
+    RmsProp, Sgd, Step, Undivided,
 };
 use proptest::prelude::*;
 
@@ -8,7 +9,7 @@ use crate::support::{Random, assert_same, lengths};
 const STEPS: u64 = 3;
 
 /// One step of one element, written as in the optimizers' documentation.
-type Reference = fn(&Step<'_>, f32, f32, &mut [f32; 2]) -> f32;
+type Reference = fn(&Step<'_>, f32, f32, &mut [f32; 3]) -> f32;
 
 #[test]
 fn every_body_equals_the_scalar_reference_at_every_length() {
@@ -29,7 +30,7 @@ fn infinite_and_absent_gradients_go_through_as_in_the_reference() {
             let mut model = [0.0, 1.0, -0.0, 0.0, 1.0, 1.0, f32::NAN, f32::INFINITY, -2.0];
             let mut want = model;
             let mut state = vec![0.0; optimizer.state_slots(&case.hyperparameters) * model.len()];
-            let mut wanted_state = [[0.0; 2]; 9];
+            let mut wanted_state = [[0.0; 3]; 9];
             for number in 1..=STEPS {
                 let step =
                     Step { hyperparameters: &case.hyperparameters, number, contributions: 3, factor: 1.0 };
@@ -54,6 +55,12 @@ fn state_slots_follow_the_hyperparameters() {
     assert_eq!(Adam::new().state_slots(&plain), 2);
     assert_eq!(Adam::new().defaults().weight_decay, 0.0);
     assert_eq!(Adam::decoupled().defaults().weight_decay, 0.01);
+    let amsgrad = plain.with("amsgrad", 1.0).unwrap();
+    assert_eq!((Adam::new().state_slots(&amsgrad), Adadelta::new().state_slots(&plain)), (3, 2));
+    let centered = momentum.with("centered", 1.0).unwrap();
+    assert_eq!([plain, momentum, centered].map(|h| RmsProp::new().state_slots(&h)), [1, 2, 3]);
+    let refused = Adam::new().check_change(&plain, &amsgrad);
+    assert_eq!(refused, Err(HyperparameterError::MoreState { needed: 3, allocated: 2 }));
 
     assert_eq!(Sgd::new().check_change(&momentum, &plain), Ok(()));
     let refused = Sgd::new().check_change(&plain, &momentum);
@@ -86,6 +93,10 @@ fn values_out_of_range_are_named() {
         ("adam", "beta1", 1.0, "beta1 is 1; it must be 0 or more and less than 1"),
         ("adam", "beta2", -0.1, "beta2 is -0.1; it must be 0 or more and less than 1"),
         ("adamw", "epsilon", -1e-8, "epsilon is -0.00000001; it must be 0 or more"),
+        ("adagrad", "lr_decay", -1.0, "lr_decay is -1; it must be 0 or more"),
+        ("rmsprop", "alpha", -1.0, "alpha is -1; it must be 0 or more"),
+        ("adadelta", "rho", 1.0, "rho is 1; it must be 0 or more and less than 1"),
+        ("lion", "beta1", 1.0, "beta1 is 1; it must be 0 or more and less than 1"),
     ] {
         let optimizer = registry.optimizer(optimizer).unwrap();
         let h = optimizer.defaults().with(name, value).unwrap();
@@ -187,6 +198,31 @@ fn cases() -> Vec<Case> {
         hyperparameters,
         reference: reference_adamw,
     };
+    let adagrad = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(Adagrad::with_isa(isa)),
+        hyperparameters,
+        reference: reference_adagrad,
+    };
+    let rmsprop = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(RmsProp::with_isa(isa)),
+        hyperparameters,
+        reference: reference_rmsprop,
+    };
+    let adadelta = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(Adadelta::with_isa(isa)),
+        hyperparameters,
+        reference: reference_adadelta,
+    };
+    let lion = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(Lion::with_isa(isa)),
+        hyperparameters,
+        reference: reference_lion,
+    };
+    let with = |h: Hyperparameters, name: &str| h.with(name, 1.0).unwrap();
     vec![
         Case {
             name: "mean",
@@ -214,6 +250,24 @@ fn cases() -> Vec<Case> {
         adamw("adamw", plain),
         adamw("adamw, decay", decay),
         adamw("adamw, small beta1, decay", Hyperparameters { beta1: 0.3, ..decay }),
+        sgd("sgd, momentum, maximize", with(momentum, "maximize")),
+        adam("adam, amsgrad, small beta1, decay", with(Hyperparameters { beta1: 0.3, ..decay }, "amsgrad")),
+        adam("adam, amsgrad, maximize", with(with(plain, "amsgrad"), "maximize")),
+        adamw("adamw, amsgrad, decay", with(decay, "amsgrad")),
+        adagrad("adagrad", plain),
+        adagrad("adagrad, decay, slower", with(with(decay, "lr_decay"), "initial_accumulator")),
+        adagrad("adagrad, maximize", with(plain, "maximize")),
+        rmsprop("rmsprop", plain),
+        rmsprop("rmsprop, decay", decay),
+        rmsprop("rmsprop, momentum", momentum),
+        rmsprop("rmsprop, centered", with(plain, "centered")),
+        rmsprop("rmsprop, centered, small alpha", with(decay, "centered").with("alpha", 0.4).unwrap()),
+        rmsprop("rmsprop, centered, momentum, maximize", with(with(momentum, "centered"), "maximize")),
+        adadelta("adadelta", plain),
+        adadelta("adadelta, decay, small rho", decay.with("rho", 0.3).unwrap()),
+        adadelta("adadelta, maximize", with(plain, "maximize")),
+        lion("lion", plain),
+        lion("lion, decay, maximize", with(decay, "maximize")),
     ]
 }
 
@@ -225,7 +279,7 @@ fn compare(case: &Case, len: usize, shift: usize) {
         let sums: Vec<Vec<f32>> = (0..STEPS).map(|_| random.numbers(shift + len)).collect();
 
         let mut want = start.clone();
-        let mut wanted_state = vec![[0.0; 2]; len];
+        let mut wanted_state = vec![[0.0; 3]; len];
         for (number, sum) in (1..).zip(&sums) {
             let step = Step { hyperparameters: &case.hyperparameters, number, contributions, factor: 1.0 };
             for ((parameter, sum), state) in want.iter_mut().zip(&sum[shift..]).zip(&mut wanted_state) {
@@ -251,12 +305,9 @@ fn compare(case: &Case, len: usize, shift: usize) {
     }
 }
 
-fn reference_sgd(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 2]) -> f32 {
+fn reference_sgd(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 3]) -> f32 {
     let h = step.hyperparameters;
-    let mut gradient = sum * (1.0 / step.contributions as f32);
-    if h.weight_decay != 0.0 {
-        gradient += h.weight_decay as f32 * parameter;
-    }
+    let mut gradient = decayed(step, parameter, sum);
     if h.momentum != 0.0 {
         state[0] = match step.number {
             1 => gradient,
@@ -267,22 +318,18 @@ fn reference_sgd(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 2]
     parameter + -(h.learning_rate as f32) * gradient
 }
 
-fn reference_adam(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 2]) -> f32 {
-    let h = step.hyperparameters;
-    let mut gradient = sum * (1.0 / step.contributions as f32);
-    if h.weight_decay != 0.0 {
-        gradient += h.weight_decay as f32 * parameter;
-    }
+fn reference_adam(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 3]) -> f32 {
+    let gradient = decayed(step, parameter, sum);
     moments(step, parameter, gradient, state)
 }
 
-fn reference_adamw(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 2]) -> f32 {
+fn reference_adamw(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 3]) -> f32 {
     let h = step.hyperparameters;
-    let gradient = sum * (1.0 / step.contributions as f32);
+    let gradient = mean(step, sum);
     moments(step, parameter * (1.0 - h.learning_rate * h.weight_decay) as f32, gradient, state)
 }
 
-fn moments(step: &Step<'_>, parameter: f32, gradient: f32, [m, v]: &mut [f32; 2]) -> f32 {
+fn moments(step: &Step<'_>, parameter: f32, gradient: f32, [m, v, largest]: &mut [f32; 3]) -> f32 {
     let h = step.hyperparameters;
     let weight = (1.0 - h.beta1) as f32;
     *m = if weight < 0.5 {
@@ -292,6 +339,93 @@ fn moments(step: &Step<'_>, parameter: f32, gradient: f32, [m, v]: &mut [f32; 2]
     };
     *v = *v * h.beta2 as f32 + (1.0 - h.beta2) as f32 * gradient * gradient;
     let correction = |beta: f64| 1.0 - (0..step.number).fold(1.0, |power, _| power * beta);
-    let denominator = v.sqrt() / correction(h.beta2).sqrt() as f32 + h.epsilon as f32;
+    if h.value("amsgrad") == Some(1.0) {
+        *largest = if largest.is_nan() || v.is_nan() { f32::NAN } else { largest.max(*v) };
+    }
+    let second = if h.value("amsgrad") == Some(1.0) { *largest } else { *v };
+    let denominator = second.sqrt() / correction(h.beta2).sqrt() as f32 + h.epsilon as f32;
     parameter + (-h.learning_rate / correction(h.beta1)) as f32 * *m / denominator
+}
+
+/// The gradient to descend along.
+fn mean(step: &Step<'_>, sum: f32) -> f32 {
+    let mean = sum * (1.0 / step.contributions as f32);
+    if step.hyperparameters.value("maximize") == Some(1.0) { -mean } else { mean }
+}
+
+fn decayed(step: &Step<'_>, parameter: f32, sum: f32) -> f32 {
+    match step.hyperparameters.weight_decay {
+        0.0 => mean(step, sum),
+        decay => mean(step, sum) + decay as f32 * parameter,
+    }
+}
+
+fn reference_adagrad(step: &Step<'_>, parameter: f32, sum: f32, [squares, ..]: &mut [f32; 3]) -> f32 {
+    let h = step.hyperparameters;
+    let gradient = decayed(step, parameter, sum);
+    if step.number == 1 {
+        *squares = h.value("initial_accumulator").unwrap_or(0.0) as f32;
+    }
+    *squares += gradient * gradient;
+    let slowed = 1.0 + (step.number - 1) as f64 * h.value("lr_decay").unwrap_or(0.0);
+    parameter + (-h.learning_rate / slowed) as f32 * gradient / (squares.sqrt() + h.epsilon as f32)
+}
+
+fn reference_rmsprop(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 3]) -> f32 {
+    let h = step.hyperparameters;
+    let gradient = decayed(step, parameter, sum);
+    let alpha = h.value("alpha").unwrap_or(0.99);
+    let weight = (1.0 - alpha) as f32;
+    let mut rest = &mut state[..];
+    let mut next = || {
+        let (slot, tail) = std::mem::take(&mut rest).split_first_mut().unwrap();
+        rest = tail;
+        slot
+    };
+    let squares = next();
+    *squares = alpha as f32 * *squares + weight * gradient * gradient;
+    let buffer = (h.momentum != 0.0).then(&mut next);
+    let mut variance = *squares;
+    if h.value("centered") == Some(1.0) {
+        let average = next();
+        let distance = gradient - *average;
+        *average = match weight < 0.5 {
+            true => *average + weight * distance,
+            false => gradient - (1.0 - weight) * distance,
+        };
+        variance = *squares - *average * *average;
+    }
+    let denominator = variance.sqrt() + h.epsilon as f32;
+    match buffer {
+        Some(buffer) => {
+            *buffer = h.momentum as f32 * *buffer + gradient / denominator;
+            parameter + -(h.learning_rate as f32) * *buffer
+        }
+        None => parameter + -(h.learning_rate as f32) * gradient / denominator,
+    }
+}
+
+fn reference_adadelta(
+    step: &Step<'_>,
+    parameter: f32,
+    sum: f32,
+    [squares, updates, _]: &mut [f32; 3],
+) -> f32 {
+    let h = step.hyperparameters;
+    let gradient = decayed(step, parameter, sum);
+    let rho = h.value("rho").unwrap_or(0.9);
+    let (kept, new, epsilon) = (rho as f32, (1.0 - rho) as f32, h.epsilon as f32);
+    *squares = kept * *squares + new * gradient * gradient;
+    let update = (*updates + epsilon).sqrt() / (*squares + epsilon).sqrt() * gradient;
+    *updates = kept * *updates + new * update * update;
+    parameter + -(h.learning_rate as f32) * update
+}
+
+fn reference_lion(step: &Step<'_>, parameter: f32, sum: f32, [momentum, ..]: &mut [f32; 3]) -> f32 {
+    let h = step.hyperparameters;
+    let gradient = mean(step, sum);
+    let direction = h.beta1 as f32 * *momentum + (1.0 - h.beta1) as f32 * gradient;
+    let sign = if direction == 0.0 || direction.is_nan() { direction } else { direction.signum() };
+    *momentum = h.beta2 as f32 * *momentum + (1.0 - h.beta2) as f32 * gradient;
+    parameter * (1.0 - h.learning_rate * h.weight_decay) as f32 - h.learning_rate as f32 * sign
 }

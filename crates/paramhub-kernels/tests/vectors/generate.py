@@ -1,13 +1,13 @@
 """Writes optimizers.json: what torch.optim's formulas give for a few small problems.
 
-The formulas are the ones in the documentation of torch.optim.SGD, torch.optim.Adam and torch.optim.AdamW
-(https://docs.pytorch.org/docs/stable/optim.html), evaluated in 64-bit floats by the standard library alone, so
+The formulas are the ones in the documentation of torch.optim's optimizers
+(https://docs.pytorch.org/docs/stable/optim.html) and Lion's in its paper, evaluated in 64-bit floats by the standard library alone, so
 that they share no code and no rounding with the kernels. Inputs are exact 32-bit floats.
 
     python3 generate.py                 # writes optimizers.json
     python3 generate.py --check-torch   # compares it with the torch that is installed
 
-Verified against torch 1.13.0 (CPU, float32, Debian 12's build).
+Verified against torch 2.15.0 (CPU, float32).
 """
 
 import json
@@ -49,6 +49,27 @@ CASES = [
     ("adamw, strong decay", "adamw", dict(learning_rate=0.05, weight_decay=0.5), None),
     ("adamw, falling learning rate", "adamw",
      dict(learning_rate=0.05, weight_decay=0.1), lambda t: 1.0 / t),
+    ("sgd, maximize", "sgd", dict(learning_rate=0.1, momentum=0.9, weight_decay=0.01, maximize=True), None),
+    ("adam, amsgrad", "adam", dict(learning_rate=0.02, beta2=0.5, amsgrad=True), None),
+    ("adam, amsgrad, maximize, weight decay", "adam",
+     dict(learning_rate=0.02, beta1=0.3, beta2=0.5, weight_decay=0.1, amsgrad=True, maximize=True), None),
+    ("adamw, amsgrad", "adamw", dict(learning_rate=0.02, beta2=0.5, weight_decay=0.1, amsgrad=True), None),
+    ("adagrad", "adagrad", dict(learning_rate=0.1, epsilon=1e-10), None),
+    ("adagrad, all options", "adagrad",
+     dict(learning_rate=0.1, lr_decay=0.2, weight_decay=0.1, initial_accumulator=0.3, epsilon=1e-3), None),
+    ("adagrad, maximize", "adagrad", dict(learning_rate=0.1, epsilon=1e-10, maximize=True), None),
+    ("rmsprop", "rmsprop", dict(learning_rate=0.01), None),
+    ("rmsprop, weight decay", "rmsprop", dict(learning_rate=0.01, alpha=0.9, weight_decay=0.1), None),
+    ("rmsprop, momentum", "rmsprop", dict(learning_rate=0.01, alpha=0.9, momentum=0.8), None),
+    ("rmsprop, centered", "rmsprop", dict(learning_rate=0.01, alpha=0.9, centered=True, epsilon=1e-3), None),
+    ("rmsprop, centered, small alpha, momentum, maximize", "rmsprop",
+     dict(learning_rate=0.01, alpha=0.4, centered=True, momentum=0.8, epsilon=1e-2, maximize=True), None),
+    ("adadelta", "adadelta", dict(learning_rate=1.0, epsilon=1e-6), None),
+    ("adadelta, all options", "adadelta",
+     dict(learning_rate=0.5, rho=0.7, epsilon=1e-3, weight_decay=0.1, maximize=True), None),
+    ("lion", "lion", dict(learning_rate=1e-2, beta2=0.99), None),
+    ("lion, weight decay, maximize", "lion",
+     dict(learning_rate=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, maximize=True), lambda t: 1.0 / t),
 ]
 
 
@@ -76,28 +97,85 @@ def sgd(h, t, p, g, state):
 
 
 def adam(h, t, p, g, state, decoupled=False):
-    m, v = state
+    m, v, *largest = state
     if decoupled:
         p = p - h["learning_rate"] * h["weight_decay"] * p
     elif h["weight_decay"] != 0:
         g = g + h["weight_decay"] * p
     m = h["beta1"] * m + (1 - h["beta1"]) * g
     v = h["beta2"] * v + (1 - h["beta2"]) * g * g
+    if largest:
+        largest = [max(largest[0], v)]
     m_hat = m / (1 - h["beta1"] ** t)
-    v_hat = v / (1 - h["beta2"] ** t)
-    return p - h["learning_rate"] * m_hat / (v_hat ** 0.5 + h["epsilon"]), [m, v]
+    v_hat = (largest or [v])[0] / (1 - h["beta2"] ** t)
+    return p - h["learning_rate"] * m_hat / (v_hat ** 0.5 + h["epsilon"]), [m, v, *largest]
 
 
 def adamw(h, t, p, g, state):
     return adam(h, t, p, g, state, decoupled=True)
 
 
-RULES = dict(mean=mean, sgd=sgd, adam=adam, adamw=adamw)
+def adagrad(h, t, p, g, state):
+    (s,) = state
+    if t == 1:
+        s = h.get("initial_accumulator", 0)
+    g = g + h["weight_decay"] * p
+    s = s + g * g
+    rate = h["learning_rate"] / (1 + (t - 1) * h.get("lr_decay", 0))
+    return p - rate * g / (s ** 0.5 + h["epsilon"]), [s]
+
+
+def rmsprop(h, t, p, g, state):
+    alpha = h.get("alpha", 0.99)
+    v, *rest = state
+    g = g + h["weight_decay"] * p
+    v = alpha * v + (1 - alpha) * g * g
+    variance = v
+    if h.get("centered"):
+        a = alpha * rest[-1] + (1 - alpha) * g
+        rest[-1] = a
+        variance = v - a * a
+    direction = g / (variance ** 0.5 + h["epsilon"])
+    if h["momentum"]:
+        rest[0] = direction = h["momentum"] * rest[0] + direction
+    return p - h["learning_rate"] * direction, [v, *rest]
+
+
+def adadelta(h, t, p, g, state):
+    rho = h.get("rho", 0.9)
+    v, u = state
+    g = g + h["weight_decay"] * p
+    v = rho * v + (1 - rho) * g * g
+    d = ((u + h["epsilon"]) / (v + h["epsilon"])) ** 0.5 * g
+    u = rho * u + (1 - rho) * d * d
+    return p - h["learning_rate"] * d, [v, u]
+
+
+def lion(h, t, p, g, state):
+    (m,) = state
+    direction = h["beta1"] * m + (1 - h["beta1"]) * g
+    sign = (direction > 0) - (direction < 0)
+    p = p - h["learning_rate"] * h["weight_decay"] * p - h["learning_rate"] * sign
+    return p, [h["beta2"] * m + (1 - h["beta2"]) * g]
+
+
+RULES = dict(mean=mean, sgd=sgd, adam=adam, adamw=adamw, adagrad=adagrad, rmsprop=rmsprop,
+             adadelta=adadelta, lion=lion)
+
+
+def slots_of(optimizer, h):
+    if optimizer in ("adam", "adamw"):
+        return 2 + bool(h.get("amsgrad"))
+    if optimizer == "rmsprop":
+        return 1 + bool(h["momentum"]) + bool(h.get("centered"))
+    if optimizer == "sgd":
+        return int(h["momentum"] != 0)
+    return dict(mean=0, adagrad=1, adadelta=2, lion=1)[optimizer]
 
 
 def run(name, optimizer, changes, schedule, rng):
     hyperparameters = {**DEFAULTS, **changes}
-    slots = 2 if optimizer.startswith("adam") else 1 if hyperparameters["momentum"] else 0
+    slots = slots_of(optimizer, hyperparameters)
     model = [f32(rng.gauss(0, 1)) for _ in range(PARAMETERS)]
     case = dict(name=name, optimizer=optimizer, model=model, steps=[])
     values, states = list(model), [[0.0] * slots for _ in model]
@@ -108,6 +186,7 @@ def run(name, optimizer, changes, schedule, rng):
         # From gradients near 1 to gradients near 1e-4, so that epsilon matters in some.
         gradient = [f32(rng.gauss(0, 10.0 ** -(i % 5))) for i in range(PARAMETERS)]
         for i, g in enumerate(gradient):
+            g = -g if h.get("maximize") else g
             values[i], states[i] = RULES[optimizer](h, t, values[i], g, states[i])
         case["steps"].append(dict(
             hyperparameters=h,
@@ -123,19 +202,34 @@ def check_torch(cases):
 
     worst = 0.0
     for case in cases:
-        if case["optimizer"] == "mean":
+        if case["optimizer"] in ("mean", "lion"):
             continue
         first = case["steps"][0]["hyperparameters"]
         p = torch.tensor(case["model"], dtype=torch.float32, requires_grad=True)
-        common = dict(lr=first["learning_rate"], weight_decay=first["weight_decay"])
+        options = dict(lr=first["learning_rate"], weight_decay=first["weight_decay"],
+                       maximize=first.get("maximize", False))
         if case["optimizer"] == "sgd":
             rule = torch.optim.SGD([p], momentum=first["momentum"], dampening=first["dampening"],
-                                   nesterov=first["nesterov"], **common)
+                                   nesterov=first["nesterov"], **options)
             names = ["momentum_buffer"]
-        else:
+        elif case["optimizer"] in ("adam", "adamw"):
             kind = torch.optim.Adam if case["optimizer"] == "adam" else torch.optim.AdamW
-            rule = kind([p], betas=(first["beta1"], first["beta2"]), eps=first["epsilon"], **common)
-            names = ["exp_avg", "exp_avg_sq"]
+            rule = kind([p], betas=(first["beta1"], first["beta2"]), eps=first["epsilon"],
+                        amsgrad=first.get("amsgrad", False), **options)
+            names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+        elif case["optimizer"] == "adagrad":
+            rule = torch.optim.Adagrad([p], lr_decay=first.get("lr_decay", 0), eps=first["epsilon"],
+                                       initial_accumulator_value=first.get("initial_accumulator", 0),
+                                       **options)
+            names = ["sum"]
+        elif case["optimizer"] == "rmsprop":
+            rule = torch.optim.RMSprop([p], alpha=first.get("alpha", 0.99), eps=first["epsilon"],
+                                       momentum=first["momentum"], centered=first.get("centered", False),
+                                       **options)
+            names = ["square_avg", *["momentum_buffer"] * bool(first["momentum"]), "grad_avg"]
+        else:
+            rule = torch.optim.Adadelta([p], rho=first.get("rho", 0.9), eps=first["epsilon"], **options)
+            names = ["square_avg", "acc_delta"]
         for step in case["steps"]:
             rule.param_groups[0]["lr"] = step["hyperparameters"]["learning_rate"]
             p.grad = torch.tensor(step["gradient"], dtype=torch.float32)

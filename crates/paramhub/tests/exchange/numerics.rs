@@ -285,10 +285,10 @@ fn an_optimizer_of_the_users_own_runs_by_its_name(transports: Transports) {
             assert!(out.iter().all(|&value| value == -0.25 * step as f32));
         }
     });
-    let unknown = Settings { optimizer: OptimizerChoice::named("lion"), ..settings };
+    let unknown = Settings { optimizer: OptimizerChoice::named("muon"), ..settings };
     let refused = cluster.job("unknown", 1).join(0, unknown).expect_err("it is not registered").to_string();
     assert!(
-        refused.contains("lion") && refused.contains("adamw, mean, sgd, sign")
+        refused.contains("muon") && refused.contains("adamw, lion, mean, rmsprop, sgd, sign")
             || refused.contains("adam, adamw"),
         "{refused}"
     );
