@@ -1,7 +1,7 @@
 //! The end of an operation: a caller waits for it, polls it or has it call back.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use paramhub_transport::runtime::{Completer, Completion, on_io_thread};
@@ -26,16 +26,17 @@ pub(crate) type OperationCompleter = Completer<Option<u32>, MeshError>;
 /// was received into may have been written in part.
 pub struct Handle {
     completion: Arc<OperationCompletion>,
-    inbox: Arc<MeshInbox>,
+    /// A handle may outlive its mesh, whose descriptors are then to be closed.
+    inbox: Weak<MeshInbox>,
     /// For a small operation, which its caller runs while it waits. The mesh's thread runs the others, from their start.
-    engine: Option<Arc<SharedEngine>>,
+    engine: Option<Weak<SharedEngine>>,
 }
 
 impl Handle {
     pub(crate) fn new(
         completion: Arc<OperationCompletion>,
-        inbox: Arc<MeshInbox>,
-        engine: Option<Arc<SharedEngine>>,
+        inbox: Weak<MeshInbox>,
+        engine: Option<Weak<SharedEngine>>,
     ) -> Self {
         Handle { completion, inbox, engine }
     }
@@ -66,7 +67,9 @@ impl Handle {
     /// If this is a small operation, does the mesh's work on this thread until it has ended or until `deadline`.
     /// [`wait`](Self::wait) begins with this; it is for callers that wait by other means.
     pub fn advance(&self, deadline: Option<Instant>) {
-        if let Some(engine) = self.engine.as_ref().filter(|_| !self.is_done()) {
+        if !self.is_done()
+            && let Some(engine) = self.engine.as_ref().and_then(Weak::upgrade)
+        {
             engine.advance(|| self.is_done(), deadline);
         }
     }
@@ -101,7 +104,8 @@ impl Handle {
         }
         let (answer, asked) = std::sync::mpsc::sync_channel(1);
         let completion = Arc::clone(&self.completion);
-        match self.inbox.put(MeshCommand::QueryAwaitedRanks { completion, answer }) {
+        let Some(inbox) = self.inbox.upgrade() else { return Vec::new() };
+        match inbox.put(MeshCommand::QueryAwaitedRanks { completion, answer }) {
             Ok(()) => asked.recv_timeout(INQUIRY).unwrap_or_default(),
             Err(_) => Vec::new(),
         }

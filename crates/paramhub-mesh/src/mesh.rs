@@ -483,12 +483,13 @@ impl Mesh {
         let full =
             || MeshError::Congested { this_rank: self.this_rank.clone(), outstanding: OUTSTANDING_MAX };
         self.inbox.put_counted_quietly(MeshCommand::Run(request), Duration::ZERO, full)?;
-        let engine = (bytes <= CALLER_BYTES_MAX).then(|| Arc::clone(&self.engine));
-        match &engine {
-            Some(engine) => engine.begin(),
-            None => self.engine.wake(),
+        let is_small = bytes <= CALLER_BYTES_MAX;
+        match is_small {
+            true => self.engine.begin(),
+            false => self.engine.wake(),
         }
-        Ok(Handle::new(completion, Arc::clone(&self.inbox), engine))
+        let engine = is_small.then(|| Arc::downgrade(&self.engine));
+        Ok(Handle::new(completion, Arc::downgrade(&self.inbox), engine))
     }
 }
 

@@ -209,10 +209,16 @@ fn a_claim_that_is_withdrawn_waits_for_the_next_receive() {
     raw_peers[0].send(offer(Kind::Ready, 52), &[]);
     assert_eq!(raw_peers[0].receive().1, [2]);
     second.wait().unwrap();
+    // The end of a receive shows that the frames before its data have been read.
+    let after = receive(&mesh, 1, 7, 1);
+    let (ready, _) = raw_peers[0].receive();
     raw_peers[0].send(offer(Kind::ReadyAny, 53), &[]);
     raw_peers[0].send(offer(Kind::Withdraw, 53), &[]);
     raw_peers[0].send(offer(Kind::Ready, 54), &[]);
+    raw_peers[0].send(Header { ticket: ready.ticket, ..Header::bare(Kind::Data) }, &[0]);
+    after.wait().unwrap();
     let third = mesh.send(1, 6, SendRegion::owned(vec![3_u8])).unwrap();
+    assert_eq!(raw_peers[0].receive().0.kind, Kind::Taken);
     assert_eq!(raw_peers[0].receive().0.ticket, 54);
     third.wait().unwrap();
 }

@@ -115,9 +115,11 @@ fn rank() {
     let mesh = listener.join(config).unwrap();
     assert_eq!(mesh.shares_memory().is_ok(), shares_memory, "{mesh:?}");
     println!("JOINED");
+    let mut kept = Vec::new();
     for command in lines {
         match command.as_str() {
             "sum" => print_outcome(sum(&mesh).and_then(|handle| handle.wait())),
+            "barrier" => kept.push(mesh.barrier().unwrap()),
             "wait" => wait_for_everything(&mesh),
             "storm" => print_outcome(Err(storm(&mesh))),
             "leave" => print_outcome(mesh.leave(WAIT_TIMEOUT)),
@@ -240,7 +242,8 @@ fn a_rank_that_dies_at_any_moment_is_named_by_all_others() {
 fn a_mesh_leaves_nothing() {
     for way in WAYS {
         let mut ranks = start(3, way, LONG);
-        for command in ["sum", "leave", "exit"] {
+        // The handle of the barrier outlives the mesh.
+        for command in ["barrier", "sum", "leave", "exit"] {
             ranks.iter_mut().for_each(|rank| rank.send_line(command));
         }
         for rank in &mut ranks {
