@@ -166,8 +166,8 @@ impl SharedEngine {
         self.callers_wait.store(true, Ordering::Relaxed);
         self.with_engine(|engine| {
             self.attempt(engine, |engine| engine.run_for_caller(is_done, deadline));
-            let is_left = self.is_left_to_callers.load(Ordering::Acquire) || engine.is_idle();
-            if !is_left || engine.must_go_on() {
+            // Other callers may wait for what is still under way, by their operations' ends.
+            if !engine.is_idle() || engine.must_go_on() {
                 self.wake();
             }
         });
