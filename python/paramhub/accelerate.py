@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from paramhub.errors import MisuseError
 from paramhub.torch import HubOptimizer
+from paramhub.torch._guards import suspended
 from paramhub.torch._trained_models import optimizers_of
+
+_unwrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models that were prepared for a HubOptimizer."""
 
 
 class HubAccelerator(accelerate.Accelerator):
@@ -24,7 +29,8 @@ class HubAccelerator(accelerate.Accelerator):
 
     The model is not wrapped. ``accumulate`` and ``no_sync`` hold its gradients back. ``clip_grad_norm_`` checks that the
     optimizer clips to the same norm, which the hub does, and returns the newest norm of which the hub has told: that of this step
-    if all ranks' gradients have arrived there, else of the one before. Models with other optimizers are prepared as usual.
+    if all ranks' gradients have arrived there, else of the one before; NaN before the first. Models with other optimizers are
+    prepared as usual. The HubOptimizer itself is ``optimizer.optimizer``.
 
     On another device than the CPU, move the model to ``accelerator.device`` before its optimizer is made.
     """
@@ -32,23 +38,43 @@ class HubAccelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        if not optimizers_of(model.parameters()):
+        with suspended():
+            parameters = list(model.parameters())
+        optimizers = optimizers_of(parameters)
+        if not optimizers:
+            if model in _unwrapped:
+                # Its HubOptimizer is closed, and another optimizer needs what that did.
+                _unwrapped.discard(model)
+                model._is_accelerate_prepared = False  # type: ignore[assignment]
             return super().prepare_model(model, device_placement, evaluation_mode)
-        elsewhere = {p.device for p in model.parameters() if not _is_same(p.device, self.device)}
+        exchanged = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        if not evaluation_mode and any(p.requires_grad and id(p) not in exchanged for p in parameters):
+            raise MisuseError(
+                "a HubOptimizer trains a part of the model, and nothing would average the gradients of the rest: give the "
+                "HubOptimizer all parameters that require gradients, or freeze the others"
+            )
+        elsewhere = {p.device for p in parameters if not _is_same(p.device, self.device)}
         if elsewhere and (self.device_placement if device_placement is None else device_placement):
             raise MisuseError(
                 f"the model is on {elsewhere.pop()}, and is to be on {self.device}: call model.to(accelerator.device) before "
                 "HubOptimizer is made, which is bound to the memory of its parameters"
             )
+        _unwrapped.add(model)
         # The mode of evaluation differs in this only: there is no DistributedDataParallel around the model.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
+        if not isinstance(optimizer, HubOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        if self.scaler is not None:
+            raise MisuseError(
+                "mixed_precision='fp16' scales the loss, and scaled gradients would have left for the hub before they are "
+                "unscaled: choose 'bf16', which needs no scale"
+            )
         # Placing moves the state by loading it. The hub has that of a HubOptimizer.
-        places = False if isinstance(optimizer, HubOptimizer) else device_placement
-        return super().prepare_optimizer(optimizer, places)
+        return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -61,13 +87,20 @@ class HubAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
-        parameters = list(parameters)
+        with suspended():
+            parameters = list(parameters)
         optimizers = optimizers_of(parameters)
         if not optimizers:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        if len(optimizers) > 1:
+        given = set(map(id, parameters))
+        if len(optimizers) > 1 or any(
+            p.requires_grad and id(p) not in given
+            for group in optimizers[0].param_groups
+            for p in group["params"]
+        ):
             raise MisuseError(
-                "the parameters have several HubOptimizers, and each clips the gradients of its own"
+                "clip_grad_norm_() is asked for other parameters than those of one HubOptimizer, and the hub clips the gradients "
+                "of all of an optimizer's parameters together"
             )
         (optimizer,) = optimizers
         # With an infinite norm the caller only wants to know the gradients' norm.
@@ -82,5 +115,8 @@ class HubAccelerator(accelerate.Accelerator):
 
 
 def _is_same(one: torch.device, other: torch.device) -> bool:
-    # torch's numbers of the CPU mean nothing, and `to()` copies where they differ.
-    return one.type == other.type and (one.type == "cpu" or one.index == other.index)
+    if one.type != other.type or one.type == "cpu":
+        # torch's numbers of the CPU mean nothing, and `to()` copies where they differ.
+        return one.type == other.type
+    current = torch.get_device_module(one).current_device()
+    return (current if one.index is None else one.index) == (current if other.index is None else other.index)

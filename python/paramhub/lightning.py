@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import lightning.pytorch
 from lightning.pytorch.strategies import DDPStrategy
 
-from paramhub.errors import MisuseError
+from paramhub.errors import MisuseError, ParamhubError
 from paramhub.torch import HubOptimizer
 from paramhub.torch._trained_models import optimizers_of
 
@@ -23,6 +24,15 @@ class HubStrategy(DDPStrategy):
     back. Instead of ``Trainer(gradient_clip_val=)`` give HubOptimizer ``max_grad_norm``. The optimizers stay open after ``fit``,
     so that a checkpoint can be saved, until another ``fit`` of the module makes its own.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self._ddp_kwargs or self._ddp_comm_hook is not None:
+            given = [*self._ddp_kwargs, *(["ddp_comm_hook"] if self._ddp_comm_hook is not None else [])]
+            raise MisuseError(
+                f"HubStrategy has no DistributedDataParallel, to which {given} belong: give HubOptimizer options of its own, "
+                "such as find_unused_parameters"
+            )
 
     def configure_ddp(self) -> None:
         pass
@@ -51,3 +61,11 @@ class HubStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 held_back.enter_context(optimizer.no_sync())
             yield
+
+    def on_exception(self, exception: BaseException) -> None:
+        # What follows reads parameters, and a step that was cut short must end before.
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, HubOptimizer):
+                with contextlib.suppress(ParamhubError):
+                    optimizer.zero_grad()
+        super().on_exception(exception)

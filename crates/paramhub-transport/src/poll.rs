@@ -203,6 +203,11 @@ impl Waker {
         }
     }
 
+    /// Returns whether a wake waits for [`drain`](Self::drain).
+    pub fn is_woken(&self) -> bool {
+        self.inner.pending.load(Ordering::Acquire)
+    }
+
     /// Ends the wakes so far. Everything queued before one of them is visible afterwards.
     pub fn drain(&self) {
         // First the counter, then the flag. In the other order, a wake in between would leave the flag set

@@ -17,6 +17,7 @@ from paramhub.torch import _ddp_conflict, _memory, _tensors, trace
 if TYPE_CHECKING:
     from paramhub.torch._capture import Capture
     from paramhub.torch._factor_layers import FactorLayer
+    from paramhub.torch._hyperparameters import HyperparameterSync
     from paramhub.torch._program_state import State
     from paramhub.torch._shutdown import FailureState
     from paramhub.torch._staged_handle import StagedHandle
@@ -35,6 +36,7 @@ class StepState:
         "begin",
         "failures",
         "has_begun",
+        "hyperparameters",
         "is_interrupted",
         "is_paused",
         "is_staged",
@@ -51,6 +53,9 @@ class StepState:
 
     def __init__(self, passes: int, failures: FailureState) -> None:
         self.job: _native.Job
+        self.hyperparameters: HyperparameterSync
+        """Sends changes of the optimizer's parameter groups. It is not the optimizer's own, for Lightning runs methods of
+        optimizers on an object that has their attributes."""
         self.failures = failures
         self.stage: Stage | None = None
         """The stage of the tensors if they are staged."""

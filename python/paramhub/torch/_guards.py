@@ -9,9 +9,10 @@ before compiled code can run.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import ItemsView, Iterable, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -89,6 +90,18 @@ class Guards:
 
 
 _guards: weakref.WeakValueDictionary[int, Guards] = weakref.WeakValueDictionary()
+_are_suspended = False
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """For code that asks a module only which parameters it has: it does not wait for their values."""
+    global _are_suspended
+    before, _are_suspended = _are_suspended, True
+    try:
+        yield
+    finally:
+        _are_suspended = before
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -180,6 +193,8 @@ class ParameterTable(dict[str, "torch.nn.Parameter | None"]):
         if is_compiling():
             for name, exchange in self.exchanges.items():
                 _note(self.guard_numbers[name], exchange.number)
+            return
+        if _are_suspended:
             return
         for exchange in self.exchanges.values():
             if exchange.handle is not None:

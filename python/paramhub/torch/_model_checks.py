@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from paramhub.errors import MisuseError
-from paramhub.optimizers import SGD, Adam, AdamW, Optimizer
+from paramhub.optimizers import BY_NAME, Optimizer
 from paramhub.torch import _memory
 from paramhub.torch._parameter_hooks import is_exchanged
 from paramhub.torch._world import World
@@ -53,7 +53,7 @@ def _kind(given: object) -> str:
 def _at_the_hub(optimizer: torch.optim.Optimizer) -> str:
     """The Python expression for paramhub's counterpart of an optimizer of torch, or for SGD if there is none."""
     name = type(optimizer).__name__
-    built_in = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}.get(name)
+    built_in = BY_NAME.get(name.lower())
     if built_in is None:
         return "paramhub.SGD(lr=0.1)"
     numbers = []

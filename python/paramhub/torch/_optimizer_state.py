@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ NAMES = {
     "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "adagrad": ("sum",),
-    "rmsprop": ("square_avg", "momentum_buffer", "grad_avg"),
+    "rmsprop": ("square_avg", "grad_avg", "momentum_buffer"),
     "adadelta": ("square_avg", "acc_delta"),
     "lion": ("exp_avg",),
 }
@@ -79,7 +79,7 @@ def from_torch(
     values = {name: value for name, value in entry.items() if value is not None and name != "step"}
     if not values:
         return State(0, [])
-    names = _names(optimizer, len(values), group)
+    names = _names(optimizer, len(values), group, values)
     if set(values) != set(names):
         raise MisuseError(
             f"the state of {exchange.name!r} has {', '.join(map(repr, values))}, but optimizer {optimizer!r} of the hub keeps "
@@ -97,8 +97,9 @@ def from_torch(
     return State(int(entry.get("step", 1)), slots)
 
 
-def _names(optimizer: str, slots: int, group: Mapping[str, Any]) -> list[str]:
-    """The names of a parameter's state tensors, by number. ``slots`` counts those of an optimizer that hubs have registered."""
+def _names(optimizer: str, slots: int, group: Mapping[str, Any], given: Container[str] = ()) -> list[str]:
+    """The names of a parameter's state tensors, by number. ``slots`` counts those of an optimizer that hubs have registered.
+    ``given`` are names that the state has although the group may need them no more."""
     needed = {
         "momentum_buffer": bool(group.get("momentum")),
         "max_exp_avg_sq": bool(group.get("amsgrad")),
@@ -107,7 +108,7 @@ def _names(optimizer: str, slots: int, group: Mapping[str, Any]) -> list[str]:
     known = NAMES.get(optimizer)
     if known is None:
         return [f"state_{slot}" for slot in range(slots)]
-    return [name for name in known if needed.get(name, True)]
+    return [name for name in known if needed.get(name, True) or name in given]
 
 
 def _empty(exchange: Exchange) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paramhub.torch._guards import suspended
+
 if TYPE_CHECKING:
     from paramhub.torch.hub_optimizer import HubOptimizer
 
@@ -24,8 +26,9 @@ def remove(optimizer: HubOptimizer) -> None:
 
 
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[HubOptimizer]:
-    """The open optimizers that train any of the parameters."""
-    ids = set(map(id, parameters))
+    """The open optimizers that train any of the parameters, which may be those of a module in mid-step."""
+    with suspended():
+        ids = set(map(id, parameters))
     return [
         optimizer
         for optimizer in _optimizers

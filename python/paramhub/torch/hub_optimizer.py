@@ -211,10 +211,10 @@ class HubOptimizer(BaseOptimizer):
         members: list[list[Exchange]] = [[] for _ in self.param_groups]
         for exchange, group in zip(self._exchanges, groups, strict=True):
             members[group].append(exchange)
-        self._hyperparameter_sync = _hyperparameters.HyperparameterSync(
+        self._step.hyperparameters = _hyperparameters.HyperparameterSync(
             self._step.job, self.param_groups, self._names, members, may_lag=self._used_parameters is not None
         )
-        self._step.begin = self._hyperparameter_sync.begin_step
+        self._step.begin = self._step.hyperparameters.begin_step
         # The hub has the state. With an empty `state` torch.distributed.checkpoint would make a step with zero gradients.
         self.state.update({exchange.parameter: {} for exchange in self._exchanges})
 
@@ -340,7 +340,7 @@ class HubOptimizer(BaseOptimizer):
                 if _ddp_conflict.is_reduced_by_ddp(exchange.parameter):
                     raise _ddp_conflict.refusal(exchange.name)
                 raise MisuseError(f"the gradient of {exchange.name!r} was {what} {AFTER_IT_LEFT}")
-        changed = self._hyperparameter_sync.changed() if self._step.has_begun else None
+        changed = self._step.hyperparameters.changed() if self._step.has_begun else None
         if changed:
             raise MisuseError(
                 f"param_groups' {', '.join(changed)} changed between backward and step(), when gradients had left: change "

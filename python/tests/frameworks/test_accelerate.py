@@ -124,3 +124,46 @@ def accumulate(rank: Rank) -> None:
 
 def test_accelerate_accumulates_and_clips(team: Team) -> None:
     team(accumulate, ranks=2)
+
+
+class WithUnusedLayer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(20, 3)
+        self.network = recipes.network()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.network(inputs)
+
+
+def ask_in_mid_step(rank: Rank) -> None:
+    """What asks for parameters between backward and step() waits for none of their new values."""
+    from paramhub.accelerate import HubAccelerator
+
+    accelerator, points = HubAccelerator(cpu=True), recipes.Points()
+    model = WithUnusedLayer()
+    optimizer = paramhub.torch.HubOptimizer(model, paramhub.SGD(lr=0.1), find_unused_parameters=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(3):
+        with accelerator.no_sync(model):
+            accelerator.backward(recipes.loss_of(model(points.inputs[:4]), points.labels[:4]))
+        accelerator.backward(recipes.loss_of(model(points.inputs[4:8]), points.labels[4:8]))
+        assert math.isnan(accelerator.clip_grad_norm_(model.parameters(), math.inf))
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(paramhub.MisuseError, match="other parameters than those of one HubOptimizer"):
+        accelerator.clip_grad_norm_(model.network.parameters(), math.inf)
+    optimizer.optimizer.close()
+    # After close() another optimizer trains the model as usual.
+    model, _ = accelerator.prepare(model, recipes.sgd(model))
+    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    part = recipes.network()
+    trains_part = paramhub.torch.HubOptimizer(part, paramhub.SGD(lr=0.1), params=part[0].parameters())
+    with pytest.raises(paramhub.MisuseError, match="nothing would average the gradients of the rest"):
+        accelerator.prepare(part, trains_part)
+    trains_part.close()
+    accelerator.end_training()
+
+
+def test_accelerate_asks_for_parameters_in_mid_step(team: Team) -> None:
+    team(ask_in_mid_step, ranks=2)

@@ -92,8 +92,13 @@ def compare(rank: Rank) -> None:
                 made = optimizer(self)
                 return [made], [torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)]
 
+            def on_train_epoch_start(self) -> None:
+                # Lightning runs this on an object of its own that has the optimizer's attributes.
+                if strategy is HubStrategy:
+                    self.optimizers().broadcast_parameters()
+
         module, saved = OfMake(), None
-        for epochs in [1, 2]:
+        for epochs in [2, 4]:
             trainer = lightning.Trainer(
                 accelerator="cpu", devices=2, strategy=strategy(), max_epochs=epochs, accumulate_grad_batches=2,
                 logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,

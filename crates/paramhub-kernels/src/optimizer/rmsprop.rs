@@ -5,8 +5,8 @@ use crate::dispatch::{Isa, kernel};
 
 /// RMSprop as torch.optim.RMSprop defines it, registered as `rmsprop`.
 ///
-/// With `g` the mean gradient, `p` the parameter, `v` the mean of squares (state slot 0), `b` the momentum buffer (the next
-/// slot, if `momentum != 0`) and `a` the mean of gradients (the last slot, if `centered`), in this order. `alpha` (0.99) and
+/// With `g` the mean gradient, `p` the parameter, `v` the mean of squares (state slot 0), `a` the mean of gradients (the
+/// next slot, if `centered`) and `b` the momentum buffer (the last slot, if `momentum != 0`), in this order. `alpha` (0.99) and
 /// `centered` (0 or 1) are extra hyperparameters:
 ///
 /// ```text
@@ -185,9 +185,9 @@ kernel! {
         sum: &[f32],
         state: [&mut [f32]; 3],
     ) {
-        let [squares, buffer, means] = state;
-        let state = squares.iter_mut().zip(buffer).zip(means);
-        for ((parameter, total), ((v, b), a)) in model.iter_mut().zip(sum).zip(state) {
+        let [squares, means, buffer] = state;
+        let state = squares.iter_mut().zip(means).zip(buffer);
+        for ((parameter, total), ((v, a), b)) in model.iter_mut().zip(sum).zip(state) {
             let gradient = c.gradient(form, *parameter, *total);
             *v = c.average_square(*v, gradient);
             *a = c.average(form, *a, gradient);

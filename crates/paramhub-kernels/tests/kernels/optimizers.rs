@@ -384,7 +384,6 @@ fn reference_rmsprop(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32
     };
     let squares = next();
     *squares = alpha as f32 * *squares + weight * gradient * gradient;
-    let buffer = (h.momentum != 0.0).then(&mut next);
     let mut variance = *squares;
     if h.value("centered") == Some(1.0) {
         let average = next();
@@ -395,6 +394,7 @@ fn reference_rmsprop(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32
         };
         variance = *squares - *average * *average;
     }
+    let buffer = (h.momentum != 0.0).then(&mut next);
     let denominator = variance.sqrt() + h.epsilon as f32;
     match buffer {
         Some(buffer) => {

@@ -132,12 +132,12 @@ def rmsprop(h, t, p, g, state):
     v = alpha * v + (1 - alpha) * g * g
     variance = v
     if h.get("centered"):
-        a = alpha * rest[-1] + (1 - alpha) * g
-        rest[-1] = a
+        a = alpha * rest[0] + (1 - alpha) * g
+        rest[0] = a
         variance = v - a * a
     direction = g / (variance ** 0.5 + h["epsilon"])
     if h["momentum"]:
-        rest[0] = direction = h["momentum"] * rest[0] + direction
+        rest[-1] = direction = h["momentum"] * rest[-1] + direction
     return p - h["learning_rate"] * direction, [v, *rest]
 
 
@@ -226,7 +226,7 @@ def check_torch(cases):
             rule = torch.optim.RMSprop([p], alpha=first.get("alpha", 0.99), eps=first["epsilon"],
                                        momentum=first["momentum"], centered=first.get("centered", False),
                                        **options)
-            names = ["square_avg", *["momentum_buffer"] * bool(first["momentum"]), "grad_avg"]
+            names = ["square_avg", *["grad_avg"] * bool(first.get("centered")), "momentum_buffer"]
         else:
             rule = torch.optim.Adadelta([p], rho=first.get("rho", 0.9), eps=first["epsilon"], **options)
             names = ["square_avg", "acc_delta"]

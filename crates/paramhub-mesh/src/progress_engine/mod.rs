@@ -53,6 +53,8 @@ const COMPUTE_BYTES: usize = 1 << 20;
 const SCRATCH_BYTES: usize = PIECE_BYTES + (16 << 10);
 /// The time for which a caller that waits polls for peers before it sleeps.
 const CALLER_SPIN: Duration = Duration::from_micros(300);
+/// The time for which a caller that goes on in shared memory does not look at the peers' connections.
+const POLL_EVERY: Duration = Duration::from_micros(500);
 const WAKER: u64 = u64::MAX;
 const DOORBELL: u64 = u64::MAX - 1;
 
@@ -84,6 +86,8 @@ pub(crate) struct ProgressEngine {
     announcements_waiting: usize,
     /// The error with which the engine stopped on the thread of a caller.
     failure_at_caller: Option<MeshError>,
+    /// Whether a panic has ended a caller's work, which may have left anything.
+    has_panicked: bool,
     /// Whether the mesh's thread is about to end the mesh.
     is_ending: bool,
 }
@@ -146,6 +150,7 @@ impl ProgressEngine {
             next_check: now,
             announcements_waiting: 0,
             failure_at_caller: None,
+            has_panicked: false,
             is_ending: false,
         })
     }
@@ -210,6 +215,9 @@ impl ProgressEngine {
             self.handle(events, now)?;
             self.look_after_peers(now)?;
             self.work()?;
+            if self.leaving.is_some() {
+                self.send_announcements()?;
+            }
             if self.may_leave(now)? {
                 return Ok(NextTurn::Never);
             }
@@ -230,40 +238,47 @@ impl ProgressEngine {
         deadline: Option<Instant>,
     ) -> Result<(), MeshError> {
         let mut events = Events::with_capacity(64);
-        let mut spin_until = None;
+        let (mut poll_at, mut spin_until) = (Instant::now() + POLL_EVERY, None);
         self.clear_sleep();
         loop {
             self.work()?;
-            if is_done() || !self.may_run_for_caller() {
+            // The mesh's thread handles what wakes it.
+            if is_done() || !self.may_run_for_caller() || self.waker.is_woken() {
                 return Ok(());
             }
-            if self.may_go_on_in_memory() {
+            let now = Instant::now();
+            let is_late = deadline.is_some_and(|deadline| now >= deadline);
+            if !is_late && now < poll_at && self.may_go_on_in_memory() {
                 continue;
             }
             self.poll(&mut events, Duration::ZERO)?;
-            let now = Instant::now();
-            if events.is_empty() && !self.has_immediate_work() {
+            if events.is_empty() && !is_late && !self.has_immediate_work() {
                 let is_waiting_in_memory = self.pipeline.as_ref().is_some_and(Pipeline::is_waiting);
                 if !is_waiting_in_memory && now < *spin_until.get_or_insert(now + CALLER_SPIN) {
                     // There may be more ranks than processors.
                     thread::yield_now();
-                } else if self.announce_sleep()? {
-                    let wake_at = deadline.map_or(self.next_check, |deadline| deadline.min(self.next_check));
-                    self.poll(&mut events, wake_at.saturating_duration_since(now))?;
+                } else {
+                    if self.announce_sleep()? {
+                        let wake_at =
+                            deadline.map_or(self.next_check, |deadline| deadline.min(self.next_check));
+                        self.poll(&mut events, wake_at.saturating_duration_since(now))?;
+                    }
                     self.clear_sleep();
                 }
             }
             if !events.is_empty() {
                 spin_until = None;
             }
-            let now = Instant::now();
-            // The mesh's thread handles what wakes it.
-            let is_woken = events.iter().any(|event| event.token == WAKER);
-            if is_woken || deadline.is_some_and(|deadline| now >= deadline) {
+            if events.iter().any(|event| event.token == WAKER) {
                 return Ok(());
             }
+            let now = Instant::now();
+            poll_at = now + POLL_EVERY;
             self.handle(&events, now)?;
             self.look_after_peers(now)?;
+            if is_late {
+                return self.work();
+            }
         }
     }
 

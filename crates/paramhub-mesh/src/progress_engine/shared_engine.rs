@@ -20,7 +20,7 @@ const CALLER_PERIOD: Duration = Duration::from_micros(500);
 /// The engine, which one thread at a time runs.
 ///
 /// The mesh's thread waits in one of two ways: for whatever happens at the mesh; or, where callers run the engine, only to be
-/// woken. Then it looks again after [`CALLER_PERIOD`], and goes on with what they have left.
+/// woken. Then it looks again after [`CALLER_PERIOD`]; what they have left goes on within twice that time.
 pub(crate) struct SharedEngine {
     this_rank: MeshRank,
     /// `None` once the mesh has ended.
@@ -86,7 +86,9 @@ impl SharedEngine {
         match self.run_until_left() {
             Ok(()) => MeshEnd::Left,
             Err(error) => {
-                if let Some(engine) = &mut *self.lock() {
+                if let Some(engine) = &mut *self.lock()
+                    && !engine.has_panicked
+                {
                     engine.end_what_is_complete();
                 }
                 MeshEnd::Failed(error)
@@ -98,11 +100,11 @@ impl SharedEngine {
         let mut events = Events::with_capacity(256);
         let mut visits_seen = 0;
         loop {
-            let (next, is_idle) = match &mut *self.lock() {
+            let (next, is_idle, is_leaving) = match &mut *self.lock() {
                 Some(engine) => {
                     let next = engine.turn(&mut events);
                     engine.is_ending = !matches!(next, Ok(NextTurn::Within(_)));
-                    (next?, engine.is_idle())
+                    (next?, engine.is_idle(), engine.leaving.is_some())
                 }
                 None => unreachable!("only this thread takes the engine"),
             };
@@ -110,7 +112,8 @@ impl SharedEngine {
             let mut is_left = is_idle && self.have_callers_come(&mut visits_seen);
             if !is_left {
                 self.wait(&self.poller, &mut events, timeout)?;
-                is_left = matches!(self.engine.try_lock(), Err(TryLockError::WouldBlock));
+                // While this rank leaves, callers are refused.
+                is_left = !is_leaving && matches!(self.engine.try_lock(), Err(TryLockError::WouldBlock));
             }
             if is_left {
                 self.is_left_to_callers.store(true, Ordering::Release);
@@ -180,6 +183,10 @@ impl SharedEngine {
             return None;
         }
         self.visits.fetch_add(1, Ordering::Relaxed);
+        // The mesh's thread would wait for the lock, which is not fair.
+        if self.waker.is_woken() {
+            return None;
+        }
         // After a panic of the mesh's thread the mesh is about to end, too.
         let mut engine = self.engine.try_lock().ok()?;
         engine.as_mut().filter(|engine| engine.may_run_for_caller()).map(run)
@@ -194,7 +201,10 @@ impl SharedEngine {
         let outcome = catch_unwind(AssertUnwindSafe(|| as_io_thread(|| work(engine))));
         let failure = match outcome {
             Ok(outcome) => outcome.err(),
-            Err(panic) => Some(self.internal(&panic_message(&*panic))),
+            Err(panic) => {
+                engine.has_panicked = true;
+                Some(self.internal(&panic_message(&*panic)))
+            }
         };
         if let Some(failure) = failure {
             engine.failure_at_caller.get_or_insert(failure);
