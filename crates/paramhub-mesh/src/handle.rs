@@ -80,8 +80,8 @@ impl Handle {
     }
 
     /// Calls `callback` once when the operation has ended: on the mesh's thread, on that of a caller that begins
-    /// an operation or waits for one, or here if the operation has ended already. The callback must be quick, for every transfer waits
-    /// meanwhile, and may not wait for another operation. A panic in it fails the mesh.
+    /// an operation or waits for one, or here if the operation has ended already. The callback must be quick, for every
+    /// transfer waits meanwhile, and may not wait for another operation. A panic in it fails the mesh.
     pub fn on_complete(&self, callback: impl FnOnce(&Result<(), MeshError>) + Send + 'static) {
         self.completion.on_complete(callback);
     }
