@@ -149,7 +149,7 @@ class Round:
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=c10d")
         ranks = ("--rdzv-endpoint=127.0.0.1:0", f"--nproc-per-node={RANKS}")
         training = (str(program), str(self.arguments.millions), str(every), str(PERIODS * every))
-        environment = {"PARAMHUB_URL": self.url, "PARAMHUB_HUBS": "2", "PARAMHUB_RUN_ID": "lost-hubs"}
+        environment = {"PARAMHUB_URL": self.url, "PARAMHUB_JOB_HUBS": "2", "PARAMHUB_RUN_ID": "lost-hubs"}
         command = (*torchrun, *ranks, *training)
         self.ranks = self._start(self.folder / "output", *command, OMP_NUM_THREADS="1", **environment)
 

@@ -32,6 +32,7 @@ def create_job(
     hubs: int | None = None,
     max_hubs: int | None = None,
     hub_label: str | None = None,
+    weight: int | None = None,
     patience: float = 0.0,
     reduction: str = "auto",
     optimize_at: str = "every_site",
@@ -58,7 +59,8 @@ def create_job(
 
     All times are in seconds. ``rendezvous_timeout`` is how long ranks wait for one another. ``lease`` is how long the manager
     keeps a job without any sign of its workers. ``dead_after`` is how long a worker may be silent before the job fails.
-    ``patience`` is how long this call dials a manager that is still starting.
+    ``patience`` is how long this call dials a manager that is still starting. ``weight``, 1 to 100, is the job's share of a hub
+    core's time against that of other jobs; theirs is 1 unless they say so, too.
 
     Ranks also wait for ``hubs`` hubs. By default the first hub is enough. All hubs that have joined serve the job, with
     ``hub_label`` those that have this label (``paramhub hub --label``), or of those that serve all workers the ``max_hubs`` with
@@ -116,7 +118,7 @@ def create_job(
     connect, or it goes on when a worker is lost. So a program that is started again finds its job.
 
     With ``encrypt`` the streams between hosts are encrypted: those of workers to hubs, and of hubs to one another. By default
-    they are if ``PARAMHUB_ENCRYPT`` is 1, or if a hub of the job demands it.
+    they are if ``PARAMHUB_JOB_ENCRYPT`` is true, or if a hub of the job demands it.
     """
     options = {
         "rendezvous_timeout_s": rendezvous_timeout,
@@ -132,6 +134,7 @@ def create_job(
     wishes = {
         "max_hubs": max_hubs,
         "hub_label": hub_label,
+        "weight": weight,
         "redial_grace_s": redial_grace,
         "on_worker_loss": None if on_worker_loss == "fail" else on_worker_loss,
         "min_workers": min_workers,
@@ -142,7 +145,7 @@ def create_job(
         "checkpoint_every": checkpoint_every,
         "resume": resume,
         "progress_timeout_s": progress_timeout,
-        "encrypt": (os.environ.get("PARAMHUB_ENCRYPT") == "1" if encrypt is None else encrypt) or None,
+        "encrypt": (_encrypts_by_default() if encrypt is None else encrypt) or None,
     }
     if max_workers is not None and max_workers < workers:
         raise MisuseError(
@@ -157,6 +160,22 @@ def create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience, find=find
     )
     return JobTicket(url_for_workers, namespace, secret)
+
+
+def truth_value(text: str, variable: str) -> bool:
+    """The truth value that a variable of the environment names, in the words that the command line takes. Raises MisuseError if
+    it names none."""
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on", "t", "y"):
+        return True
+    if word in ("0", "false", "no", "off", "f", "n"):
+        return False
+    raise MisuseError(f"{variable} is {text!r}: true or false")
+
+
+def _encrypts_by_default() -> bool:
+    text = os.environ.get("PARAMHUB_JOB_ENCRYPT", "").strip()
+    return bool(text) and truth_value(text, "PARAMHUB_JOB_ENCRYPT")
 
 
 class Hub:

@@ -276,6 +276,7 @@ class MeshListener:
         timeout: float,
         dead_after: float,
         shares_memory: bool,
+        encrypts: bool,
         check: Callable[[list[int]], None],
     ) -> Mesh:
         """``check(missing)`` is called with the ranks that are not connected yet. It may raise an error to end the wait."""

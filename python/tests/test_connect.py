@@ -63,7 +63,7 @@ def test_an_encrypted_job_has_the_right_numbers(
     hub: paramhub.Hub, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     if by == "environment":
-        monkeypatch.setenv("PARAMHUB_ENCRYPT", "1")
+        monkeypatch.setenv("PARAMHUB_JOB_ENCRYPT", "1")
     ticket = new_job(hub, 1, **({"encrypt": True} if by == "argument" else {}))
     with paramhub.connect(*ticket, 0, transport="tcp") as job:
         gradient = numpy.arange(100_000, dtype=numpy.float32)

@@ -9,7 +9,9 @@ use std::path::PathBuf;
 
 use paramhub::{CheckpointConfig, Selector, Stragglers};
 use paramhub_core::checkpoint::{Every, ResumeChoice};
+use paramhub_core::codec::Codec;
 use paramhub_core::composition::{OptimizeAt, Reduction};
+use paramhub_core::consistency::Consistency;
 use paramhub_core::cost::Rate;
 use paramhub_core::service::{HUB_PORT, HubLabel, JobOptions, MANAGER_PORT, OnInterfaceDown, OnWorkerLoss};
 use paramhub_harness::values::{optional_text, text};
@@ -135,6 +137,11 @@ pub(crate) struct RunSection {
     pub(crate) cores: usize,
     pub(crate) rendezvous_timeout_s: f64,
     pub(crate) dead_after_s: f64,
+    pub(crate) weight: u32,
+    #[serde(with = "text")]
+    pub(crate) consistency: Consistency,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) codec: Option<Codec>,
     #[serde(with = "text")]
     pub(crate) reduction: Reduction,
     #[serde(with = "text")]
@@ -279,6 +286,7 @@ impl Default for RunSection {
         let JobOptions {
             rendezvous_timeout_s,
             dead_after_s,
+            weight,
             reduction,
             optimize_at,
             on_interface_down,
@@ -297,6 +305,9 @@ impl Default for RunSection {
             cores: 1,
             rendezvous_timeout_s,
             dead_after_s,
+            weight,
+            consistency: Consistency::Synchronous,
+            codec: None,
             reduction,
             optimize_at,
             encrypt: false,

@@ -7,26 +7,15 @@ use crate::config::distance;
 const PREFIX: &str = "PARAMHUB_";
 
 /// Variables that workers, the Python package or its bindings read and that no flag stands for.
-const OF_WORKERS: [&str; 19] = [
+const OF_WORKERS: [&str; 8] = [
     paramhub_kernels::ISA_VARIABLE,
     "PARAMHUB_JOB",
     "PARAMHUB_SECRET",
     "PARAMHUB_TRANSPORT",
     "PARAMHUB_INTERFACES",
     "PARAMHUB_HOST",
-    "PARAMHUB_HUBS",
-    "PARAMHUB_ENCRYPT",
     "PARAMHUB_TRACE",
-    "PARAMHUB_ON_WORKER_LOSS",
-    "PARAMHUB_LINGER",
-    "PARAMHUB_REWIND_EVERY",
-    "PARAMHUB_MAX_WORKERS",
-    "PARAMHUB_REPLICAS",
-    "PARAMHUB_JOB_MAX_HUBS",
-    "PARAMHUB_JOB_HUB_LABEL",
     "PARAMHUB_RUN_ID",
-    "PARAMHUB_CHECKPOINTS",
-    "PARAMHUB_CHECKPOINT_EVERY",
 ];
 
 /// One line for each variable of the environment that begins with `PARAMHUB_` and that neither the command line nor a worker reads.

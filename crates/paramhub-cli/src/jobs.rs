@@ -430,6 +430,7 @@ fn show(job: &JobStatus) -> String {
         ("gradients of one worker", bytes(job.bytes)),
         ("optimizer", or_dash(&job.optimizer)),
         ("consistency", or_dash(&job.consistency)),
+        ("options", or_dash(&job.options)),
         ("reduction", or_dash(&job.reduction)),
         ("memory", bytes(job.counters.memory_bytes)),
         ("received", bytes(job.counters.bytes_received)),

@@ -41,6 +41,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
+use clap::builder::BoolishValueParser;
 use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use paramhub::embedded::EmbeddedError;
 use paramhub::service::ErrorCode;
@@ -221,7 +222,12 @@ fn with_switches(command: clap::Command) -> clap::Command {
     };
     command
         .mut_args(|arg| match is_truth_value(&arg) {
-            true => arg.num_args(0..=1).require_equals(true).default_missing_value("true").value_name("BOOL"),
+            true => arg
+                .value_parser(BoolishValueParser::new())
+                .num_args(0..=1)
+                .require_equals(true)
+                .default_missing_value("true")
+                .value_name("BOOL"),
             false => arg,
         })
         .mut_subcommands(with_switches)

@@ -1,6 +1,7 @@
 //! `paramhub run`: a launcher of workers, on this host or started once on each of several.
 
 mod environment;
+mod job_variables;
 mod job_watch;
 
 use std::ffi::OsString;
@@ -15,7 +16,10 @@ use clap::Args;
 use paramhub::service::{HubLabel, JobState, JobStatus, OnInterfaceDown, OnWorkerLoss, ServiceCreated};
 use paramhub::{ManagerClient, Stragglers};
 use paramhub_core::checkpoint::{Every, ResumeChoice};
+use paramhub_core::codec::Codec;
 use paramhub_core::composition::{OptimizeAt, Reduction};
+use paramhub_core::consistency::Consistency;
+use paramhub_core::limits::WEIGHT_MAX;
 use paramhub_harness::launch::{
     Launch, LaunchEnd, LaunchObserver, Line, OnWorkerFailure, OutputStream, RankEnvironment, Signals,
     SupervisedJob, describe_exit, free_port, interruption_reason,
@@ -60,77 +64,89 @@ pub(super) struct RunFlags {
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_CORES")]
     cores: Option<usize>,
     /// How long workers wait for each other at the start [default: 60]
-    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_RENDEZVOUS_TIMEOUT")]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_JOB_RENDEZVOUS_TIMEOUT")]
     rendezvous_timeout: Option<f64>,
     /// How long a worker may be silent before the job is failed [default: 30]
-    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_DEAD_AFTER")]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_JOB_DEAD_AFTER")]
     dead_after: Option<f64>,
+    /// What the job gets of a hub core's time against other jobs with work there, 1 to 100; theirs is 1 unless they say so, too
+    /// [default: 1]
+    #[arg(long, value_name = "W", env = "PARAMHUB_JOB_WEIGHT", value_parser = clap::value_parser!(u32).range(1..=i64::from(WEIGHT_MAX)))]
+    weight: Option<u32>,
+    /// When workers that use paramhub.torch see the updates of others, if the hub optimises: sync, async, or staleness:STEPS
+    /// [default: sync]
+    #[arg(long, value_name = "WHEN", env = "PARAMHUB_JOB_CONSISTENCY")]
+    consistency: Option<Consistency>,
+    /// How workers that use paramhub.torch encode gradients if their program does not say: f32, f16, bf16, one-bit or two-bit
+    /// [default: as they are]
+    #[arg(long, value_name = "CODEC", env = "PARAMHUB_JOB_CODEC")]
+    codec: Option<Codec>,
     /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring or sharded
     /// [default: auto]
-    #[arg(long, value_name = "HOW", env = "PARAMHUB_RUN_REDUCTION")]
+    #[arg(long, value_name = "HOW", env = "PARAMHUB_JOB_REDUCTION")]
     reduction: Option<Reduction>,
     /// Where the optimizer runs then: every-site or owner [default: every-site]
-    #[arg(long, value_name = "WHERE", env = "PARAMHUB_RUN_OPTIMIZE_AT")]
+    #[arg(long, value_name = "WHERE", env = "PARAMHUB_JOB_OPTIMIZE_AT")]
     optimize_at: Option<OptimizeAt>,
     /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
-    #[arg(long, env = "PARAMHUB_RUN_ENCRYPT")]
+    #[arg(long, env = "PARAMHUB_JOB_ENCRYPT")]
     encrypt: Option<bool>,
     /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
-    #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]
+    #[arg(long, value_name = "WHAT", env = "PARAMHUB_JOB_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
     /// How long a hub waits for a worker whose connection was cut, 0 to 60; the worker dials again meanwhile. One whose
     /// process has ended is lost at once [default: 0.5]
-    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_REDIAL_GRACE")]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_JOB_REDIAL_GRACE")]
     redial_grace: Option<f64>,
     /// What becomes of the job when a worker is lost: fail; continue with those that are left, until another process takes the
     /// rank; or rewind, so that all ranks go back to an earlier step [default: fail]
-    #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_WORKER_LOSS")]
+    #[arg(long, value_name = "WHAT", env = "PARAMHUB_JOB_ON_WORKER_LOSS")]
     on_worker_loss: Option<OnWorkerLoss>,
     /// The least number of workers with which the job then goes on [default: 1]
-    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MIN_WORKERS")]
+    #[arg(long, value_name = "N", env = "PARAMHUB_JOB_MIN_WORKERS")]
     min_workers: Option<u32>,
     /// The most workers that the job may have. It begins with those that start here; others join it with --join [default: as
     /// many as start]
-    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MAX_WORKERS")]
+    #[arg(long, value_name = "N", env = "PARAMHUB_JOB_MAX_WORKERS")]
     max_workers: Option<u32>,
     /// Start workers for a running job of this name instead of a new one, in ranks that have no process: of a job with
     /// --max-workers, or of one that has lost workers
     #[arg(long, value_name = "JOB", env = "PARAMHUB_RUN_JOIN")]
     join: Option<String>,
     /// With --on-worker-loss rewind, the number of steps from one to which the job can go back to the next [default: 1]
-    #[arg(long, value_name = "STEPS", env = "PARAMHUB_RUN_REWIND_EVERY")]
+    #[arg(long, value_name = "STEPS", env = "PARAMHUB_JOB_REWIND_EVERY")]
     rewind_every: Option<u32>,
     /// How long the job waits for others while it has fewer workers than a step needs [default: 300]
-    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_LINGER")]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_JOB_LINGER")]
     linger: Option<f64>,
     /// The largest number of bytes of a program state, of which a hub keeps the three newest of each rank [default: 4194304
     /// with --on-worker-loss rewind, else 0]
-    #[arg(long, value_name = "BYTES", env = "PARAMHUB_RUN_PROGRAM_STATE_BYTES")]
+    #[arg(long, value_name = "BYTES", env = "PARAMHUB_JOB_PROGRAM_STATE_BYTES")]
     program_state_bytes: Option<u32>,
     /// How often a worker that fails is started again, with --on-worker-loss continue or rewind [default: 0]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MAX_RESTARTS")]
     max_restarts: Option<u32>,
     /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
     /// time that the median took; or backup:N, the last N [default: wait]
-    #[arg(long, value_name = "HOW", env = "PARAMHUB_RUN_STRAGGLERS")]
+    #[arg(long, value_name = "HOW", env = "PARAMHUB_JOB_STRAGGLERS")]
     stragglers: Option<Stragglers>,
     /// End the job, naming the rank, when others have waited so long for one of them [default: never]
-    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_PROGRESS_TIMEOUT")]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_JOB_PROGRESS_TIMEOUT")]
     progress_timeout: Option<f64>,
     /// How many hubs must have joined the connection manager at --hub before the job begins; all that have serve it. With 0, also
     /// without --hub, there is none, for workers that exchange among themselves [default: the first is enough]
-    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
+    #[arg(long, value_name = "N", env = "PARAMHUB_JOB_HUBS")]
     hubs: Option<u32>,
     /// The most hubs that serve the job when it begins, those with the fewest jobs; hubs of racks and hosts do not count [default:
     /// all that have joined]
-    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_MAX_HUBS")]
+    #[arg(long, value_name = "N", env = "PARAMHUB_JOB_MAX_HUBS")]
     max_hubs: Option<u32>,
     /// The label that hubs must have to serve the job, as `paramhub hub --label` gives it [default: any hub will do]
-    #[arg(long, value_name = "LABEL", env = "PARAMHUB_RUN_HUB_LABEL")]
+    #[arg(long, value_name = "LABEL", env = "PARAMHUB_JOB_HUB_LABEL")]
     hub_label: Option<HubLabel>,
     /// The number of standbys of each chunk, 0 or 1: with 1 another hub has all that workers were answered, and takes over when
     /// the hub is lost; it takes two hubs or more [default: 0]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1), env = "PARAMHUB_RUN_REPLICAS")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1), env = "PARAMHUB_JOB_REPLICAS")]
     replicas: Option<u32>,
     /// Where the hubs are: cc, one beside the workers of the first host; cs, one beside those of every host; ncc or ncs, one or
     /// several dedicated ones that have joined the connection manager at --hub [default: one here, or with --hub whichever have
@@ -151,16 +167,16 @@ pub(super) struct RunFlags {
     #[arg(long, value_name = "PORT", env = "PARAMHUB_RUN_MASTER_PORT")]
     master_port: Option<u16>,
     /// Directory for checkpoints of the hub that is started where none is given; a hub that runs has its own [default: none]
-    #[arg(long, value_name = "DIR", env = "PARAMHUB_RUN_CHECKPOINTS")]
+    #[arg(long, value_name = "DIR", env = "PARAMHUB_JOB_CHECKPOINTS")]
     checkpoints: Option<PathBuf>,
     /// How often the hubs write a checkpoint: a number of steps, as in 1000, or of seconds, as in 30s [default: 30s with
     /// --checkpoints, else never]
-    #[arg(long, value_name = "N|Ns", env = "PARAMHUB_RUN_CHECKPOINT_EVERY")]
+    #[arg(long, value_name = "N|Ns", env = "PARAMHUB_JOB_CHECKPOINT_EVERY")]
     checkpoint_every: Option<Every>,
     /// Go on from a checkpoint of the job of this name: the newest, that of a step, with auto the newest of its last run
     /// unless that has finished, or never [default: auto with --name and --checkpoints, else never]
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP|auto|never",
-        env = "PARAMHUB_RUN_RESUME")]
+        env = "PARAMHUB_JOB_RESUME")]
     resume: Option<ResumeChoice>,
     /// What each worker runs
     #[arg(last = true, required_unless_present = "print_config", value_name = "CMD")]
@@ -171,9 +187,9 @@ impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
         overlay!(self => config.run;
-            workers, cores, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, rewind_every,
+            workers, cores, weight, consistency, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, rewind_every,
             replicas, max_restarts, stragglers, hosts, master_port;
-            name, max_workers, join, hubs, max_hubs, hub_label, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
+            name, max_workers, join, codec, hubs, max_hubs, hub_label, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
@@ -254,19 +270,7 @@ fn commands(
         if let Some((address, port)) = &master {
             command.env("MASTER_ADDR", address).env("MASTER_PORT", port.to_string());
         }
-        if section.encrypt {
-            // For jobs that the ranks create, and for connections among them.
-            command.env("PARAMHUB_ENCRYPT", "1");
-        }
-        if section.replicas > 0 {
-            command.env("PARAMHUB_REPLICAS", section.replicas.to_string());
-        }
-        if let Some(most) = section.max_hubs {
-            command.env("PARAMHUB_JOB_MAX_HUBS", most.to_string());
-        }
-        if let Some(label) = section.hub_label {
-            command.env("PARAMHUB_JOB_HUB_LABEL", label.to_string());
-        }
+        job_variables::set(&mut command, section);
         if let Some(rack) = &environment.rack {
             command.env("PARAMHUB_RACK", rack);
         }

@@ -41,7 +41,7 @@ impl MeshListener {
     /// Connects to every other rank; returns once all connections are established. `check(missing)`, called about ten times a
     /// second with the ranks that are not connected yet, may raise an error to end that. Ranks of one host may share memory if
     /// all pass `shares_memory`.
-    #[pyo3(signature = (name, rank, addresses, secret, *, timeout, dead_after, shares_memory, check))]
+    #[pyo3(signature = (name, rank, addresses, secret, *, timeout, dead_after, shares_memory, encrypts, check))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn join(
         &self,
@@ -53,6 +53,7 @@ impl MeshListener {
         timeout: f64,
         dead_after: f64,
         shares_memory: bool,
+        encrypts: bool,
         check: Py<PyAny>,
     ) -> PyResult<Mesh> {
         refuse_in_child(py)?;
@@ -67,7 +68,7 @@ impl MeshListener {
         let mut config = MeshConfig::new(rank, secret, addresses);
         config.name = name.into();
         config.shares_memory = shares_memory;
-        config.encrypts = std::env::var("PARAMHUB_ENCRYPT").is_ok_and(|value| value == "1");
+        config.encrypts = encrypts;
         config.join_timeout = seconds(py, Some(timeout))?.unwrap_or(config.join_timeout);
         config.dead_after = seconds(py, Some(dead_after))?.unwrap_or(config.dead_after);
         let listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();

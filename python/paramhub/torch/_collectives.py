@@ -100,6 +100,7 @@ class Group:
             timeout=self.timeout,
             dead_after=self.world.options.dead_after,
             shares_memory=self.world.transport != "tcp",
+            encrypts=bool(self.world.hubs.access.job.encrypt),
             check=lost.check,
         )
 

@@ -55,7 +55,7 @@ class GradientExchange:
                 )
         if here.size == 1 or not trained:
             return
-        device = check_same_device(trained)
+        device, codec = check_same_device(trained), here.codec(codec)
         self._job = here.jobs.open(
             here.label("optimizer"),
             {

@@ -9,6 +9,7 @@ import sys
 import torch.distributed as dist
 
 from paramhub.errors import MisuseError
+from paramhub.torch._job_options import DEAD_AFTER_DEFAULT, JobOptions, number
 from paramhub.torch._options import TIMEOUT_DEFAULT, Options
 from paramhub.torch._rank_assignment import RankAssignment, find_rank_assignment
 from paramhub.torch._rendezvous import rendezvous_store
@@ -32,20 +33,33 @@ def init(
     interfaces: str | None = None,
     reproducible: bool = False,
     hub_cores: int | None = None,
-    timeout: float = TIMEOUT_DEFAULT,
-    dead_after: float = 30.0,
+    timeout: float | None = None,
+    dead_after: float | None = None,
     host_hub: bool | None = None,
     deployment: str | None = None,
+    run_id: str | None = None,
+    hubs: int | None = None,
+    max_hubs: int | None = None,
+    hub_label: str | None = None,
+    weight: int | None = None,
+    replicas: int | None = None,
+    reduction: str | None = None,
+    encrypt: bool | None = None,
+    on_interface_down: str | None = None,
+    redial_grace: float | None = None,
+    progress_timeout: float | None = None,
+    codec: str | None = None,
+    consistency: str | None = None,
+    optimize_at: str | None = None,
+    stragglers: str | None = None,
+    checkpoints: str | None = None,
+    checkpoint_every: str | None = None,
+    resume: str | None = None,
     on_worker_loss: str | None = None,
     linger: float | None = None,
     rewind_every: int | None = None,
     max_workers: int | None = None,
     program_state_bytes: int | None = None,
-    checkpoints: str | None = None,
-    checkpoint_every: str | None = None,
-    replicas: int | None = None,
-    max_hubs: int | None = None,
-    hub_label: str | None = None,
 ) -> None:
     """Joins the other ranks of this run. A second call does nothing.
 
@@ -64,9 +78,9 @@ def init(
     lead to the hub; ranks may differ. With ``reproducible`` sums are made in rank order and are bit-equal from run to run.
 
     ``hub_cores`` is the number of threads on which a hub in rank 0 sums, by default one for each processor and at most 4. They
-    sleep while no frames arrive. ``timeout`` in seconds is how long ranks wait for one another, and for the hubs at that URL,
-    whose number is rank 0's ``PARAMHUB_HUBS``. ``dead_after`` is how many seconds a rank may be silent before the hub takes it
-    for dead; the hub notices the end of a rank's process at once.
+    sleep while no frames arrive. ``timeout`` in seconds is how long ranks wait for one another and for hubs, 300 by default.
+    ``dead_after`` is how many seconds a rank may be silent before the hub takes it for dead, 30 by default; the hub notices the
+    end of a rank's process at once.
 
     If several ranks share a host that has no hub, the first of them runs another hub for this host. It sums the host's
     gradients first, in shared memory, so that each byte leaves the host once. ``host_hub`` says whether it does. If the
@@ -76,33 +90,49 @@ def init(
     several hosts. With ``cs`` every host has a hub, and the hosts' sums go round a ring, so all links carry the same load. With
     ``cc`` only rank 0's host has one, whose link then carries all hosts' gradients.
 
-    ``on_worker_loss`` is what becomes of a `HubOptimizer` when a rank is lost: ``fail``, ``rewind`` or ``continue``. With
-    ``rewind`` its parameters and state stay at the hub until each rank has a process again, at most ``linger`` seconds (300).
-    All ranks then go back to the newest step that all of them had made, and training goes on at ``optimizer.resumed_step``, as if
-    no rank had been lost. With ``rewind_every=N`` they go back to every Nth step only, and the hub copies the model less often.
-    With ``continue`` the ranks that are left make steps without the lost one until its place is taken. If torchrun has started
-    the ranks and no hub is named, the hub runs in a process of its own, which ends with torchrun. Elsewhere name a hub by its
-    URL; outside of Slurm ``PARAMHUB_RUN_ID`` says which run the ranks belong to. The defaults are ``PARAMHUB_ON_WORKER_LOSS``,
-    else ``fail``, ``PARAMHUB_LINGER`` and ``PARAMHUB_REWIND_EVERY``. Rank 0's count. `paramhub.torch.State` carries the rest of a
-    program's state, of at most ``program_state_bytes`` a rank (4 MiB; the hub counts four times as many).
+    The remaining arguments are what the run asks of its jobs at the hubs. Rank 0's count. The default of each is rank 0's
+    variable ``PARAMHUB_JOB_`` and the argument's name in capitals, such as ``PARAMHUB_JOB_MAX_HUBS`` (for ``run_id``
+    ``PARAMHUB_RUN_ID``, for ``timeout`` ``PARAMHUB_JOB_RENDEZVOUS_TIMEOUT``). What does not combine is refused.
 
-    With ``rewind`` and ``max_workers`` a launcher may start more or fewer ranks than before when it starts all of them again,
-    as torchrun does with ``--nnodes MIN:MAX``: up to so many. The hub counts memory for all of them. The default is
-    ``PARAMHUB_MAX_WORKERS``, else the number of ranks stays.
+    Jobs of all kinds have these:
 
-    With ``checkpoint_every`` (``"1000"`` steps or ``"30s"``) the hub of such a run also writes checkpoints, with what a `State`
-    has saved. If all has ended at once, the hub too, the same command goes on from the newest one: the run is known again by
-    ``PARAMHUB_RUN_ID`` or its Slurm job. A run that finished begins anew. The hub at that URL is to have a folder for
-    checkpoints; the one that torchrun's ranks leave has ``checkpoints``, and then writes one every 30 seconds if nothing else
-    is said. The defaults are ``PARAMHUB_CHECKPOINT_EVERY`` and ``PARAMHUB_CHECKPOINTS``.
+    - ``hubs`` is the number of hubs at that URL for which they wait, ``max_hubs`` the most that serve a job when it begins, those
+      with the fewest jobs; the loss of another one does not concern it. ``hub_label`` is the label that they must have
+      (``paramhub hub --label``).
+    - ``weight``, 1 to 100, is their share of a hub core's time against that of other runs.
+    - ``replicas=1``: they go on when a hub is lost: another hub has all that ranks were answered, and takes over. Two hubs or
+      more must have joined the connection manager. docs/recovery.md says what such a job cannot have.
+    - ``reduction`` is how hosts and racks combine their sums: ``auto``, ``flat``, ``tree``, ``ring`` or ``sharded``.
+    - ``encrypt``: streams between hosts are encrypted, those between ranks, too.
+    - ``on_interface_down``, ``redial_grace`` and ``progress_timeout`` are as for `paramhub.create_job`.
+    - ``codec`` is the encoding of gradients, where the optimizer or the hook is given none (``bf16``, ``f16``).
 
-    With ``replicas=1``, by default rank 0's ``PARAMHUB_REPLICAS``, the jobs of this run go on when a hub is lost: another hub
-    has all that ranks were answered, and takes over. Two hubs or more must have joined the connection manager at that URL.
-    docs/recovery.md says what such a job cannot have.
+    Only a `HubOptimizer` has these, since its parameters are at the hub:
 
-    ``max_hubs`` is the most hubs that serve a job of this run when it begins, those with the fewest jobs; the loss of another one
-    does not concern it. ``hub_label`` is the label that they must have (``paramhub hub --label``). The defaults are rank 0's
-    ``PARAMHUB_JOB_MAX_HUBS`` and ``PARAMHUB_JOB_HUB_LABEL``, else all hubs at that URL.
+    - ``consistency`` is ``sync``, ``async`` (each rank's gradient is an update of its own, and no rank waits for another), or
+      ``staleness:STEPS`` (the same, and no rank is more than so many steps ahead of the slowest).
+    - ``optimize_at`` (``every-site`` or ``owner``) is where the optimizer runs if hubs serve racks or hosts.
+    - ``stragglers`` (``wait``, ``drop:FRACTION``, ``backup:N``) is what becomes of gradients that come late; see
+      `paramhub.create_job`.
+    - ``checkpoint_every`` (``"1000"`` steps or ``"30s"``): the hubs write checkpoints. A hub that this run starts writes them
+      into the folder ``checkpoints``, every 30 seconds if nothing else is said; the hub at that URL has its own folder. If all
+      has ended, the hub too, the same command goes on from the newest checkpoint, if a name tells that it is the same run:
+      ``run_id``, the Slurm job, or torchrun's ``--rdzv-id``. ``optimizer.resumed_step`` is its step. A run that finished begins
+      anew. ``resume`` chooses otherwise: ``latest``, a number of steps, or ``never``.
+    - ``on_worker_loss`` is what becomes of it when a rank is lost: ``fail``, ``rewind`` or ``continue``. With
+      ``rewind`` its parameters and state stay at the hub until each rank has a process again, at most ``linger`` seconds (300).
+      All ranks then go back to the newest step that all of them had made, and training goes on at ``optimizer.resumed_step``, as
+      if no rank had been lost. With ``rewind_every=N`` they go back to every Nth step only, and the hub copies the model less
+      often. With ``continue`` the ranks that are left make steps without the lost one until its place is taken. If torchrun has
+      started the ranks and no hub is named, the hub runs in a process of its own, which ends with torchrun. Elsewhere name a hub
+      by its URL, and outside of Slurm the run by ``run_id``. `paramhub.torch.State` carries the rest of a program's state, of at
+      most ``program_state_bytes`` a rank (4 MiB; the hub counts four times as many).
+    - With ``rewind`` and ``max_workers`` a launcher may start more or fewer ranks than before when it starts all of them again,
+      as torchrun does with ``--nnodes MIN:MAX``: up to so many. The hub counts memory for all of them. By default the number of
+      ranks stays.
+
+    `paramhub run` has a flag for each of them, and creates the run's first job itself: its workers cannot ask for another
+    ``on_worker_loss``.
     """
     if _world is not None:
         return
@@ -116,28 +146,44 @@ def init(
     if dist.is_initialized() and not is_separate:
         group = (dist.get_rank(), dist.get_world_size())
     assignment = find_rank_assignment(rank, size, local_rank, local_size, group=group)
+    job = JobOptions(
+        hubs=hubs,
+        max_hubs=max_hubs,
+        hub_label=hub_label,
+        weight=weight,
+        replicas=replicas,
+        reduction=reduction,
+        encrypt=encrypt,
+        on_interface_down=on_interface_down,
+        redial_grace=redial_grace,
+        progress_timeout=progress_timeout,
+        codec=codec,
+        consistency=consistency,
+        optimize_at=optimize_at,
+        stragglers=stragglers,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        on_worker_loss=on_worker_loss,
+        linger=linger,
+        rewind_every=rewind_every,
+        max_workers=max_workers,
+        program_state_bytes=program_state_bytes,
+    )
     options = Options(
-        transport,
-        reproducible,
-        hub_cores,
-        timeout,
-        dead_after,
-        host_hub,
-        deployment,
-        interfaces,
-        on_worker_loss,
-        linger,
-        rewind_every,
-        max_workers,
-        program_state_bytes,
-        checkpoints,
-        checkpoint_every,
-        replicas,
-        max_hubs,
-        hub_label,
+        transport=transport,
+        reproducible=reproducible,
+        hub_cores=hub_cores,
+        timeout=number(timeout, "rendezvous_timeout", TIMEOUT_DEFAULT),
+        dead_after=number(dead_after, "dead_after", DEAD_AFTER_DEFAULT),
+        host_hub=host_hub,
+        deployment=deployment,
+        interfaces=interfaces,
+        checkpoints=checkpoints,
+        run_id=run_id,
+        job=job,
     )
     if store is None:
-        store = rendezvous_store(assignment, timeout)
+        store = rendezvous_store(assignment, options.timeout)
     establish(assignment, store, url, options, is_separate=is_separate)
 
 

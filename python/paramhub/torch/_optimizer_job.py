@@ -43,7 +43,7 @@ def open_job(
             {**settings, "keys": keys},
             peers="layers" in settings,
             inherits=True,
-            outlives_ranks=True,
+            is_of_optimizer=True,
         )
     resumes = job.resumed_step is not None
     if resumes and world.rank == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from paramhub.torch._job_options import DEAD_AFTER_DEFAULT, JobOptions
 
 TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive. The scheduler takes time, and so does the import of torch."""
@@ -16,17 +18,11 @@ class Options:
     reproducible: bool = False
     hub_cores: int | None = None
     timeout: float = TIMEOUT_DEFAULT
-    dead_after: float = 30.0
+    dead_after: float = DEAD_AFTER_DEFAULT
     host_hub: bool | None = None
     deployment: str | None = None
     interfaces: str | None = None
-    on_worker_loss: str | None = None
-    linger: float | None = None
-    rewind_every: int | None = None
-    max_workers: int | None = None
-    program_state_bytes: int | None = None
     checkpoints: str | None = None
-    checkpoint_every: str | None = None
-    replicas: int | None = None
-    max_hubs: int | None = None
-    hub_label: str | None = None
+    run_id: str | None = None
+    job: JobOptions = field(default_factory=JobOptions)
+    """What the run asks of its jobs, as given to `init`; what the environment adds is in `HubAccess.job`."""

@@ -7,8 +7,10 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from paramhub._hub import Hub
@@ -21,6 +23,7 @@ from paramhub.torch._hosts import (
     reachable_address,
     with_port,
 )
+from paramhub.torch._job_options import JobOptions, variable
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment
@@ -32,6 +35,15 @@ _DIAL_TIMEOUT = 5.0
 
 _CHUNK_BYTES_IN_MEMORY = 128 << 10
 """The size of an f32 chunk in shared memory, where larger ones than the default take less time."""
+
+
+CHECKPOINT_EVERY_DEFAULT = "30s"
+"""How often a hub that has a folder for checkpoints writes one, if nothing else is said."""
+
+MANAGER_PORT = 7770
+"""The port at which the command line looks for a connection manager."""
+
+_Started = TypeVar("_Started", Hub, HubProcess)
 
 
 @dataclass(frozen=True)
@@ -46,26 +58,10 @@ class HubAccess:
     """Deployment of this run's hubs: ``cc`` or ``cs``."""
     run: str
     """Identifies this run: it separates the run's hosts from those of other runs at the same hub."""
-    hubs: int | None = None
-    """The number of hubs that a job waits for, if it waits for more than the first."""
-    on_worker_loss: str = "fail"
-    """What becomes of the jobs of optimizers when a rank is lost: ``fail``, or they stay at the hub: ``continue``, ``rewind``."""
-    linger: float | None = None
-    """Seconds for which they stay, if not the manager's default."""
-    rewind_every: int | None = None
-    """With ``rewind``, the number of steps from one to which they can go back to the next, if not the manager's default."""
-    max_workers: int | None = None
-    """With ``rewind``, the most ranks that a later start may have, if their number may change."""
-    program_state_bytes: int | None = None
-    """The largest program state of a rank, if not the default."""
-    checkpoint_every: str | None = None
-    """How often their hubs write checkpoints, if at all."""
-    replicas: int = 0
-    """The number of standbys of each chunk in the jobs of this run."""
-    max_hubs: int | None = None
-    """The most hubs that serve a job of this run, if not all."""
-    hub_label: str | None = None
-    """The label that they must have, if any."""
+    job: JobOptions = field(default_factory=JobOptions)
+    """What the run asks of its jobs. ``hubs`` is left out where a job is to wait for the first hub only."""
+    checkpoints: str | None = None
+    """The folder of the hubs that this run starts, if they have one."""
     chunk_bytes: int | None = None
     """The size of an f32 chunk in the jobs of this run, if not the default."""
 
@@ -78,25 +74,9 @@ class HubAccess:
         )
 
     @property
-    def outlives_ranks(self) -> bool:
-        """Returns whether the jobs of optimizers stay at the hub when ranks are lost."""
-        return self.on_worker_loss != "fail"
-
-    @property
     def is_embedded(self) -> bool:
         """Returns whether rank 0's process runs the hub."""
         return self.place == "rank 0"
-
-
-class _Lasting(NamedTuple):
-    """The fields of `HubAccess` that concern jobs which stay when ranks are lost."""
-
-    on_worker_loss: str
-    linger: float | None
-    rewind_every: int | None
-    max_workers: int | None
-    program_state_bytes: int | None
-    checkpoint_every: str | None
 
 
 class RunHubs:
@@ -137,57 +117,69 @@ class RunHubs:
     def choose(self, url: str | None) -> HubAccess:
         """Returns access to the hub at ``url`` or ``PARAMHUB_URL``, or starts a hub if neither is given. Rank 0 calls it."""
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
-        copies, label = replicas(self._options.replicas), hub_label(self._options.hub_label)
-        if label and not url:
-            raise MisuseError(
-                f"hub_label is {label!r}, but this run would start its hub itself: name the connection manager of hubs that have "
-                "the label by PARAMHUB_URL"
+        job, folder = self._options.job.with_environment(), self._folder()
+        has_launcher_job = "PARAMHUB_JOB" in os.environ
+        if has_launcher_job or self._record is None:
+            # `paramhub run` has chosen what becomes of its job, and starts single workers again.
+            job = replace(job, on_worker_loss=None, max_workers=None)
+        job.check()
+        if folder and job.checkpoint_every is None:
+            job = replace(job, checkpoint_every=CHECKPOINT_EVERY_DEFAULT)
+        self._check_placement(url, job, folder)
+        name = None
+        if self._record is not None and (job.outlives_ranks or job.checkpoint_every or job.resume):
+            name = self._record.name(self._options.run_id, self._assignment.launcher)
+        if name is None:
+            check_unnamed(job)
+            name = secrets.token_hex(8)
+        elif job.checkpoint_every and job.resume is None and not has_launcher_job:
+            # After a power cut nothing is left of the run but its name and its checkpoints.
+            job = replace(job, resume="auto")
+        if job.checkpoint_every and not has_launcher_job:
+            log(
+                f"hubs write a checkpoint every {_often(job.checkpoint_every)} into {folder or 'their folder'}, as run {name}; a "
+                "later start with that name as its run_id goes on from the newest"
             )
-        chosen = {"replicas": copies, "max_hubs": max_hubs(self._options.max_hubs), "hub_label": label}
-        if copies and not url:
-            raise MisuseError(
-                f"replicas is {copies}, but this run would start the only hub itself: start two hubs or more with one connection "
-                "manager, and name that by PARAMHUB_URL"
-            )
-        # `paramhub run` has chosen what becomes of its job, and starts single workers again.
-        policy = "fail" if "PARAMHUB_JOB" in os.environ else on_worker_loss(self._options.on_worker_loss)
-        folder, every = checkpoints(self._options.checkpoints, self._options.checkpoint_every)
-        if policy == "fail" and (folder or every) and "PARAMHUB_JOB" not in os.environ:
-            raise MisuseError(
-                "checkpoints (`checkpoints`, `checkpoint_every`) are those of a run that is known again: give init() "
-                'on_worker_loss="rewind" or "continue", or start the ranks with `paramhub run`, which has checkpoints of '
-                "its own"
-            )
-        if self._record is None or policy == "fail":
-            if not url:
-                return self._start_run_hub()
-            run = secrets.token_hex(8)
-            return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), **chosen)
-        run = self._record.name(self._assignment.launcher, policy)
-        most = max_workers(self._options.max_workers)
-        if most is not None and policy != "rewind":
-            raise MisuseError(
-                f'max_workers is {most}, but on_worker_loss is `{policy}`: a launcher can start more or fewer ranks with "rewind"'
-            )
-        lasting = _Lasting(
-            policy,
-            linger(self._options.linger),
-            rewind_every(self._options.rewind_every),
-            most,
-            self._options.program_state_bytes,
-            every,
-        )
-        if not url:
-            return self._lasting_hub(self._record, run, lasting, folder)
-        if folder:
+        if url:
+            return HubAccess(url, admin_token(), "named", "cc", name, job)
+        job = replace(job, hubs=None)
+        if not job.outlives_ranks:
+            return self._start_run_hub(name, job, folder)
+        assert self._record is not None
+        return self._lasting_hub(self._record, name, job, folder)
+
+    def _folder(self) -> str | None:
+        """The folder for checkpoints of the hubs that this run starts."""
+        folder = self._options.checkpoints or os.environ.get(variable("checkpoints"), "").strip()
+        return os.path.abspath(folder) if folder else None
+
+    def _check_placement(self, url: str, job: JobOptions, folder: str | None) -> None:
+        """Refuses what hubs that this run starts cannot have, and a folder for hubs that run already."""
+        if url and folder:
             raise MisuseError(
                 f"the folder of checkpoints is {folder!r}, but the hub at {url} has its own: start that one with "
                 "`--checkpoints DIR`, and give only checkpoint_every here"
             )
-        return HubAccess(url, admin_token(), "named", "cc", run, _hubs_to_wait_for(), *lasting, **chosen)
+        if url:
+            return
+        if job.hub_label:
+            raise MisuseError(
+                f"hub_label is {job.hub_label!r}, but this run would start its hub itself: name the connection manager of hubs "
+                "that have the label by PARAMHUB_URL"
+            )
+        if job.replicas:
+            raise MisuseError(
+                f"replicas is {job.replicas}, but this run would start the only hub itself: start two hubs or more with one "
+                "connection manager, and name that by PARAMHUB_URL"
+            )
+        if not folder and (job.checkpoint_every or job.resume not in (None, "never")):
+            raise MisuseError(
+                "checkpoint_every or resume is given, but this run starts its hub itself, and no folder is named in which that "
+                "would write: give checkpoints=DIR, or PARAMHUB_JOB_CHECKPOINTS"
+            )
 
-    def _start_run_hub(self) -> HubAccess:
-        deployment, run = choose_deployment(self._options.deployment, self.hosts), secrets.token_hex(8)
+    def _start_run_hub(self, run: str, job: JobOptions, folder: str | None) -> HubAccess:
+        deployment = choose_deployment(self._options.deployment, self.hosts)
         if self.is_on_one_host:
             deployment = "cc"
             where = "rank 0 runs the hub"
@@ -199,20 +191,20 @@ class RunHubs:
             )
         rack = _host_name(run, 0) if deployment == "cs" else None
         token = None if self.is_on_one_host else secrets.token_hex(32)
-        self._run_hub = Hub(**self._hub_options(token), rack=rack)
+        self._run_hub = self._start(Hub, token, rack=rack, checkpoints=folder)
         self._log_start(where, self._run_hub)
-        return HubAccess(self._run_hub.url, token, "rank 0", deployment, run)
+        return HubAccess(self._run_hub.url, token, "rank 0", deployment, run, job, folder)
 
-    def _lasting_hub(self, record: RunRecord, run: str, lasting: _Lasting, folder: str | None) -> HubAccess:
+    def _lasting_hub(self, record: RunRecord, run: str, job: JobOptions, folder: str | None) -> HubAccess:
         """Finds the hub that an earlier start of this run's ranks has left, or starts one in a process of its own."""
         if not record.is_kept:
             raise MisuseError(
-                f"on_worker_loss is `{lasting.on_worker_loss}`, but rank 0 would run the hub, and end with it: set PARAMHUB_URL "
+                f"on_worker_loss is `{job.on_worker_loss}`, but rank 0 would run the hub, and end with it: set PARAMHUB_URL "
                 "to a hub that is started apart (`paramhub hub`), or start the ranks with torchrun, whose ranks leave one behind"
             )
         if self._options.deployment == "cs" or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() == "cs":
             raise MisuseError(
-                f"on_worker_loss is `{lasting.on_worker_loss}`, which cannot be had with the deployment cs: use cc, or hubs that "
+                f"on_worker_loss is `{job.on_worker_loss}`, which cannot be had with the deployment cs: use cc, or hubs that "
                 "are started apart and named by PARAMHUB_URL"
             )
         # A token that all ranks know need not go through the store.
@@ -220,22 +212,31 @@ class RunHubs:
         if (kept := record.read("hub")) is not None:
             url, token = json.loads(kept)
             if _answers(url):
-                return HubAccess(url, token or known, "process", "cc", run, None, *lasting)
+                return HubAccess(url, token or known, "process", "cc", run, job, folder)
             then = "training goes on from its checkpoint, if it has one" if folder else "training begins anew"
             log(f"the hub that this run has left at {url} has ended, so {then}")
         own = None if self.is_on_one_host or known is not None else secrets.token_hex(32)
         # The launcher's agent is the parent of the ranks.
-        hub = HubProcess(os.getppid(), checkpoints=folder, **self._hub_options(own or known))
+        hub = self._start(partial(HubProcess, os.getppid()), own or known, checkpoints=folder)
         self._log_start("a process beside rank 0 runs the hub", hub)
         record.write("hub", json.dumps([hub.url, own]))
-        return HubAccess(hub.url, own or known, "process", "cc", run, None, *lasting)
+        return HubAccess(hub.url, own or known, "process", "cc", run, job, folder)
+
+    def _start(self, kind: Callable[..., _Started], token: str | None, **options: Any) -> _Started:
+        """Starts the hub that all ranks use. Its connection manager listens where `paramhub jobs` looks for one, if nothing else
+        does, and else at any port."""
+        options = {**self._hub_options(token), **options}
+        address = "127.0.0.1" if self.is_on_one_host else reachable_address(self._assignment)
+        try:
+            return kind(manager=with_port(address, MANAGER_PORT), **options)
+        except ConnectError:
+            return kind(manager=with_port(address, 0), **options)
 
     def _hub_options(self, token: str | None) -> dict[str, Any]:
-        """The options of the hub that all ranks use."""
+        """The options of the hub that all ranks use, but for the address of its connection manager."""
         options: dict[str, Any] = {"cores": self._hub_cores(), "admin_token": token}
         if not self.is_on_one_host:
-            address = reachable_address(self._assignment)
-            options |= {"listen": [with_port(address, 0)], "manager": with_port(address, 0)}
+            options["listen"] = [with_port(reachable_address(self._assignment), 0)]
         return options
 
     def _log_start(self, where: str, hub: Hub | HubProcess) -> None:
@@ -252,9 +253,9 @@ class RunHubs:
         is_peer = self.access.deployment == "cs"
         if is_peer:
             # Jobs wait until every host's hub has joined the manager.
-            self.access = replace(self.access, hubs=self.hosts)
+            self.access = replace(self.access, job=replace(self.access.job, hubs=self.hosts))
         wanted = is_peer or self._options.host_hub
-        if wanted and self.access.replicas:
+        if wanted and self.access.job.replicas:
             raise MisuseError(
                 "host_hub and replicas are given, but the sums of hosts have no standby: leave one of them out"
             )
@@ -262,7 +263,7 @@ class RunHubs:
         manager = urlsplit(self.access.url.split(",")[0].strip())
         if wanted is None:
             # A hub of this host would end with its ranks.
-            may_end = not self.access.outlives_ranks and not self.access.replicas
+            may_end = not self.access.job.outlives_ranks and not self.access.job.replicas
             wanted = may_end and not is_own_address(manager.hostname or "localhost")
         self.sums_by_host = bool(wanted)
         if (
@@ -282,6 +283,7 @@ class RunHubs:
                 listen=[with_port(address, 0)],
                 cores=self._hub_cores(),
                 admin_token=self.access.admin_token,
+                checkpoints=self.access.checkpoints,
             )
         except ConnectError as error:
             if is_peer:
@@ -303,7 +305,7 @@ class RunHubs:
         )
         if self.access.deployment == "cs":
             where += ", and one on each other host"
-        lasts = f", where run {self.access.run} outlives its ranks" if self.access.outlives_ranks else ""
+        lasts = f", where run {self.access.run} outlives its ranks" if self.access.job.outlives_ranks else ""
         return f"{self.access.url} ({where}){lasts}"
 
     def stop_host_hub(self, timeout: float) -> None:
@@ -325,78 +327,22 @@ class RunHubs:
         return self._options.hub_cores or min(4, len(os.sched_getaffinity(0)))
 
 
-def _hubs_to_wait_for() -> int | None:
-    """The number of hubs that must join the manager at PARAMHUB_URL before a job begins."""
-    text = os.environ.get("PARAMHUB_HUBS", "").strip()
-    if not text:
-        return None
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
-        raise MisuseError(f"PARAMHUB_HUBS is `{text}`: how many hubs a job waits for, 1 to 1024")
-    return int(text)
+def _often(every: str) -> str:
+    return every if every.endswith("s") else f"{every} steps"
 
 
-def on_worker_loss(given: str | None) -> str:
-    """What becomes of the jobs of optimizers when a rank is lost: ``given``, else ``PARAMHUB_ON_WORKER_LOSS``, else ``fail``."""
-    chosen = given or os.environ.get("PARAMHUB_ON_WORKER_LOSS", "").strip() or "fail"
-    if chosen not in ("fail", "continue", "rewind"):
-        raise MisuseError(f"on_worker_loss is `fail`, `continue` or `rewind`, not {chosen!r}")
-    return chosen
-
-
-def linger(given: float | None) -> float | None:
-    """Seconds for which a job waits for processes in the place of those that were lost: ``given``, else ``PARAMHUB_LINGER``."""
-    text = os.environ.get("PARAMHUB_LINGER", "").strip()
-    if given is not None or not text:
-        return given
-    try:
-        return float(text)
-    except ValueError:
-        raise MisuseError(f"PARAMHUB_LINGER is {text!r}: a number of seconds") from None
-
-
-def rewind_every(given: int | None) -> int | None:
-    """The number of steps from one to which jobs can go back to the next: ``given``, else ``PARAMHUB_REWIND_EVERY``."""
-    return _number(given, "PARAMHUB_REWIND_EVERY", "steps")
-
-
-def max_workers(given: int | None) -> int | None:
-    """The most ranks that a later start of the run may have, if their number may change: ``given``, else
-    ``PARAMHUB_MAX_WORKERS``."""
-    return _number(given, "PARAMHUB_MAX_WORKERS", "ranks")
-
-
-def replicas(given: int | None) -> int:
-    """The number of standbys of each chunk: ``given``, else ``PARAMHUB_REPLICAS``, else 0."""
-    return _number(given, "PARAMHUB_REPLICAS", "standbys of each chunk, 0 or 1") or 0
-
-
-def max_hubs(given: int | None) -> int | None:
-    """The most hubs that serve a job: ``given``, else ``PARAMHUB_JOB_MAX_HUBS``."""
-    return _number(given, "PARAMHUB_JOB_MAX_HUBS", "hubs")
-
-
-def hub_label(given: str | None) -> str | None:
-    """The label of the hubs that serve a job: ``given``, else ``PARAMHUB_JOB_HUB_LABEL``."""
-    return given or os.environ.get("PARAMHUB_JOB_HUB_LABEL", "").strip() or None
-
-
-def _number(given: int | None, variable: str, what: str) -> int | None:
-    text = os.environ.get(variable, "").strip()
-    if given is not None or not text:
-        return given
-    if not (text.isascii() and text.isdigit()):
-        raise MisuseError(f"{variable} is {text!r}: a number of {what}")
-    return int(text)
-
-
-def checkpoints(folder: str | None, every: str | None) -> tuple[str | None, str | None]:
-    """The folder of the run's own hub and how often it writes a checkpoint: as given, else ``PARAMHUB_CHECKPOINTS`` and
-    ``PARAMHUB_CHECKPOINT_EVERY``. With a folder it is every 30 seconds if nothing else is said."""
-    folder = folder or os.environ.get("PARAMHUB_CHECKPOINTS", "").strip() or None
-    every = every or os.environ.get("PARAMHUB_CHECKPOINT_EVERY", "").strip() or None
-    if folder and not every:
-        every = "30s"
-    return (os.path.abspath(folder) if folder else None), every
+def check_unnamed(job: JobOptions) -> None:
+    """Refuses what a run cannot have of which no later start would know that it is the same run."""
+    if job.outlives_ranks:
+        raise MisuseError(
+            f"on_worker_loss is `{job.on_worker_loss}`, but nothing tells the processes of a later start which run is theirs: "
+            "start with torchrun, srun or `paramhub run`, or give init(run_id=) or PARAMHUB_RUN_ID a name that only this run has"
+        )
+    if job.resume not in (None, "never"):
+        raise MisuseError(
+            f"resume is {job.resume!r}, but this run has no name by which its checkpoints are found: give init(run_id=), "
+            "PARAMHUB_RUN_ID or torchrun's --rdzv-id the name that the run had before"
+        )
 
 
 def _answers(url: str) -> bool:

@@ -13,16 +13,12 @@ from typing import Any
 from paramhub import _native
 from paramhub._hub import create_job
 from paramhub.errors import ConnectError, JobFailedError, Rewound
+from paramhub.torch._job_options import LINGER_DEFAULT
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._run_hubs import RunHubs
 from paramhub.torch._run_store import RunStore
 from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE, FailureState, run_with_timeout
-
-PROGRAM_STATE_BYTES = 4 << 20
-"""The most bytes of a rank's program state, if `init` names no other number."""
-LINGER_DEFAULT = 300.0
-"""Seconds for which a job waits for its ranks, if `init` names no other number."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class RunJobs:
         *,
         shared_parameters: str = "never",
         inherits: bool = False,
-        outlives_ranks: bool = False,
+        is_of_optimizer: bool = False,
         peers: bool = False,
     ) -> _native.Job:
         """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
@@ -87,8 +83,9 @@ class RunJobs:
         the hub's names; ``reproducible`` is added from the run's options if it is left out. The job that ``paramhub run`` has
         created, with its name and its checkpoints, goes to the first call with ``inherits``: a job that exchanges
         gradients, and that all ranks open at the same point.
-        ``outlives_ranks`` is for jobs that are to stay when ranks are lost, if the run asks for it: a later start of the run
-        finds the job by its name.
+        ``is_of_optimizer`` says that the parameters are at the hub. The job then has the run's consistency, checkpoints and
+        treatment of stragglers, and stays when ranks are lost, if the run asks for it: a later start of the run finds it by its
+        name.
         ``shared_parameters`` says whether results are read from one copy for all ranks of the host: ``never``,
         ``where possible`` or ``always``. ``peers`` is for jobs whose layers may be exchanged as factors, from rank to rank.
         """
@@ -98,14 +95,16 @@ class RunJobs:
         of_run = {"reproducible": self.options.reproducible}
         if hub.chunk_bytes is not None:
             of_run["chunk_bytes"] = hub.chunk_bytes
+        if is_of_optimizer and (consistency := hub.job.consistency_setting()) is not None:
+            of_run["consistency"] = consistency
         text = json.dumps({**of_run, **settings})
         # A ring gives each link one stream each way: docs/decisions/pytorch.md.
         by_hosts = "ring" if hub.deployment == "cs" else "auto"
-        is_flat = hub.replicas > 0 or not self._may_sum_by_host(settings, text)
-        reduction = "flat" if is_flat else by_hosts
-        stays = outlives_ranks and hub.outlives_ranks
+        is_flat = bool(hub.job.replicas) or not self._may_sum_by_host(settings, text)
+        reduction = "flat" if is_flat else hub.job.reduction or by_hosts
+        stays = is_of_optimizer and hub.job.outlives_ranks
         opening = _Opening(
-            *self._ticket(label, members, rank, inherits, stays, reduction),
+            *self._ticket(label, members, rank, inherits, is_of_optimizer, reduction),
             rank=rank,
             settings=text,
             shared_parameters=shared_parameters,
@@ -115,9 +114,9 @@ class RunJobs:
             if hub.is_embedded and self._hubs.is_on_one_host and 0 in members
             else None,
         )
-        job = self._join(opening, len(members) if stays and hub.on_worker_loss == "rewind" else None)
+        job = self._join(opening, len(members) if stays and hub.job.on_worker_loss == "rewind" else None)
         self._say_what_has_ended(job)
-        if stays and hub.on_worker_loss == "continue":
+        if stays and hub.job.on_worker_loss == "continue":
             self._check_steps(label, job, members)
         return job
 
@@ -149,7 +148,7 @@ class RunJobs:
 
     def _patience(self) -> float:
         """How long a rank that goes back waits for a connection manager that has ended with its hub."""
-        linger = self._hubs.access.linger
+        linger = self._hubs.access.job.linger
         return LINGER_DEFAULT if linger is None else linger
 
     def _join(
@@ -209,7 +208,7 @@ class RunJobs:
         )
 
     def _ticket(
-        self, label: str, members: list[int], rank: int, inherits: bool, stays: bool, reduction: str
+        self, label: str, members: list[int], rank: int, inherits: bool, is_of_optimizer: bool, reduction: str
     ) -> tuple[str, str, str]:
         """The job's URL, namespace and secret: from the launcher, from the member that creates the job, or created here."""
         # The launcher chose its job's reduction before the settings were known.
@@ -226,23 +225,16 @@ class RunJobs:
                 )
             return tuple(json.loads(self._store.secret.open(f"job/{label}", text)))
         hub = self._hubs.access
-        lasting: dict[str, Any] = {}
-        if stays:
-            lasting = {"on_worker_loss": hub.on_worker_loss, "linger": hub.linger}
-            if hub.on_worker_loss == "rewind":
-                lasting["rewind_every"] = hub.rewind_every
-                lasting["max_workers"] = hub.max_workers
-                lasting["program_state_bytes"] = hub.program_state_bytes or PROGRAM_STATE_BYTES
-            else:
-                # All ranks are started again together, and meet in other groups, too, so none goes on without the others.
-                lasting["min_workers"] = len(members)
-            if hub.checkpoint_every is not None:
-                # After a power cut nothing is left of the run but its name and its checkpoints.
-                lasting |= {"checkpoint_every": hub.checkpoint_every, "resume": "auto"}
-        run = hub.run if stays else secrets.token_hex(4)
+        options: dict[str, Any] = hub.job.of_every_job()
+        if is_of_optimizer:
+            options |= hub.job.of_optimizers_job(len(members))
+        finds = is_of_optimizer and hub.job.outlives_ranks
+        # What a later start is to find has the same name then. Of other jobs another start may still be there.
+        is_kept = finds or "checkpoint_every" in options or "resume" in options
+        run = hub.run if is_kept else secrets.token_hex(4)
         name = f"{_script_name()}-{run}/{label}"
         try:
-            if stays:
+            if finds:
                 self._former = _native.ended_job(hub.url, name, admin_token=hub.admin_token, patience=10.0)
             ticket = create_job(
                 hub.url,
@@ -251,14 +243,10 @@ class RunJobs:
                 admin_token=hub.admin_token,
                 rendezvous_timeout=self.options.timeout,
                 dead_after=self.options.dead_after,
-                hubs=hub.hubs,
                 patience=10.0,
                 reduction=reduction,
-                find=stays,
-                max_hubs=hub.max_hubs,
-                hub_label=hub.hub_label,
-                replicas=hub.replicas or None,
-                **lasting,
+                find=finds,
+                **options,
             )
         except Exception as error:
             self._store.report_failure(f"job/{label}", json.dumps([str(error)]))

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from paramhub.errors import MisuseError
 from paramhub.torch._rendezvous import has_agent_store
 
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,48}")
+
 
 class RunRecord:
     """Texts that stay when all ranks are started again. They are in the store of torchrun's agent, which outlives the ranks;
@@ -40,25 +42,27 @@ class RunRecord:
         if self._store is not None:
             self._store.set(key, text)
 
-    def name(self, launcher: str, on_worker_loss: str) -> str:
-        """The run's name, which stays when its processes are started again. Rank 0 calls it.
-
-        Raises MisuseError if nothing says that a later process belongs to the same run.
-        """
-        named = os.environ.get("PARAMHUB_RUN_ID", "").strip()
-        if named:
-            if not re.fullmatch(r"[A-Za-z0-9._-]{1,48}", named):
-                raise MisuseError(
-                    f"PARAMHUB_RUN_ID is {named!r}: give 1 to 48 letters, digits, `.`, `_` and `-`"
-                )
-            return named
+    def name(self, given: str | None, launcher: str) -> str | None:
+        """The run's name, which stays when its processes are started again: the one that was given, else the launcher's; None if
+        nothing says that a later process belongs to the same run. Rank 0 calls it."""
+        for source, named in (
+            ("run_id", given),
+            ("PARAMHUB_RUN_ID", os.environ.get("PARAMHUB_RUN_ID", "").strip()),
+        ):
+            if named:
+                if not _NAME.fullmatch(named):
+                    raise MisuseError(
+                        f"{source} is {named!r}: give 1 to 48 letters, digits, `.`, `_` and `-`"
+                    )
+                return named
         if launcher == "slurm" and (job := os.environ.get("SLURM_JOB_ID")):
             return f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', '0')}"
+        # What was given to torchrun as --rdzv-id. It is `none` if nothing was, and random with --standalone.
+        torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        if self.is_kept and torchrun != "none" and _NAME.fullmatch(torchrun):
+            return torchrun
         if not self.is_kept:
-            raise MisuseError(
-                f"on_worker_loss is `{on_worker_loss}`, but nothing tells the processes of a later start which run is theirs: "
-                "start with torchrun, srun or `paramhub run`, or set PARAMHUB_RUN_ID to a name that only this run has"
-            )
+            return None
         kept = self.read("name")
         if kept is None:
             kept = secrets.token_hex(8)

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from paramhub.torch import trace
 from paramhub.torch._clocks import offset_to_rank_0
 from paramhub.torch._collectives import Group
 from paramhub.torch._hosts import locate_hosts, reachable_address
+from paramhub.torch._job_options import JobOptions
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment
@@ -107,7 +108,8 @@ class World:
         """Rank 0 chooses the hub, or starts one, and decides whether a trace is made; the other ranks read its choice."""
         if self.rank != 0:
             choice = json.loads(self._store.read_secret("hub", "rank 0 has not said which hub is used"))
-            return HubAccess(**choice["hub"]), choice["trace"]
+            hub = {**choice["hub"], "job": JobOptions(**choice["hub"]["job"])}
+            return HubAccess(**hub), choice["trace"]
         access = self.hubs.choose(url).with_chunk_size(self.transport)
         directory = os.environ.get("PARAMHUB_TRACE", "").strip()
         trace_settings = None
@@ -117,7 +119,7 @@ class World:
                 "run": secrets.token_hex(8),
                 "start_ns": _native.now_ns(),
             }
-        self._store.write_secret("hub", json.dumps({"hub": access.__dict__, "trace": trace_settings}))
+        self._store.write_secret("hub", json.dumps({"hub": asdict(access), "trace": trace_settings}))
         return access, trace_settings
 
     def _start_trace(self, directory: str, run: str, start_ns: int) -> None:
@@ -132,6 +134,10 @@ class World:
     def transport(self) -> str:
         """``auto``, ``tcp`` or ``shm``."""
         return self.options.transport or os.environ.get("PARAMHUB_TRANSPORT", "").strip() or "auto"
+
+    def codec(self, given: str | None) -> str | None:
+        """The encoding of gradients in frames: ``given``, else what the run asks for."""
+        return given or self.hubs.access.job.codec
 
     def describe(self) -> str:
         """The effective configuration in one line."""

@@ -85,7 +85,7 @@ class HubState:
         is_wrapped = not any(
             held is self and hook is hub_hook for hook, held in getattr(ddp, "_comm_hooks", ())
         )
-        self._buckets = Buckets(here, ddp, ranks, self.codec, self.in_place or is_wrapped)
+        self._buckets = Buckets(here, ddp, ranks, here.codec(self.codec), self.in_place or is_wrapped)
         return self._buckets
 
 

@@ -126,7 +126,7 @@ class HubOptimizer(BaseOptimizer):
         self._is_complete = True
         self._overlaps_forward = overlap_forward
         self._clips = max_grad_norm is not None
-        self._settings: dict[str, Any] = {"codec": codec, "reject_non_finite": reject_non_finite}
+        self._settings: dict[str, Any] = {"reject_non_finite": reject_non_finite}
         for name, value in (
             ("clip_norm", max_grad_norm),
             ("chunk_bytes", chunk_bytes),
@@ -135,6 +135,7 @@ class HubOptimizer(BaseOptimizer):
             if value is not None:
                 self._settings[name] = value
         self._world = world()
+        self._settings["codec"] = self._world.codec(codec)
         self._step = StepState(backward_passes_per_step, self._world.failures)
         self._step.needs_all = self._clips or find_unused_parameters
         self._exchanges = self._make_exchanges(names)
@@ -482,14 +483,15 @@ class HubOptimizer(BaseOptimizer):
         """Closes the job and opens another one, because only a new job accepts initial parameters and state."""
         self.synchronize()
         stage = self._step.stage
-        if self._step.job.has_checkpoints and self._world.rank == 0:
-            log(
-                "the hubs write no more checkpoints: what was loaded or changed is given to another job, which has none"
-            )
+        had_checkpoints = self._step.job.has_checkpoints
         self._world.jobs.close(self._step.job)
         if stage is not None:
             stage.close()
         self._open_job(states)
+        if had_checkpoints and not self._step.job.has_checkpoints and self._world.rank == 0:
+            log(
+                "the hubs write no more checkpoints: what was loaded or changed is given to another job, which has none"
+            )
         if self._program_state is not None:
             self._program_state._begin()
 
@@ -505,7 +507,7 @@ class HubOptimizer(BaseOptimizer):
                 "rejoin() cannot be had with find_unused_parameters, whose exchange cannot be joined again: let the process end, "
                 "so that its launcher starts it again"
             )
-        if self._world.hubs.access.max_workers is not None:
+        if self._world.hubs.access.job.max_workers is not None:
             # This process cannot know how many ranks there will be, and launchers such as torchrun wait for its end.
             raise Rewound(
                 f"rank {self._world.rank} ends, so that its launcher starts all ranks again, whose number may change "

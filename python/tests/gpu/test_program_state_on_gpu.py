@@ -10,7 +10,7 @@ from team import Rank, Team
 
 import paramhub
 
-REWINDS = {"PARAMHUB_ON_WORKER_LOSS": "rewind", "PARAMHUB_RUN_ID": "mine"}
+REWINDS = {"PARAMHUB_JOB_ON_WORKER_LOSS": "rewind", "PARAMHUB_RUN_ID": "mine"}
 
 
 def random_numbers() -> list[torch.Tensor]:

@@ -153,7 +153,11 @@ def initialise(rank: Rank, arguments: dict[str, str | int]) -> None:
             {},
             "max_workers is 4, but on_worker_loss is `continue`",
         ),
-        ({"on_worker_loss": "rewind"}, {"PARAMHUB_MAX_WORKERS": "many"}, "PARAMHUB_MAX_WORKERS is 'many'"),
+        (
+            {"on_worker_loss": "rewind"},
+            {"PARAMHUB_JOB_MAX_WORKERS": "many"},
+            "PARAMHUB_JOB_MAX_WORKERS is 'many'",
+        ),
         ({"on_worker_loss": "rewind", "max_workers": 1}, {}, "max_workers is 1, less than the 2 workers"),
     ],
 )

@@ -100,7 +100,7 @@ def test_ranks_and_a_hub_that_are_killed_together_go_on_by_the_same_commands(
 
     def ranks(url: str, run: str, waits_at: int) -> list[Program]:
         common = {"PARAMHUB_URL": url, "PARAMHUB_RUN_ID": run, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": str(free_port()), "PARAMHUB_CHECKPOINT_EVERY": "2"}
+        common |= {"MASTER_PORT": str(free_port()), "PARAMHUB_JOB_CHECKPOINT_EVERY": "2"}
         words = (PYTHON, program, "9", str(waits_at))
         return [start(*words, env={**common, "RANK": str(rank)}) for rank in (0, 1)]
 
@@ -142,7 +142,11 @@ def test_torchrun_that_is_killed_with_its_ranks_and_their_hub_goes_on_by_the_sam
     start: Start, program: Path, tmp_path: Path
 ) -> None:
     def run(name: str, waits_at: int) -> Program:
-        variables = {"PARAMHUB_RUN_ID": name, "PARAMHUB_CHECKPOINTS": "ck", "PARAMHUB_CHECKPOINT_EVERY": "2"}
+        variables = {
+            "PARAMHUB_RUN_ID": name,
+            "PARAMHUB_JOB_CHECKPOINTS": "ck",
+            "PARAMHUB_JOB_CHECKPOINT_EVERY": "2",
+        }
         command = (*TORCHRUN, "--nproc-per-node=2", "--monitor-interval=0.1", program, "9", str(waits_at))
         return start(*command, env=variables)
 

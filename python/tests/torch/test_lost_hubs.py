@@ -78,7 +78,7 @@ class Place(NamedTuple):
     def ranks(self, url: str, run: str, hubs: int = 1) -> Program:
         program = self.folder / "train.py"
         program.write_text(PROGRAM)
-        environment = {"PARAMHUB_URL": url, "PARAMHUB_HUBS": str(hubs), "PARAMHUB_RUN_ID": run}
+        environment = {"PARAMHUB_URL": url, "PARAMHUB_JOB_HUBS": str(hubs), "PARAMHUB_RUN_ID": run}
         return self.start(*TORCHRUN, "--nproc-per-node=2", program, env=environment)
 
     def undisturbed(self, url: str, hubs: int = 1) -> list[str]:

@@ -17,7 +17,7 @@ import paramhub
 import paramhub.torch
 from paramhub.errors import MisuseError
 
-REWINDS = {"PARAMHUB_ON_WORKER_LOSS": "rewind", "PARAMHUB_RUN_ID": "mine"}
+REWINDS = {"PARAMHUB_JOB_ON_WORKER_LOSS": "rewind", "PARAMHUB_RUN_ID": "mine"}
 
 
 class Sampler:

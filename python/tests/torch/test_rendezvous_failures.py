@@ -33,12 +33,12 @@ def test_ranks_learn_at_once_that_rank_0_has_no_token(team: Team) -> None:
 
 def cannot_join(rank: Rank) -> None:
     if rank.rank == 0:
-        os.environ["PARAMHUB_HUBS"] = "many"
-        with pytest.raises(paramhub.MisuseError, match="PARAMHUB_HUBS is `many`"):
+        os.environ["PARAMHUB_JOB_HUBS"] = "many"
+        with pytest.raises(paramhub.MisuseError, match="PARAMHUB_JOB_HUBS is 'many'"):
             paramhub.torch.init()
     else:
         with pytest.raises(
-            paramhub.ConnectError, match=r"rank \d: rank 0 has failed: PARAMHUB_HUBS is `many`"
+            paramhub.ConnectError, match=r"rank \d: rank 0 has failed: PARAMHUB_JOB_HUBS is 'many'"
         ):
             paramhub.torch.init()
 

@@ -264,13 +264,17 @@ def initialise(rank: Rank, arguments: dict[str, str]) -> None:
         ({"on_worker_loss": "stop"}, {}, "on_worker_loss is `fail`, `continue` or `rewind`, not 'stop'"),
         ({"on_worker_loss": "continue"}, {}, "nothing tells the processes of a later start which run is"),
         ({"on_worker_loss": "continue"}, {"PARAMHUB_RUN_ID": "mine"}, "rank 0 would run the hub"),
-        ({}, {"PARAMHUB_ON_WORKER_LOSS": "continue", "PARAMHUB_RUN_ID": "a/b"}, "PARAMHUB_RUN_ID is 'a/b'"),
         (
             {},
-            {"PARAMHUB_ON_WORKER_LOSS": "continue", "PARAMHUB_RUN_ID": "a", "PARAMHUB_LINGER": "x"},
+            {"PARAMHUB_JOB_ON_WORKER_LOSS": "continue", "PARAMHUB_RUN_ID": "a/b"},
+            "PARAMHUB_RUN_ID is 'a/b'",
+        ),
+        (
+            {},
+            {"PARAMHUB_JOB_ON_WORKER_LOSS": "continue", "PARAMHUB_RUN_ID": "a", "PARAMHUB_JOB_LINGER": "x"},
             "a number",
         ),
-        ({"checkpoint_every": "10"}, {}, "those of a run that is known again"),
+        ({"checkpoint_every": "10"}, {}, "no folder is named in which that would write"),
         (
             {"on_worker_loss": "rewind", "checkpoints": "ck"},
             {"PARAMHUB_RUN_ID": "mine", "PARAMHUB_URL": "http://127.0.0.1:1"},

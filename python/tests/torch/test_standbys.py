@@ -54,7 +54,7 @@ if by_hook:
 
 
 def torchrun(url: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    environment = {"PARAMHUB_URL": url, "PARAMHUB_HUBS": "2", "PARAMHUB_REPLICAS": "1"}
+    environment = {"PARAMHUB_URL": url, "PARAMHUB_JOB_HUBS": "2", "PARAMHUB_JOB_REPLICAS": "1"}
     return (*TORCHRUN, "--nproc-per-node=2"), environment | {"PARAMHUB_JOB_HUB_LABEL": "kept"}
 
 
@@ -110,8 +110,8 @@ def test_replicas_without_a_second_hub_are_refused(team: Team) -> None:
     assert "would start the only hub itself" in message
     [message] = team(initialise, {"url": "http://127.0.0.1:1", "replicas": 1, "host_hub": True}, ranks=1)
     assert "leave one of them out" in message
-    [message] = team(initialise, {}, ranks=1, env={"PARAMHUB_REPLICAS": "x"})
-    assert "PARAMHUB_REPLICAS is 'x': a number of standbys" in message
+    [message] = team(initialise, {}, ranks=1, env={"PARAMHUB_JOB_REPLICAS": "x"})
+    assert "PARAMHUB_JOB_REPLICAS is 'x': a number of standbys" in message
 
 
 def test_a_choice_of_hubs_that_cannot_be_is_refused(team: Team) -> None:

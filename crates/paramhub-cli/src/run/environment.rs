@@ -133,10 +133,11 @@ fn asked(config: &Config) -> Features {
 }
 
 /// The options of the job, except those that follow from the hubs.
-fn options(section: &RunSection) -> JobOptions {
+pub(super) fn options(section: &RunSection) -> JobOptions {
     JobOptions {
         rendezvous_timeout_s: section.rendezvous_timeout_s,
         dead_after_s: section.dead_after_s,
+        weight: section.weight,
         reduction: section.reduction,
         optimize_at: section.optimize_at,
         encrypt: section.encrypt,

@@ -436,6 +436,7 @@ impl Job {
             bytes: self.summary.bytes,
             optimizer: self.summary.optimizer.clone(),
             consistency: self.summary.consistency.clone(),
+            options: self.options.to_string(),
             reduction: self.reduction.clone(),
             counters: self.counters(),
             left_out: self.left_out(),

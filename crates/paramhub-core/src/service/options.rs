@@ -195,6 +195,78 @@ impl JobOptions {
     }
 }
 
+/// The options that differ from their defaults, each with its value, as in `weight 3, stragglers drop:0.5`.
+impl fmt::Display for JobOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fn set<T: fmt::Display>(value: &Option<T>) -> Option<&dyn fmt::Display> {
+            value.as_ref().map(|value| value as &dyn fmt::Display)
+        }
+        fn changed<'a, T: PartialEq + fmt::Display>(value: &'a T, usual: &T) -> Option<&'a dyn fmt::Display> {
+            (value != usual).then_some(value)
+        }
+        // Named one by one, so that a new option cannot be forgotten.
+        let JobOptions {
+            rendezvous_timeout_s,
+            lease_s,
+            dead_after_s,
+            reduction,
+            optimize_at,
+            weight,
+            hubs,
+            max_hubs,
+            hub_label,
+            on_interface_down,
+            redial_grace_s,
+            on_worker_loss,
+            replicas,
+            min_workers,
+            start_workers,
+            rewind_every,
+            linger_s,
+            program_state_bytes,
+            encrypt,
+            stragglers,
+            progress_timeout_s,
+            checkpoint_every,
+            resume,
+        } = self;
+        let usual = JobOptions::default();
+        let options = [
+            ("rendezvous_timeout_s", changed(rendezvous_timeout_s, &usual.rendezvous_timeout_s)),
+            ("lease_s", changed(lease_s, &usual.lease_s)),
+            ("dead_after_s", changed(dead_after_s, &usual.dead_after_s)),
+            ("reduction", changed(reduction, &usual.reduction)),
+            ("optimize_at", changed(optimize_at, &usual.optimize_at)),
+            ("weight", changed(weight, &usual.weight)),
+            ("hubs", set(hubs)),
+            ("max_hubs", set(max_hubs)),
+            ("hub_label", set(hub_label)),
+            ("on_interface_down", changed(on_interface_down, &usual.on_interface_down)),
+            ("redial_grace_s", changed(redial_grace_s, &usual.redial_grace_s)),
+            ("on_worker_loss", changed(on_worker_loss, &usual.on_worker_loss)),
+            ("replicas", changed(replicas, &usual.replicas)),
+            ("min_workers", changed(min_workers, &usual.min_workers)),
+            ("start_workers", set(start_workers)),
+            ("rewind_every", changed(rewind_every, &usual.rewind_every)),
+            ("linger_s", changed(linger_s, &usual.linger_s)),
+            ("program_state_bytes", changed(program_state_bytes, &usual.program_state_bytes)),
+            ("encrypt", changed(encrypt, &usual.encrypt)),
+            ("stragglers", changed(stragglers, &usual.stragglers)),
+            ("progress_timeout_s", set(progress_timeout_s)),
+            ("checkpoint_every", set(checkpoint_every)),
+            ("resume", set(resume)),
+        ];
+        let mut separator = "";
+        for (name, value) in options {
+            if let Some(value) = value {
+                write!(f, "{separator}{name} {value}")?;
+                separator = ", ";
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The reaction of a job when an interface goes down. `fail`: the job fails, with the interface's name.
 /// `continue`: its streams continue over the remaining interfaces; only for synchronous jobs at one site
 /// whose steps have one phase.
@@ -322,5 +394,23 @@ impl Default for JobOptions {
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_shown_if_they_differ_from_their_defaults() {
+        assert_eq!(JobOptions::default().to_string(), "");
+        let options = JobOptions {
+            weight: 3,
+            max_hubs: Some(2),
+            stragglers: "drop:0.5".parse().unwrap(),
+            encrypt: true,
+            ..JobOptions::default()
+        };
+        assert_eq!(options.to_string(), "weight 3, max_hubs 2, encrypt true, stragglers drop:0.5");
     }
 }

@@ -71,6 +71,9 @@ pub struct JobStatus {
     pub optimizer: String,
     /// The consistency; empty before InitService.
     pub consistency: String,
+    /// The options of the job that differ from their defaults, each with its value; empty if none does.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub options: String,
     /// The way in which the sums of sites become those of all workers, and why. Empty before the hubs are
     /// chosen, or if no reduction was asked for and no hub serves a rack or a host.
     #[serde(default)]
