@@ -111,11 +111,11 @@ def test_replicas_without_a_second_hub_are_refused(team: Team) -> None:
     [message] = team(initialise, {"url": "http://127.0.0.1:1", "replicas": 1, "host_hub": True}, ranks=1)
     assert "leave one of them out" in message
     [message] = team(initialise, {}, ranks=1, env={"PARAMHUB_JOB_REPLICAS": "x"})
-    assert "PARAMHUB_JOB_REPLICAS is 'x': a number of standbys" in message
+    assert "PARAMHUB_JOB_REPLICAS is 'x': a whole number" in message
 
 
 def test_a_choice_of_hubs_that_cannot_be_is_refused(team: Team) -> None:
     [message] = team(initialise, {"hub_label": "ssd"}, ranks=1)
     assert "would start its hub itself" in message
     [message] = team(initialise, {"url": "http://127.0.0.1:1"}, ranks=1, env={"PARAMHUB_JOB_MAX_HUBS": "x"})
-    assert "PARAMHUB_JOB_MAX_HUBS is 'x': a number of hubs" in message
+    assert "PARAMHUB_JOB_MAX_HUBS is 'x': a whole number" in message
