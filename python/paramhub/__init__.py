@@ -26,6 +26,7 @@ import os as _os
 from paramhub import _native
 from paramhub._hub import Hub, create_job
 from paramhub._job import Job, connect
+from paramhub._launch import run
 from paramhub._native import Handle, Tensor
 from paramhub.errors import ConnectError, JobFailedError, MisuseError, ParamhubError, Rewound
 from paramhub.optimizers import (
@@ -67,6 +68,7 @@ __all__ = [
     "__version__",
     "connect",
     "create_job",
+    "run",
 ]
 
 # A forked child must not use its parent's jobs and hubs: calls that need their threads or connections raise in it.
