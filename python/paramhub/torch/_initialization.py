@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -14,6 +16,9 @@ from paramhub.torch._rank_assignment import RankAssignment, find_rank_assignment
 from paramhub.torch._rendezvous import rendezvous_store
 from paramhub.torch._run_record import RunRecord
 from paramhub.torch._world import World
+
+if TYPE_CHECKING:
+    from paramhub.torch._process_sets import ProcessSet
 
 _world: World | None = None
 _awaited_reconfigure: str | None = None
@@ -46,8 +51,9 @@ def init(
     replicas: int | None = None,
     max_hubs: int | None = None,
     hub_label: str | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Joins the other ranks of this run. A second call does nothing.
+    """Joins the other ranks of this run. A second call does nothing, except that it adds ``process_sets``.
 
     Rank and size come from the arguments, or from the variables of torchrun, Slurm, MPI's launchers or ``paramhub run``, or
     from torch.distributed's process group if it was initialised before. Without any of these this process is the only rank. If
@@ -103,8 +109,12 @@ def init(
     ``max_hubs`` is the most hubs that serve a job of this run when it begins, those with the fewest jobs; the loss of another one
     does not concern it. ``hub_label`` is the label that they must have (``paramhub hub --label``). The defaults are rank 0's
     ``PARAMHUB_JOB_MAX_HUBS`` and ``PARAMHUB_JOB_HUB_LABEL``, else all hubs at that URL.
+
+    ``process_sets`` is a list of `paramhub.torch.ProcessSet` objects, the same on all ranks, that are added at once. Horovod's
+    ``"dynamic"``, which permits `paramhub.torch.add_process_set` there, changes nothing here.
     """
     if _world is not None:
+        _add_process_sets(process_sets, _world.size)
         return
     if _awaited_reconfigure is not None:
         raise MisuseError(
@@ -136,9 +146,23 @@ def init(
         max_hubs,
         hub_label,
     )
+    _add_process_sets(process_sets, assignment.size, only_check=True)
     if store is None:
         store = rendezvous_store(assignment, timeout)
     establish(assignment, store, url, options, is_separate=is_separate)
+    _add_process_sets(process_sets, assignment.size)
+
+
+def _add_process_sets(
+    process_sets: Sequence[ProcessSet] | str | None, size: int, *, only_check: bool = False
+) -> None:
+    # Process sets need this module.
+    from paramhub.torch._process_sets import add_process_set, check_new
+
+    added = [] if process_sets in (None, "dynamic") else list(process_sets or ())
+    check_new(size, added, [] if _world is None else list(_world.process_sets.values()))
+    for process_set in () if only_check else added:
+        add_process_set(process_set)
 
 
 def establish(
