@@ -5,8 +5,21 @@ from __future__ import annotations
 from paramhub.errors import JobFailedError as HorovodInternalError
 from paramhub.torch import backend, elastic, trace
 from paramhub.torch._basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    rocm_built,
+    start_timeline,
+    stop_timeline,
 )
 from paramhub.torch._initialization import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from paramhub.torch._process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
@@ -53,6 +66,7 @@ from paramhub.torch.states import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from paramhub.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -68,6 +82,7 @@ __all__ = [
     "Product",
     "State",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -87,8 +102,15 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
     "elastic",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -99,10 +121,13 @@ __all__ = [
     "grouped_reducescatter_async",
     "hub_hook",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
     "poll",
@@ -110,10 +135,13 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
     "trace",
 ]
