@@ -159,7 +159,13 @@ def _add_process_sets(
     # Process sets need this module.
     from paramhub.torch._process_sets import add_process_set, check_new
 
-    added = [] if process_sets in (None, "dynamic") else list(process_sets or ())
+    if process_sets is None or process_sets == "dynamic":
+        return
+    if isinstance(process_sets, str) or not isinstance(process_sets, Sequence):
+        raise MisuseError(
+            f'process_sets is to be a list of ProcessSet objects, or "dynamic", not {process_sets!r}'
+        )
+    added = list(process_sets)
     check_new(size, added, [] if _world is None else list(_world.process_sets.values()))
     for process_set in () if only_check else added:
         add_process_set(process_set)

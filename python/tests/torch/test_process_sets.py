@@ -28,6 +28,7 @@ def sets(rank: Rank) -> dict[str, str]:
     refused("twice in a list", lambda: hvd.init(process_sets=[first, hvd.ProcessSet([0])]))
     assert not hvd.is_initialized()
     refused("no set", lambda: hvd.init(process_sets=[[0]]))
+    refused("no list", lambda: hvd.init(process_sets=first))
     refused("no ranks", lambda: hvd.ProcessSet("ab"))
     refused("one rank twice", lambda: hvd.ProcessSet([1, 1]))
     hvd.init(process_sets=[first, outer])
@@ -96,7 +97,8 @@ def sets(rank: Rank) -> dict[str, str]:
 def test_operations_and_optimizers_of_a_set(team: Team) -> None:
     expected = {
         "twice in a list": "the process set of ranks [0] exists already",
-        "no set": "a list of ProcessSet objects",
+        "no set": "not to have [0]",
+        "no list": "not ProcessSet(process_set_id=None, ranks=[0])",
         "no ranks": "made of a list of ranks, not of 'ab'",
         "one rank twice": "has each rank once, but was given [1, 1]",
         "all": "the process set of ranks [0, 1, 2] exists already",
