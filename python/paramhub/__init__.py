@@ -1,12 +1,13 @@
 """A parameter hub for distributed deep-learning training.
 
 Workers push gradients to a hub, whose cores sum each chunk, update its parameters and answer while it is in
-cache. This package has four parts:
+cache. This package has five parts:
 
 - `paramhub.torch` is for PyTorch: an optimizer, a DDP hook, a ``torch.distributed`` backend, and Horovod's API.
 - `paramhub.kvstore` has key-value stores with MXNet's API, through a hub or by collectives among the ranks.
 - `connect`, `Job`, `Handle` and `Tensor` are for any library's tensors.
 - `Hub` runs a hub inside this process; the ``paramhub`` command runs hubs and workers as programs.
+- `run` calls a function in several processes of this host.
 
 A worker of any library, started with ``paramhub run -n 4 -- python worker.py``::
 
@@ -26,6 +27,7 @@ import os as _os
 from paramhub import _native
 from paramhub._hub import Hub, create_job
 from paramhub._job import Job, connect
+from paramhub._launch import run
 from paramhub._native import Handle, Tensor
 from paramhub.errors import ConnectError, JobFailedError, MisuseError, ParamhubError, Rewound
 from paramhub.optimizers import (
@@ -67,6 +69,7 @@ __all__ = [
     "__version__",
     "connect",
     "create_job",
+    "run",
 ]
 
 # A forked child must not use its parent's jobs and hubs: calls that need their threads or connections raise in it.

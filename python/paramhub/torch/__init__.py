@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from paramhub.errors import JobFailedError as HorovodInternalError
 from paramhub.torch import backend, elastic, trace
+from paramhub.torch._basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    start_timeline,
+    stop_timeline,
+)
 from paramhub.torch._initialization import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from paramhub.torch._process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from paramhub.torch._program_state import State
-from paramhub.torch._reductions import Average, Compression, Max, Min, Product, Sum
+from paramhub.torch._reductions import Adasum, Average, Compression, Max, Min, Product, Sum
 from paramhub.torch._rewinding import run
 from paramhub.torch.ddp import HubState, hub_hook
 from paramhub.torch.distributed_optimizer import DistributedOptimizer
@@ -16,15 +35,29 @@ from paramhub.torch.functions import (
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    mpi_threads_supported,
-    nccl_built,
+    join,
     poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
+)
+from paramhub.torch.grouped import (
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
 )
 from paramhub.torch.hub_optimizer import HubOptimizer
 from paramhub.torch.states import (
@@ -33,18 +66,24 @@ from paramhub.torch.states import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from paramhub.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "HubOptimizer",
     "HubState",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "State",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -52,6 +91,9 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "backend",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -60,19 +102,46 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
     "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "hub_hook",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "run",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
     "trace",
 ]

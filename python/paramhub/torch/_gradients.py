@@ -12,6 +12,7 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
 from paramhub.torch._initialization import world
+from paramhub.torch._process_sets import ProcessSet, global_process_set
 from paramhub.torch._staged_handle import StagedHandle
 from paramhub.torch._staging import Stage
 from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
@@ -25,7 +26,8 @@ class GradientExchange:
     same memory.
 
     Making one is collective: all ranks make theirs in the same order, with the same parameters. ``parameters`` are in
-    forward order; earlier ones are more urgent. ``passes`` is the number of backward passes that make one gradient.
+    forward order; earlier ones are more urgent. ``passes`` is the number of backward passes that make one gradient. The ranks
+    are those of ``process_set``; on the others nothing is exchanged.
     """
 
     def __init__(
@@ -35,8 +37,11 @@ class GradientExchange:
         codec: str | None,
         passes: int,
         sparse_as_dense: bool,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         self.passes = passes
+        self.steps = 0
+        """The number of steps whose gradients this rank has exchanged."""
         self.is_synchronized = False
         self._sparse_as_dense = sparse_as_dense
         self._gradients: list[_Gradient] = []
@@ -53,17 +58,28 @@ class GradientExchange:
                     f"{name!r}: its gradient is exchanged by another DistributedOptimizer of this process already: "
                     "give it to one, or drop the other one first"
                 )
-        if here.size == 1 or not trained:
+        self._served: list[_native.Handle | StagedHandle] = []
+        self._label: str | None = None
+        """The name under which joined ranks know this exchange, if it is one of all ranks."""
+        if process_set.process_set_id is None:
+            raise MisuseError(
+                f"{process_set} is not in use: call paramhub.torch.add_process_set() on every rank before"
+            )
+        ranks = process_set.ranks
+        if len(ranks) == 1 or here.rank not in ranks or not trained:
             return
         device, codec = check_same_device(trained), here.codec(codec)
+        is_global = process_set is global_process_set
+        label = here.label("optimizer" if is_global else f"optimizer-set-{process_set.process_set_id}")
         self._job = here.jobs.open(
-            here.label("optimizer"),
+            label,
             {
                 "keys": [key(name, parameter) for name, parameter in trained],
                 "optimizer": {"name": reduction},
                 "codec": codec,
             },
-            inherits=True,
+            None if is_global else ranks,
+            inherits=is_global,
         )
         if needs_stage(device):
             sizes = [torch.Size([parameter.numel()]) for _, parameter in trained]
@@ -79,6 +95,9 @@ class GradientExchange:
             _exchanged[id(parameter)] = self
         # The parameters may outlive this object, and their hooks must not send then.
         weakref.finalize(self, _remove, hooks)
+        if is_global:
+            self._label = label
+            here.joins.add_optimizer(label, self)
 
     @property
     def is_under_way(self) -> bool:
@@ -109,16 +128,20 @@ class GradientExchange:
         missing = [gradient for gradient in self._gradients if gradient.handle is None]
         if missing:
             self._send(missing)
+        if self._label is not None:
+            self._world.joins.step_begins(self._label, self)
         for gradient in self._sent:
             assert gradient.handle is not None
             if trace.active and not gradient.handle.done():
                 with trace.wait(gradient.name):
-                    gradient.handle.wait()
+                    self._wait(gradient.handle)
             else:
-                gradient.handle.wait()
+                self._wait(gradient.handle)
         self._sent = []
+        self.steps += 1
         changed = [gradient.name for gradient in self._gradients if gradient.was_changed()]
         for gradient in self._gradients:
+            gradient.restore_layout()
             gradient.forget(self.passes)
         self.is_synchronized = True
         if changed:
@@ -147,22 +170,36 @@ class GradientExchange:
         for gradient in self._gradients:
             gradient.passes_left = passes
 
+    def serve(self) -> None:
+        """Contributes zeros to one step of the other ranks, for a rank that has no data any more."""
+        self._served = list(self._submit(self._gradients, [each.empty().zero_() for each in self._gradients]))
+        self.steps += 1
+
+    def has_served(self) -> bool:
+        """Returns whether the step of the last `serve` has ended, and raises its error if it failed."""
+        if not all(handle.done() for handle in self._served):
+            return False
+        for handle in self._served:
+            handle.wait()
+        self._served = []
+        return True
+
+    def failure(self) -> BaseException | None:
+        """The reason why nothing can be exchanged any more, or None."""
+        return self._job.failure() if self._gradients else None
+
+    def _wait(self, handle: _native.Handle | StagedHandle) -> None:
+        if self._label is not None:
+            self._world.joins.wait(handle)
+        else:
+            handle.wait()
+
     def _send(self, gradients: Sequence[_Gradient]) -> None:
         """Submits these gradients: in one request, or in groups of a stage."""
         memories = [self._prepare(gradient) for gradient in gradients]
-        keys = [gradient.key for gradient in gradients]
         # The stage writes the result with a torch operation, which increments the version.
         versions = [memory._version + (self._stage is not None) for memory in memories]
-        handles: Sequence[_native.Handle | StagedHandle]
-        if self._stage is None:
-            ranges = [
-                (memory.data_ptr(), gradient.nbytes)
-                for gradient, memory in zip(gradients, memories, strict=True)
-            ]
-            handles = [self._job.push_pull_in_place(keys, ranges, memories)] * len(keys)
-        else:
-            parts = [memory.as_strided((memory.numel(),), (1,)) for memory in memories]
-            handles = [self._stage.collect(key, part, part) for key, part in zip(keys, parts, strict=True)]
+        handles = self._submit(gradients, memories)
         for gradient, memory, version, handle in zip(gradients, memories, versions, handles, strict=True):
             gradient.memory = memory
             gradient.version = version
@@ -171,6 +208,19 @@ class GradientExchange:
                 trace.request(gradient.name, handle)
         self._sent += gradients
         self.is_synchronized = False
+
+    def _submit(
+        self, gradients: Sequence[_Gradient], memories: list[torch.Tensor]
+    ) -> Sequence[_native.Handle | StagedHandle]:
+        keys = [gradient.key for gradient in gradients]
+        if self._stage is None:
+            ranges = [
+                (memory.data_ptr(), gradient.nbytes)
+                for gradient, memory in zip(gradients, memories, strict=True)
+            ]
+            return [self._job.push_pull_in_place(keys, ranges, memories)] * len(keys)
+        parts = [memory.as_strided((memory.numel(),), (1,)) for memory in memories]
+        return [self._stage.collect(key, part, part) for key, part in zip(keys, parts, strict=True)]
 
     def _prepare(self, gradient: _Gradient) -> torch.Tensor:
         """The memory in which a gradient is exchanged, with the same layout on all ranks."""
@@ -188,6 +238,7 @@ class GradientExchange:
                     f"the gradient of {gradient.name!r} is sparse: use sparse=False in its module, or give "
                     "DistributedOptimizer sparse_as_dense=True"
                 )
+            gradient.sparse_dimensions = memory.sparse_dim()
             memory = parameter.grad = memory.to_dense()
         if memory.dtype is not gradient.dtype or memory.device != gradient.device:
             raise MisuseError(
@@ -217,6 +268,7 @@ class _Gradient:
         "nbytes",
         "parameter",
         "passes_left",
+        "sparse_dimensions",
         "strides",
         "version",
     )
@@ -235,6 +287,8 @@ class _Gradient:
         self.handle: _native.Handle | StagedHandle | None = None
         self.memory: torch.Tensor | None = None
         self.version = 0
+        self.sparse_dimensions: int | None = None
+        """The number of sparse dimensions of a gradient that backward computes as a sparse one."""
 
     def empty(self) -> torch.Tensor:
         """Memory for the gradient, with the same layout on all ranks."""
@@ -255,6 +309,11 @@ class _Gradient:
         held = self.parameter.grad
         is_held = held is self.memory or not self.parameter.requires_grad
         return not is_held or self.memory._version != self.version
+
+    def restore_layout(self) -> None:
+        """Makes a gradient sparse that was so before the exchange: optimizers such as SparseAdam take no other."""
+        if self.sparse_dimensions is not None and self.parameter.grad is not None:
+            self.parameter.grad = self.parameter.grad.to_sparse(self.sparse_dimensions)
 
     def forget(self, passes: int) -> None:
         self.handle = self.memory = None

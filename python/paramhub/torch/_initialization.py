@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -15,6 +17,9 @@ from paramhub.torch._rank_assignment import RankAssignment, find_rank_assignment
 from paramhub.torch._rendezvous import rendezvous_store
 from paramhub.torch._run_record import RunRecord
 from paramhub.torch._world import World
+
+if TYPE_CHECKING:
+    from paramhub.torch._process_sets import ProcessSet
 
 _world: World | None = None
 _awaited_reconfigure: str | None = None
@@ -60,8 +65,9 @@ def init(
     rewind_every: int | None = None,
     max_workers: int | None = None,
     program_state_bytes: int | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Joins the other ranks of this run. A second call does nothing.
+    """Joins the other ranks of this run. A second call does nothing, except that it adds ``process_sets``.
 
     Rank and size come from the arguments, or from the variables of torchrun, Slurm, MPI's launchers or ``paramhub run``, or
     from torch.distributed's process group if it was initialised before. Without any of these this process is the only rank. If
@@ -133,8 +139,12 @@ def init(
 
     `paramhub run` has a flag for each of them, and creates the run's first job itself: its workers cannot ask for another
     ``on_worker_loss``.
+
+    ``process_sets`` is a list of `paramhub.torch.ProcessSet` objects, the same on all ranks, that are added at once. Horovod's
+    ``"dynamic"``, which permits `paramhub.torch.add_process_set` there, changes nothing here.
     """
     if _world is not None:
+        _add_process_sets(process_sets, _world.size)
         return
     if _awaited_reconfigure is not None:
         raise MisuseError(
@@ -182,9 +192,29 @@ def init(
         run_id=run_id,
         job=job,
     )
+    _add_process_sets(process_sets, assignment.size, only_check=True)
     if store is None:
         store = rendezvous_store(assignment, options.timeout)
     establish(assignment, store, url, options, is_separate=is_separate)
+    _add_process_sets(process_sets, assignment.size)
+
+
+def _add_process_sets(
+    process_sets: Sequence[ProcessSet] | str | None, size: int, *, only_check: bool = False
+) -> None:
+    # Process sets need this module.
+    from paramhub.torch._process_sets import add_process_set, check_new
+
+    if process_sets is None or process_sets == "dynamic":
+        return
+    if isinstance(process_sets, str) or not isinstance(process_sets, Sequence):
+        raise MisuseError(
+            f'process_sets is to be a list of ProcessSet objects, or "dynamic", not {process_sets!r}'
+        )
+    added = list(process_sets)
+    check_new(size, added, [] if _world is None else list(_world.process_sets.values()))
+    for process_set in () if only_check else added:
+        add_process_set(process_set)
 
 
 def establish(
@@ -199,7 +229,16 @@ def establish(
     global _world
     prefix = _next_store_prefix()
     record = RunRecord(store, _worlds_made)
-    _world = World(assignment, dist.PrefixStore(prefix, store), record, url, options, is_separate=is_separate)
+    _world = World(
+        assignment,
+        dist.PrefixStore(prefix, store),
+        record,
+        url,
+        options,
+        is_separate=is_separate,
+        # The job that `paramhub run` has created has finished once the ranks have left their first world.
+        takes_launcher_job=_worlds_made == 1,
+    )
     atexit.register(_at_exit)
     return _world
 

@@ -31,6 +31,8 @@ Max = Reduction("Max", "max")
 """The largest value of each element."""
 Product = Reduction("Product", "product")
 """The product."""
+Adasum = Reduction("Adasum", "adasum")
+"""Horovod's name for a reduction that this package does not have: operations refuse it."""
 
 
 class Compressor:

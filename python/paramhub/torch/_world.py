@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ from paramhub.torch._clocks import offset_to_rank_0
 from paramhub.torch._collectives import Group
 from paramhub.torch._hosts import locate_hosts, reachable_address
 from paramhub.torch._job_options import JobOptions
+from paramhub.torch._join import Joins
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
 from paramhub.torch._rank_assignment import RankAssignment
@@ -30,6 +31,9 @@ from paramhub.torch._run_secret import RunSecret
 from paramhub.torch._run_store import EXIT_TIMEOUT, RunStore
 from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE, FailureState
 from paramhub.torch._trace_files import Origin
+
+if TYPE_CHECKING:
+    from paramhub.torch._process_sets import ProcessSet
 
 
 class World:
@@ -66,6 +70,12 @@ class World:
         self._groups: list[Group] = []
         self._group: Group | None = None
         self._labels: dict[str, int] = {}
+        self.first_ranks = first_ranks
+        """For each rank the first rank of its host."""
+        self.process_sets: dict[int, ProcessSet] = {}
+        """Horovod's process sets of this world by their numbers, without that of all ranks."""
+        self._process_sets_made = 0
+        self.joins = Joins(self)
         self.failures = FailureState()
         self.hubs = RunHubs(assignment, first_ranks, record, options)
         self._store = RunStore(store, self.rank, self.size, options.timeout)
@@ -170,9 +180,17 @@ class World:
     def group(self) -> Group:
         """The group of all ranks, for collectives. The first call makes it; every rank makes that call."""
         if self._group is None:
-            store = dist.PrefixStore("group", self._store.store)
-            self._group = Group("world", self, store, timeout=self.options.timeout)
+            self._group = Group("world", self, self.store("group"), timeout=self.options.timeout)
         return self._group
+
+    def store(self, prefix: str) -> dist.Store:
+        """A part of the store in which the ranks meet, whose keys begin with ``prefix``."""
+        return dist.PrefixStore(prefix, self._store.store)
+
+    def next_process_set(self) -> int:
+        """A number for a new process set. All ranks make the same sets in the same order."""
+        self._process_sets_made += 1
+        return self._process_sets_made
 
     def add_group(self, group: Group) -> None:
         """Registers a group, so that `leave` leaves it too."""

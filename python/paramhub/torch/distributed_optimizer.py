@@ -12,6 +12,7 @@ import torch
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
 from paramhub.torch._gradients import GradientExchange
+from paramhub.torch._process_sets import ProcessSet, global_process_set
 from paramhub.torch._reductions import Average, Compression, Compressor, Reduction, Sum, codec_of
 
 
@@ -23,8 +24,9 @@ def DistributedOptimizer(
     op: Reduction = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Makes ``optimizer`` step with the mean (or, with ``op=Sum``, the sum) of all ranks' gradients. ::
 
@@ -54,18 +56,20 @@ def DistributedOptimizer(
     first. ``compression`` is the encoding of gradients in frames (`Compression.fp16`, ``bf16``, or ``one_bit`` and
     ``two_bit`` for matrices). Sums are made in f32, and the result has the parameter's type.
     ``backward_passes_per_step`` is the number of backward passes whose gradients are added up before the exchange; their
-    sum is not divided. ``gradient_predivide_factor``, ``num_groups`` and ``groups`` are accepted for compatibility with
-    Horovod, and have no effect: sums do not overflow, and tensors are not packed. ``sparse_as_dense`` makes sparse
-    gradients dense; without it they raise MisuseError.
+    sum is not divided. ``gradient_predivide_factor``, ``num_groups`` and ``groups`` are checked as Horovod does, and have
+    no effect: sums are made in f32, where f16 does not overflow, and tensors are not packed. ``sparse_as_dense`` exchanges
+    sparse gradients as dense ones, after which they are sparse again; without it they raise MisuseError. With
+    ``process_set`` gradients are exchanged among its ranks only; other ranks may leave the optimizer alone, or construct
+    it, too, and step with their own gradients.
 
     A parameter without a gradient on this rank contributes zeros, and its gradient becomes the mean. A parameter without
     a gradient on any rank gets zeros, as with Horovod, and not None as with an optimizer alone, so weight decay and
     momentum do apply. Parameters that do not require a gradient are not exchanged, and must not get one later. An
     exchange follows each call of a closure that was passed to ``step()``.
 
-    Raises MisuseError if parameters are unnamed, or named twice, if ranks disagree on any of them, and for optimizers
-    whose steps depend on the loss, which differs between ranks (LBFGS). ``step()``, ``backward()`` and ``synchronize()``
-    raise JobFailedError within seconds when another rank has died.
+    Raises MisuseError if parameters are unnamed, or named twice, if ranks disagree on any of them, for ``op=Adasum``, and for
+    optimizers whose steps depend on the loss, which differs between ranks (LBFGS). ``step()``, ``backward()`` and
+    ``synchronize()`` raise JobFailedError within seconds when another rank has died.
     """
     if isinstance(optimizer, _Distributed):
         raise MisuseError("the optimizer is a DistributedOptimizer already")
@@ -75,6 +79,9 @@ def DistributedOptimizer(
         )
     if op is not Average and op is not Sum:
         raise MisuseError(f"gradients are reduced by Average or Sum, not by {op!r}")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise MisuseError("gradient_predivide_factor divides means: leave it out, or use op=Average")
+    _check_groups(num_groups if groups is None and num_groups else groups)
     _check_passes(backward_passes_per_step)
     exchange = GradientExchange(
         _named(optimizer, named_parameters),
@@ -82,6 +89,7 @@ def DistributedOptimizer(
         codec_of(compression),
         backward_passes_per_step,
         sparse_as_dense,
+        process_set,
     )
     kind = type(optimizer)
     # An earlier scheduler has set `step` on the object to count the calls. That attribute would hide the subclass's step.
@@ -182,6 +190,21 @@ def _counted(optimizer: Any) -> Callable[..., Any]:
 def _check_passes(passes: int) -> None:
     if not isinstance(passes, int) or passes < 1:
         raise MisuseError(f"backward_passes_per_step is to be a number from 1, not {passes!r}")
+
+
+def _check_groups(groups: Any) -> None:
+    """Raises MisuseError for groups that Horovod refuses, although none are made."""
+    if groups is None or (isinstance(groups, int) and groups > 0):
+        return
+    if not isinstance(groups, list) or any(not isinstance(each, list | tuple) for each in groups):
+        raise MisuseError(
+            f"groups is to be a number from 1, or a list of lists of parameters, not {groups!r}"
+        )
+    grouped = [parameter for group in groups for parameter in group]
+    if any(not isinstance(parameter, torch.Tensor) for parameter in grouped):
+        raise MisuseError("groups has something that is no tensor: list the parameters themselves")
+    if len({id(parameter) for parameter in grouped}) < len(grouped):
+        raise MisuseError("groups has a parameter twice: it can be in one group only")
 
 
 def _named(

@@ -1,45 +1,23 @@
 """Horovod's operations on tensors.
 
 All ranks make the same calls in the same order, and the order pairs the calls of different ranks. ``name`` does not; it
-exists only for compatibility with Horovod. Tensors are host tensors of any shape and layout; do not use a tensor while its
-operation is under way. Operations raise ConnectError if ranks do not arrive within `init`'s timeout, and JobFailedError
-when another rank has died.
+exists only for compatibility with Horovod. ``process_set`` limits an operation to some of the ranks, which are then all that
+call it. Tensors are host tensors of any shape and layout; do not use a tensor while its operation is under way. Operations
+raise ConnectError if ranks do not arrive within `init`'s timeout, and JobFailedError when another rank has died, or has called
+another operation, or the same with a tensor of another size or type. Gradients are those of Horovod.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from paramhub.errors import MisuseError
-from paramhub.torch._collectives import Group
+from paramhub.torch import _autograd, _operations
 from paramhub.torch._initialization import world
-from paramhub.torch._reductions import Average, Compression, Compressor, Reduction, Sum
-from paramhub.torch._work import Work
-
-
-class Pending:
-    """An operation under way, for `poll` and `synchronize`."""
-
-    __slots__ = ("_finish", "_output", "_work")
-
-    def __init__(self, work: Work, output: torch.Tensor, finish: Callable[[], torch.Tensor] | None) -> None:
-        self._work = work
-        self._output = output
-        self._finish = finish
-
-    def done(self) -> bool:
-        """Returns whether the operation has ended, with or without an error."""
-        return self._work.done()
-
-    def wait(self, timeout: float | None = None) -> torch.Tensor:
-        """Waits for the end, and returns the result. Raises TimeoutError after ``timeout`` seconds."""
-        self._work.wait(timeout)
-        if self._finish is not None:
-            self._output, self._finish = self._finish(), None
-        return self._output
+from paramhub.torch._operations import Pending, PendingSparse, check_reduction, copy_of
+from paramhub.torch._process_sets import ProcessSet, global_process_set
+from paramhub.torch._reductions import Average, Compression, Compressor, Reduction
 
 
 def poll(handle: Pending) -> bool:
@@ -58,193 +36,224 @@ def allreduce(
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """The mean of all ranks' tensors, or their reduction by ``op``, as a new tensor.
 
-    ``average`` is the old argument for ``op=Average`` or ``op=Sum``. Means of integers are rounded down. ``compression``
-    is the type in which floats are sent. Backward reduces the gradient in the same way; only Average and Sum have one.
+    ``average`` is the old argument for ``op=Average`` or ``op=Sum``. Tensors are multiplied by ``prescale_factor`` before,
+    and the result by ``postscale_factor``. Means and products of integers are rounded towards zero. ``compression`` is the
+    type in which floats are sent. Backward reduces the gradient in the same way; only Average and Sum have one.
     """
-    op = _reduction(average, op)
+    op = check_reduction(average, op)
     compressed, dtype = compression.compress(tensor)
-    if compressed.requires_grad and torch.is_grad_enabled():
-        reduced = _Allreduce.apply(compressed, op)
+    if _autograd.needs_gradient(compressed):
+        options = _autograd.Scaled(op, prescale_factor, postscale_factor, process_set)
+        (reduced,) = _autograd.Allreduce.apply(options, compressed)
     else:
-        reduced = _allreduce(_copy(compressed), op).wait()
+        pending = allreduce_async(compressed, None, name, op, prescale_factor, postscale_factor, process_set)
+        reduced = pending.wait()
     return compression.decompress(reduced, dtype)
 
 
 def allreduce_async(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: Reduction | None = None
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """`allreduce` without waiting; the handle is for `synchronize`."""
-    return _allreduce(_copy(tensor), _reduction(average, op))
+    return allreduce_async_(
+        copy_of(tensor), average, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def allreduce_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: Reduction | None = None
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """`allreduce` in place."""
-    return allreduce_async_(tensor, average, name, op).wait()
+    return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
 
 
 def allreduce_async_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: Reduction | None = None
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """`allreduce` in place, without waiting."""
-    return _allreduce(tensor, _reduction(average, op))
+    op = check_reduction(average, op)
+    return _operations.reduce_in_place(tensor, op, prescale_factor, postscale_factor, process_set)
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Reduction = Average,
+    process_set: ProcessSet = global_process_set,
+) -> PendingSparse:
+    """The mean or sum of sparse tensors, as a sparse tensor that is not coalesced. The handle is called for the result, or
+    given to `synchronize`. Waits until all ranks have sent the sizes of their tensors."""
+    return _operations.reduce_sparse(tensor, check_reduction(None, op), process_set)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Rank ``root_rank``'s tensor, as a new one. ``tensor`` has the same shape and type on all ranks. In backward the root gets
-    the sum of the gradients."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Broadcast.apply(tensor, root_rank)
-    return broadcast_async_(_copy(tensor), root_rank).wait()
+    the mean of the gradients."""
+    if _autograd.needs_gradient(tensor):
+        return _autograd.Broadcast.apply(root_rank, process_set, tensor)
+    return broadcast_async(tensor, root_rank, name, process_set).wait()
 
 
-def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Pending:
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
     """`broadcast` without waiting."""
-    return broadcast_async_(_copy(tensor), root_rank)
+    return broadcast_async_(copy_of(tensor), root_rank, name, process_set)
 
 
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """`broadcast` in place."""
-    return broadcast_async_(tensor, root_rank).wait()
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Pending:
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
     """`broadcast` in place, without waiting."""
-    return Pending(_group().broadcast(tensor, check_root(root_rank)), tensor, None)
+    return _operations.broadcast_in_place(tensor, root_rank, process_set)
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
     """All ranks' tensors one after the other, along the first dimension. Only the first dimension may differ between
-    ranks. In backward each rank gets the sum of the gradients of its part."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Allgather.apply(tensor)
-    return allgather_async(tensor).wait()
+    ranks, else all raise MisuseError. In backward each rank gets the mean of the gradients of its part."""
+    if _autograd.needs_gradient(tensor):
+        return _autograd.Allgather.apply(process_set, tensor)[0]
+    return allgather_async(tensor, name, process_set).wait()
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Pending:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Pending:
     """`allgather` without waiting for the tensors. It does wait until all ranks have sent the sizes of their tensors."""
-    rows = tensor.detach()
-    rows = (rows.unsqueeze(0) if rows.dim() == 0 else rows).contiguous()
-    group = _group()
-    counts = _row_counts(group, rows)
-    output = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype)
-    return Pending(group.allgather(list(output.split(counts)), rows), output, None)
+    (pending,), _ = _operations.gather_all([tensor], process_set)
+    return pending
 
 
-def barrier() -> None:
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Sends the first ``splits[0]`` rows to rank 0, the next ``splits[1]`` to rank 1, and so on, and returns the rows that
+    have arrived, by rank. If splits are given, it also returns the number of rows that have come from each rank. Without
+    splits the parts are equal.
+
+    Raises MisuseError if the splits do not add up to the rows, and, on every rank, if ranks' tensors differ in more than the
+    first dimension. Backward sends the gradients back.
+    """
+    if _autograd.needs_gradient(tensor):
+        received, received_splits = _autograd.Alltoall.apply(splits, process_set, tensor)
+    else:
+        received, received_splits = _operations.redistribute(tensor, splits, process_set).wait()
+    return received if splits is None else (received, received_splits)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """`alltoall` without waiting for the rows. It does wait until all ranks have sent the sizes of their tensors. The result
+    of the handle always has the received splits, as with Horovod."""
+    return _operations.redistribute(tensor, splits, process_set)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Reduction = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduces all ranks' tensors by ``op``, and returns this rank's part of the rows. The parts follow one another by rank;
+    if the rows do not divide, the first ranks get one more. Factors, compression and rounding are those of `allreduce`.
+
+    Backward gathers the gradients of all parts; for ``op=Sum`` they are multiplied by the number of ranks, as with Horovod.
+    """
+    op = check_reduction(None, op)
+    compressed, dtype = compression.compress(tensor)
+    if _autograd.needs_gradient(compressed):
+        options = _autograd.Scaled(op, prescale_factor, postscale_factor, process_set)
+        (reduced,) = _autograd.Reducescatter.apply(options, compressed)
+    else:
+        pending = reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
+        reduced = pending.wait()
+    return compression.decompress(reduced, dtype)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Reduction = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending:
+    """`reducescatter` without waiting."""
+    op = check_reduction(None, op)
+    return _operations.reduce_parts(tensor, op, prescale_factor, postscale_factor, process_set)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns once every rank has called it."""
-    _group().barrier().wait()
+    Pending([process_set.group().barrier()], None).wait()
 
 
-def nccl_built() -> bool:
-    """False, because paramhub does not use NCCL. It is here for scripts that call it."""
-    return False
+def join(device: int = -1) -> int:
+    """Says that this rank has no data any more, and returns once every rank has said so. Returns the rank that said it last,
+    whose model is the newest.
 
+    Until then this rank adds zeros to the others' sums and means, which are still divided by the number of all ranks: to
+    `allreduce`, `reducescatter` and the steps of a `DistributedOptimizer`. It takes part in barriers, and in broadcasts from
+    other ranks. Other operations raise MisuseError on the ranks that call them. Operations of process sets are not served, nor
+    are steps of a `HubOptimizer`. ``device`` is accepted for compatibility with Horovod.
 
-def mpi_threads_supported() -> bool:
-    """False, because paramhub.torch does not use MPI. It is here for scripts that call it."""
-    return False
-
-
-def check_root(root_rank: int) -> int:
-    """Returns the root if it is a rank, else raises MisuseError."""
-    size = world().size
-    if not 0 <= root_rank < size:
-        raise MisuseError(f"root_rank {root_rank} is none of {size} ranks: ranks count from 0")
-    return root_rank
-
-
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-        ctx.op = op
-        return _allreduce(_copy(tensor), op).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.op is not Average and ctx.op is not Sum:
-            raise MisuseError(f"allreduce with {ctx.op!r} has no gradient: detach the tensor")
-        return _allreduce(_copy(gradient), ctx.op).wait(), None
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
-        ctx.root_rank = root_rank
-        return broadcast_async_(_copy(tensor), root_rank).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = _allreduce(_copy(gradient), Sum).wait()
-        return summed if world().rank == ctx.root_rank else torch.zeros_like(summed), None
-
-
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        group = _group()
-        own = tensor.detach()
-        ctx.is_scalar = own.dim() == 0
-        counts = _row_counts(group, own.unsqueeze(0) if ctx.is_scalar else own)
-        ctx.begin, ctx.rows = sum(counts[: group.rank]), counts[group.rank]
-        return allgather_async(own).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        own = _allreduce(_copy(gradient), Sum).wait().narrow(0, ctx.begin, ctx.rows)
-        return own.squeeze(0) if ctx.is_scalar else own
-
-
-def _group() -> Group:
-    return world().group()
-
-
-def _allreduce(tensor: torch.Tensor, op: Reduction) -> Pending:
-    """Reduces the tensor in place."""
-    if op is not Average or tensor.is_floating_point() or tensor.is_complex():
-        return Pending(_group().allreduce(tensor, op.collective), tensor, None)
-    size = world().size
-
-    def divide() -> torch.Tensor:
-        return tensor.copy_(torch.div(tensor, size, rounding_mode="floor"))
-
-    return Pending(_group().allreduce(tensor, Sum.collective), tensor, divide)
-
-
-def _row_counts(group: Group, rows: torch.Tensor) -> list[int]:
-    """The number of rows of each rank. Raises MisuseError unless all rows have one size."""
-    own = torch.tensor([rows.shape[0], rows[:1].numel() if rows.shape[0] else -1])
-    gathered = torch.empty(group.size * 2, dtype=own.dtype)
-    group.allgather_single(gathered, own).wait()
-    pairs = gathered.view(-1, 2).tolist()
-    sizes: dict[int, int] = {}
-    for rank, (_, size) in enumerate(pairs):
-        if size >= 0:
-            sizes.setdefault(size, rank)
-    if len(sizes) > 1:
-        (one, its), (other, others) = list(sizes.items())[:2]
-        raise MisuseError(
-            f"allgather: rank {its} has {one} elements in a row, and rank {others} {other}: only the first dimension may "
-            "differ"
-        )
-    return [count for count, _ in pairs]
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _reduction(average: bool | None, op: Reduction | None) -> Reduction:
-    if average is not None and op is not None:
-        raise MisuseError("give average or op, not both: average is the old name of op=Average and op=Sum")
-    if op is None:
-        return Average if average is None or average else Sum
-    if not isinstance(op, Reduction):
-        raise MisuseError(
-            f"op is to be one of paramhub.torch's Average, Sum, Min, Max and Product, not {op!r}"
-        )
-    return op
+    Raises MisuseError between backward and ``step()``, and JobFailedError when another rank has died.
+    """
+    return world().joins.join()

@@ -12,70 +12,91 @@ import torch
 from paramhub.errors import MisuseError
 from paramhub.torch import functions
 from paramhub.torch._initialization import world
+from paramhub.torch._operations import root_in
+from paramhub.torch._process_sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
     root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copies rank ``root_rank``'s tensors into every other rank's. ``params`` is ``model.state_dict()``,
-    ``model.named_parameters()`` or ``model.parameters()``.
+    """Copies rank ``root_rank``'s tensors into those of every other rank of ``process_set``. ``params`` is
+    ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
 
     Raises MisuseError, on every rank, if ranks do not have tensors of the same names, shapes and types.
     """
-    functions.check_root(root_rank)
+    root_in(process_set, root_rank)
     pairs = _pairs(params)
     for name, tensor in pairs:
         if not isinstance(tensor, torch.Tensor):
             raise MisuseError(
                 f"{name!r} is no tensor but {type(tensor).__name__}: use broadcast_object for it"
             )
-    _agree([f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in pairs], root_rank)
-    handles = [functions.broadcast_async_(tensor.detach(), root_rank) for _, tensor in pairs]
+    _agree([f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in pairs], root_rank, process_set)
+    handles = [
+        functions.broadcast_async_(tensor.detach(), root_rank, process_set=process_set) for _, tensor in pairs
+    ]
     for handle in handles:
         handle.wait()
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: Any = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copies rank ``root_rank``'s optimizer state and hyperparameters into every other rank's optimizer, which may have no
-    state yet.
+    """Copies rank ``root_rank``'s optimizer state and hyperparameters into the optimizer of every other rank of ``process_set``,
+    which may have no state yet.
 
     Parameter groups stay the same objects, so that schedulers can go on using them. ``load_state_dict`` chooses the device
     and type of the state's tensors. ``model`` is accepted for compatibility with Horovod.
     """
-    functions.check_root(root_rank)
+    root_in(process_set, root_rank)
     is_root = world().rank == root_rank
     tensors: list[torch.Tensor] = []
     skeleton = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
-    skeleton = broadcast_object(skeleton, root_rank)
+    skeleton = broadcast_object(skeleton, root_rank, process_set=process_set)
     if not is_root:
         # Each placeholder has the shape and type of the tensor to receive.
         state = _with_tensors(skeleton, tensors)
-    for handle in [functions.broadcast_async_(tensor, root_rank) for tensor in tensors]:
+    for handle in [
+        functions.broadcast_async_(tensor, root_rank, process_set=process_set) for tensor in tensors
+    ]:
         handle.wait()
     if not is_root:
         _load(optimizer, state)
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """Rank ``root_rank``'s object, pickled there and unpickled at every other rank."""
-    functions.check_root(root_rank)
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Rank ``root_rank``'s object, pickled there and unpickled at every other rank of ``process_set``."""
+    root_in(process_set, root_rank)
     is_root = world().rank == root_rank
     content = _bytes_of(obj) if is_root else None
-    length = functions.broadcast_(torch.tensor([0 if content is None else content.numel()]), root_rank)
+    length = functions.broadcast_(
+        torch.tensor([0 if content is None else content.numel()]), root_rank, process_set=process_set
+    )
     received = functions.broadcast_(
-        content if content is not None else torch.empty(int(length.item()), dtype=torch.uint8), root_rank
+        content if content is not None else torch.empty(int(length.item()), dtype=torch.uint8),
+        root_rank,
+        process_set=process_set,
     )
     return obj if is_root else pickle.loads(received.numpy().tobytes())
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """All ranks' objects, by rank."""
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """The objects of all ranks of ``process_set``, by rank."""
     content = _bytes_of(obj)
-    lengths = functions.allgather(torch.tensor([content.numel()]))
-    everything = functions.allgather(content)
+    lengths = functions.allgather(torch.tensor([content.numel()]), process_set=process_set)
+    everything = functions.allgather(content, process_set=process_set)
     return [pickle.loads(part.numpy().tobytes()) for part in everything.split(lengths.tolist())]
 
 
@@ -98,16 +119,17 @@ def _pairs(params: Any) -> list[tuple[str, Any]]:
     return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
 
-def _agree(described: list[str], root_rank: int) -> None:
+def _agree(described: list[str], root_rank: int, process_set: ProcessSet) -> None:
     """Raises MisuseError if a rank's tensors do not match the root's. They would receive the wrong values, or fail to receive."""
     digest = hashlib.blake2b("\n".join(described).encode(), digest_size=8).digest()
     own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-    digests = functions.allgather(own).tolist()
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[root_rank]]
+    ranks = process_set.ranks
+    digests = dict(zip(ranks, functions.allgather(own, process_set=process_set).tolist(), strict=True))
+    others = [rank for rank, digest in digests.items() if digest != digests[root_rank]]
     if not others:
         return
-    all_described = allgather_object(described)
-    expected, found = all_described[root_rank], all_described[others[0]]
+    all_described = allgather_object(described, process_set=process_set)
+    expected, found = all_described[ranks.index(root_rank)], all_described[ranks.index(others[0])]
     for position in range(max(len(expected), len(found))):
         here = expected[position] if position < len(expected) else "nothing more"
         there = found[position] if position < len(found) else "nothing more"

@@ -326,8 +326,17 @@ def layouts(rank: Rank) -> dict[str, Any]:
     optimizer.synchronize()
     results["convolution"] = torch.equal(convolution.weight.grad, factor)
     results["gapped"] = gapped.grad.flatten().tolist()
-    results["embedding"] = embedding.weight.grad.tolist()
+    assert embedding.weight.grad.is_sparse, "as backward made it"
+    results["embedding"] = embedding.weight.grad.to_dense().tolist()
     results["half"] = half.grad.float().tolist()
+    # This optimizer takes sparse gradients only.
+    lone = nn.Embedding(4, 2, sparse=True)
+    before = lone.weight.detach().clone()
+    sparse_adam = torch.optim.SparseAdam(lone.parameters(), lr=0.5)
+    sparse_adam = paramhub.torch.DistributedOptimizer(sparse_adam, sparse_as_dense=True)
+    lone(torch.tensor([rank.rank])).sum().backward()
+    sparse_adam.step()
+    results["moved"] = (before - lone.weight.detach()).round(decimals=3).tolist()
     return results
 
 
@@ -337,6 +346,7 @@ def test_any_layout_and_type_of_gradient(team: Team) -> None:
         assert results["gapped"] == [float(number) for number in range(12)]
         assert results["embedding"] == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
         assert results["half"] == [1.0, 2.0, 3.0]
+        assert results["moved"] == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
 
 
 def several(rank: Rank) -> list[float]:

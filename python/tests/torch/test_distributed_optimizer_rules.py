@@ -145,6 +145,11 @@ def misused(rank: Rank) -> dict[str, str]:
     refused("no pairs", lambda: wrap(sgd, plain.parameters()))
     refused("passes", lambda: wrap(sgd, named, backward_passes_per_step=0))
     refused("op", lambda: wrap(sgd, named, op=paramhub.torch.Max))
+    refused("adasum", lambda: wrap(sgd, named, op=paramhub.torch.Adasum))
+    refused("predivide", lambda: wrap(sgd, named, op=paramhub.torch.Sum, gradient_predivide_factor=2.0))
+    refused("groups", lambda: wrap(sgd, named, groups=0))
+    refused("grouped twice", lambda: wrap(sgd, named, groups=[[named[0][1]], [named[0][1]]]))
+    refused("no set", lambda: wrap(sgd, named, process_set=paramhub.torch.ProcessSet([0])))
     refused("compression", lambda: wrap(sgd, named, compression=object()))
     refused("lbfgs", lambda: wrap(torch.optim.LBFGS(plain.parameters()), named))
     double = nn.Linear(1, 1).double()
@@ -173,6 +178,11 @@ def test_misuse_is_refused_with_a_reason(team: Team) -> None:
             "no pairs": "pass model.named_parameters()",
             "passes": "a number from 1, not 0",
             "op": "not by paramhub.torch.Max",
+            "adasum": "not by paramhub.torch.Adasum",
+            "predivide": "use op=Average",
+            "groups": "a number from 1, or a list of lists of parameters, not 0",
+            "grouped twice": "a parameter twice",
+            "no set": "call paramhub.torch.add_process_set() on every rank before",
             "compression": "none, fp16, bf16, one_bit and two_bit",
             "lbfgs": "LBFGS decides by the loss",
             "double": "'weight' has elements of torch.float64",

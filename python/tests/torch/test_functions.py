@@ -47,7 +47,7 @@ def reductions(rank: Rank) -> None:
     integers = torch.tensor([rank.rank, -rank.rank - 1])
     total = sum(range(hvd.size()))
     assert hvd.allreduce(integers, op=hvd.Sum).tolist() == [total, -total - hvd.size()]
-    assert hvd.allreduce(integers).tolist() == [total // hvd.size(), (-total - hvd.size()) // hvd.size()]
+    assert hvd.allreduce(integers).tolist() == [total // hvd.size(), -((total + hvd.size()) // hvd.size())]
     assert hvd.allreduce(torch.tensor(mine, dtype=torch.float64)).dtype == torch.float64
 
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
@@ -96,7 +96,6 @@ def moves(rank: Rank) -> None:
     before = hvd.allgather_object(None)
     hvd.barrier()
     assert before == [None] * hvd.size()
-    assert (hvd.nccl_built(), hvd.mpi_threads_supported()) == (False, False)
 
 
 def test_moves(team: Team) -> None:
@@ -122,9 +121,9 @@ def gradients(rank: Rank) -> None:
     assert torch.equal(
         gradient_of(lambda t: hvd.allreduce(t, compression=hvd.Compression.bf16)), torch.full((2, 3), mean)
     )
-    received = total if rank.rank == 1 else 0.0
+    received = mean if rank.rank == 1 else 0.0
     assert torch.equal(gradient_of(lambda t: hvd.broadcast(t, 1)), torch.full((2, 3), received))
-    assert torch.equal(gradient_of(hvd.allgather), torch.full((2, 3), total))
+    assert torch.equal(gradient_of(hvd.allgather), torch.full((2, 3), mean))
     with pytest.raises(paramhub.MisuseError, match="no gradient"):
         gradient_of(lambda t: hvd.allreduce(t, op=hvd.Max))
     with torch.no_grad():
@@ -234,7 +233,7 @@ def test_misuse_is_refused_with_a_reason(team: Team) -> None:
         "root": "root_rank 2 is none of 2 ranks",
         "both": "average or op, not both",
         "op": "not 'sum'",
-        "rows": "rank 0 has 2 elements in a row, and rank 1 3",
+        "rows": "rank 0 has torch.float32 of shape [2, 2], and rank 1 torch.float32 of shape [2, 3]",
         "tensor": "use broadcast_ for a tensor",
         "object": "'step' is no tensor but int",
         "model": "rank 0 and rank 1 differ at position 1: rank 0 has weight torch.float32 [2, 2], rank 1 has weight "

@@ -62,6 +62,20 @@ while not os.path.exists("may-end"):
     time.sleep(0.01)
 """
 
+AGAIN = """
+import torch
+import paramhub.torch as hvd
+
+for _ in range(2):
+    hvd.init()
+    layer = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    layer(torch.full((1, 3), float(hvd.rank()))).sum().backward()
+    optimizer.step()
+    assert layer.weight.grad.tolist() == [[0.5, 0.5, 0.5]], layer.weight.grad
+    hvd.shutdown()
+"""
+
 OF_EVERY_JOB = ("weight 3", "max_hubs 1", "hub_label fast", "redial_grace_s 0", "progress_timeout_s 50")
 ENVIRONMENT = {
     "PARAMHUB_JOB_WEIGHT": "3",
@@ -186,3 +200,10 @@ def ask_for_what_cannot_be_had(rank: Rank) -> None:
 
 def test_what_cannot_be_had_is_refused(team: Team) -> None:
     team(ask_for_what_cannot_be_had, ranks=1)
+
+
+def test_ranks_of_paramhub_run_may_begin_again(launch: Launch, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(AGAIN)
+    code, output = launch(*PARAMHUB, "run", "-n", "2", "--", PYTHON, program)
+    assert code == 0, output
