@@ -183,28 +183,34 @@ def test_trainers_of_ranks_train_as_one_process_does(hub: paramhub.Hub, team: Te
     team(trainers, tickets, ranks=RANKS, timeout=300)
 
 
-def continued(rank: Rank, first: paramhub.JobTicket, second: paramhub.JobTicket) -> None:
+CONTINUED = ["Adam", "momentum, a rate that falls", "AdaGrad"]
+
+
+def continued(rank: Rank, tickets: dict[str, list[paramhub.JobTicket]]) -> None:
     from mxnet import gluon
 
-    for case, half, ticket in (("saved", range(6), first), ("loaded", range(6, STEPS), second)):
-        store = open_store(ticket)
-        net = network()
-        trainer = gluon.Trainer(net.collect_params(), *OPTIMIZERS["Adam"](), kvstore=store)
-        if case == "loaded":
-            net.load_parameters(f"{rank.folder}/parameters")
-            trainer.load_states(f"{rank.folder}/states")
-        train(net, trainer, range(rank.rank, rank.rank + 1), half)
-        store._barrier()
-        if case == "saved" and rank.rank == 0:
-            net.save_parameters(f"{rank.folder}/parameters")
-            trainer.save_states(f"{rank.folder}/states")
-        store._barrier()
-        store.leave()
-    check_equal(net, trained_alone(*OPTIMIZERS["Adam"]())[0])
+    for case, (first, second) in tickets.items():
+        print(case)
+        for half, ticket in ((range(5), first), (range(5, STEPS), second)):
+            store = open_store(ticket)
+            net = network()
+            trainer = gluon.Trainer(net.collect_params(), *OPTIMIZERS[case](), kvstore=store)
+            if half.start > 0:
+                net.load_parameters(f"{case}-parameters")
+                trainer.load_states(f"{case}-states")
+            train(net, trainer, range(rank.rank, rank.rank + 1), half)
+            store._barrier()
+            if half.start == 0 and rank.rank == 0:
+                net.save_parameters(f"{case}-parameters")
+                trainer.save_states(f"{case}-states")
+            store._barrier()
+            store.leave()
+        check_equal(net, trained_alone(*OPTIMIZERS[case]())[0])
 
 
 def test_a_run_goes_on_from_saved_states(hub: paramhub.Hub, team: Team) -> None:
-    team(continued, new_job(hub, RANKS), new_job(hub, RANKS), ranks=RANKS)
+    tickets = {case: [new_job(hub, RANKS) for _ in range(2)] for case in CONTINUED}
+    team(continued, tickets, ranks=RANKS, timeout=300)
 
 
 def values(rank: Rank, ticket: paramhub.JobTicket) -> None:
