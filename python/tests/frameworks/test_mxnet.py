@@ -213,6 +213,44 @@ def test_a_run_goes_on_from_saved_states(hub: paramhub.Hub, team: Team) -> None:
     team(continued, tickets, ranks=RANKS, timeout=300)
 
 
+def fitted(kvstore: str | None, ranks: range) -> dict[str, numpy.ndarray]:
+    """The parameters of a module that is trained on the points of these ranks."""
+    import mxnet as mx
+
+    layers = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=16, name="hidden")
+    layers = mx.sym.FullyConnected(mx.sym.tanh(layers), num_hidden=5, name="out")
+    random = numpy.random.RandomState(SEED)
+    shapes = {"hidden_weight": (16, 20), "hidden_bias": (16,), "out_weight": (5, 16), "out_bias": (5,)}
+    start = {name: mx.nd.array(random.randn(*shape) / 4) for name, shape in shapes.items()}
+    own = slice(ranks.start, ranks.stop)
+    points = random.randn(STEPS, RANKS, BATCH, 20)[:, own].reshape(-1, 20)
+    labels = random.randint(0, 5, (STEPS, RANKS, BATCH))[:, own].ravel()
+    module = mx.mod.Module(mx.sym.SoftmaxOutput(layers, name="softmax"))
+    module.fit(
+        mx.io.NDArrayIter(points, labels, len(ranks) * BATCH, label_name="softmax_label"),
+        kvstore=kvstore,
+        optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
+        arg_params=start,
+        num_epoch=2,
+    )
+    found = {name: array.asnumpy() for name, array in module.get_params()[0].items()}
+    assert all(abs(found[name] - array.asnumpy()).max() > 100 * TOLERANCE for name, array in start.items())
+    return found
+
+
+def fits(rank: Rank, ticket: paramhub.JobTicket) -> None:
+    import paramhub.mxnet  # noqa: F401
+
+    os.environ |= {"PARAMHUB_URL": ticket.url, "PARAMHUB_JOB": ticket.job, "PARAMHUB_SECRET": ticket.secret}
+    found = fitted("paramhub", range(rank.rank, rank.rank + 1))
+    for name, expected in fitted(None, range(RANKS)).items():
+        numpy.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-5)
+
+
+def test_a_module_trains_as_in_one_process(hub: paramhub.Hub, team: Team) -> None:
+    team(fits, new_job(hub, RANKS), ranks=RANKS)
+
+
 def values(rank: Rank, ticket: paramhub.JobTicket) -> None:
     import mxnet as mx
 
