@@ -1,9 +1,10 @@
 """A parameter hub for distributed deep-learning training.
 
 Workers push gradients to a hub, whose cores sum each chunk, update its parameters and answer while it is in
-cache. This package has five parts:
+cache. This package has these parts:
 
 - `paramhub.torch` is for PyTorch: an optimizer, a DDP hook, a ``torch.distributed`` backend, and Horovod's API.
+- `paramhub.jax` averages gradients for JAX, and `paramhub.mxnet` has stores for MXNet's trainers.
 - `paramhub.kvstore` has key-value stores with MXNet's API, through a hub or by collectives among the ranks.
 - `connect`, `Job`, `Handle` and `Tensor` are for any library's tensors.
 - `Hub` runs a hub inside this process; the ``paramhub`` command runs hubs and workers as programs.

@@ -68,6 +68,7 @@ def create(
     check: bool = False,
     codec: str | None = None,
     reproducible: bool = False,
+    consistency: str | None = None,
 ) -> KVStore:
     """Makes a store of a kind. Returns when every rank has called it.
 
@@ -77,8 +78,10 @@ def create(
     ``compute_threads`` is the number of threads that run optimizers, by default one for each processor. ``outstanding`` is for
     ``concom``: the number of keys that are exchanged at a time, over as many communicators, 2 by default. With ``check`` ranks
     compare every collective before they call it, and an error names the first one in which they differ. The comparison is
-    slow: use it to find a fault. ``codec`` and ``reproducible`` are for ``hub``: the encoding of gradients in frames (``f16``,
-    ``bf16``), and whether sums are bit-equal from run to run.
+    slow: use it to find a fault. ``codec``, ``reproducible`` and ``consistency`` are for ``hub``: the encoding of gradients in
+    frames (``f16``, ``bf16``), whether sums are bit-equal from run to run, and how far ranks may be apart: ``sync``, ``async`` or
+    ``staleness:STEPS``. In an ``async`` store the optimizer updates parameters by each push alone, and a pull gets the parameters
+    that the hub had after this rank's last push.
 
     Raises MisuseError if an argument is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
     missing.
@@ -96,6 +99,7 @@ def create(
         check=check,
         codec=codec,
         reproducible=reproducible,
+        consistency=consistency,
     )
     return KVStore(native)
 
@@ -225,6 +229,22 @@ class KVStore:
         numbers = {**self._optimizer.hyperparameters, **changed}
         self._native.set_hyperparameters(json.dumps(settings_of(numbers))).wait()
         self._optimizer.hyperparameters = numbers
+
+    def optimizer_state(self, key: Key) -> tuple[list[bytes], int]:
+        """Waits for this rank's pushes. Returns the optimizer's state of a key: for each of the optimizer's slots the f32 values
+        of the key's elements in C order, and the number of updates that the state has had.
+
+        The slots are those of the hub: for SGD the momentum, for Adam the first and the second moment. Where nothing was pushed
+        before, every rank calls it.
+        """
+        self._value(key)
+        return self._native.optimizer_state(key)
+
+    def set_optimizer_state(self, key: Key, slots: list[bytes], updates: int) -> None:
+        """Gives a key the state that `optimizer_state` has returned. Every rank calls it, with equal arguments, after
+        `set_optimizer` and before the first push."""
+        self._value(key)
+        self._native.set_optimizer_state(key, [bytes(slot) for slot in slots], updates).wait()
 
     def leave(self, timeout: float | None = None) -> None:
         """Waits for all pushes and pulls and leaves the store. Every rank calls it. Raises TimeoutError after ``timeout``

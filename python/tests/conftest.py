@@ -1,8 +1,8 @@
 """Fixtures of all tests.
 
-Tests that need torch are in ``torch/``, tests of frameworks on torch in ``frameworks/``, and tests that need a GPU in ``gpu/``.
-They import torch at the top of their files. The helpers are in ``support/``, from which tests import by name: ``from team import
-Rank``.
+Tests that need torch are in ``torch/``, tests of frameworks in ``frameworks/``, and tests that need a GPU in ``gpu/``. They
+import torch at the top of their files, except those of MXNet and JAX. The helpers are in ``support/``, from which tests
+import by name: ``from team import Rank``.
 """
 
 from __future__ import annotations

@@ -11,14 +11,15 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use paramhub::Hyperparameters;
-use paramhub::collective::kvstore::{Key, KvStore, StoreError};
+use paramhub::collective::kvstore::{Key, KvStore, OptimizerState, StoreError};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::errors;
 use crate::fork::{is_forked_child, refuse_in_child};
 use crate::handle::{CompletionCounter, Handle};
 use crate::memory::Memory;
-use crate::waiting::SIGNAL_INTERVAL;
+use crate::waiting::{SIGNAL_INTERVAL, interruptible};
 
 use calls::{CallRefusal, StoreCall, StoreCalls};
 use leases::LeasedArrays;
@@ -207,6 +208,36 @@ impl Store {
     fn set_hyperparameters(&self, py: Python<'_>, hyperparameters: &str) -> PyResult<Handle> {
         let numbers = parse(py, hyperparameters)?;
         self.call(py, move |store| store.set_hyperparameters(numbers))
+    }
+
+    /// Returns a key's optimizer state, after all earlier calls: the f32 values of each slot, and the number of updates.
+    fn optimizer_state<'py>(&self, py: Python<'py>, name: Name) -> PyResult<(Vec<Bound<'py, PyBytes>>, u64)> {
+        self.check(py)?;
+        let (give, given) = std::sync::mpsc::sync_channel(1);
+        let key = Key::from(name);
+        // A failure to send means that the caller no longer waits.
+        let make = move |store: &Arc<dyn KvStore>| drop(give.send(store.optimizer_state(&key)));
+        self.put(py, StoreCall::Make(Box::new(make)))?;
+        let state = interruptible(py, move || given.recv())?.map_err(|_| self.gone(py))?;
+        let state =
+            state.map_err(|error| errors::store(py, &format!("{}: ", self.store_name), &error, None))?;
+        let bytes = |slot: &Vec<f32>| slot.iter().copied().flat_map(f32::to_ne_bytes).collect::<Vec<u8>>();
+        Ok((state.slots.iter().map(|slot| PyBytes::new(py, &bytes(slot))).collect(), state.updates))
+    }
+
+    /// Sets a key's optimizer state, from the f32 values of each slot.
+    fn set_optimizer_state(
+        &self,
+        py: Python<'_>,
+        name: Name,
+        slots: Vec<Bound<'_, PyBytes>>,
+        updates: u64,
+    ) -> PyResult<Handle> {
+        let key = Key::from(name);
+        let value = |bytes: &[u8]| f32::from_ne_bytes(bytes.try_into().expect("four bytes each"));
+        let values = |slot: &Bound<'_, PyBytes>| slot.as_bytes().chunks_exact(4).map(value).collect();
+        let slots = slots.iter().map(values).collect();
+        self.call(py, move |store| store.set_optimizer_state(&key, OptimizerState { slots, updates }))
     }
 
     /// Waits for every rank, and for this rank's earlier pushes and pulls.

@@ -22,9 +22,20 @@ const RUN_PYTEST: [&str; 5] = ["-m", "pytest", "--durations=15", "-p", "no:cache
 const GPU_TESTS: &str = "python/tests/gpu";
 const OUR_PYTHON: [&str; 7] =
     ["python", "examples/pytorch", "bench/pytorch", "bench/gpu", "bench/models", "bench/soak", "xtask"];
-/// Frameworks for which docs/pytorch.md has recipes and an example, which the tests of a full run use.
-const FRAMEWORKS: [&str; 3] =
-    ["accelerate==1.15.0", "transformers==5.24.0; python_version >= '3.11'", "lightning==2.6.6"];
+/// Frameworks for which docs/pytorch.md has recipes and an example, and those of docs/jax.md, which the tests of a full run
+/// use.
+const FRAMEWORKS: [&str; 6] = [
+    "accelerate==1.15.0",
+    "transformers==5.24.0; python_version >= '3.11'",
+    "lightning==2.6.6",
+    "jax==0.10.2; python_version >= '3.11'",
+    "optax==0.2.8; python_version >= '3.11'",
+    "flax==0.12.8; python_version >= '3.11'",
+];
+/// MXNet's last release and the last NumPy with which it works, for which no newer Python has packages.
+const MXNET: [&str; 2] = ["mxnet==1.9.1", "numpy==1.23.5"];
+const MXNET_PYTHON: &str = "python3.11";
+const MXNET_TESTS: &str = "python/tests/frameworks/test_mxnet.py";
 
 /// Rooms that a program which links the API, and so the wheel, has nothing of.
 const NOT_IN_THE_WHEEL: [&str; 3] = ["paramhub-bench", "paramhub-train", "plotters"];
@@ -45,7 +56,11 @@ pub(crate) fn check(options: &TestOptions) -> Result<(), Failure> {
     check_dependencies()?;
     let wheel = build_wheel(&tools)?;
     install_alone(&wheel)?;
-    run_tests(&tools, &wheel, options)
+    run_tests(&tools, &wheel, options)?;
+    match options.extent {
+        Extent::Full => run_mxnet_tests(&tools, &wheel),
+        _ => Ok(()),
+    }
 }
 
 /// Runs the tests that need a GPU, with the same wheel and the same packages as the others.
@@ -156,11 +171,33 @@ fn tests_environment(
     let torch = torch.map_or("torch".to_owned(), |version| format!("torch=={version}.*"));
     let frameworks = if is_full { &FRAMEWORKS[..] } else { &[] };
     tests.install(tools, &[&[torch.as_str(), "numpy", PYTEST][..], frameworks].concat())?;
-    // The wheel's version is the same every time, but its content is not.
-    let again = ["--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel];
-    tests.python().args(["-m", "pip", "install"]).args(again).run()?;
+    install_again(&tests, wheel)?;
     tests.python().args(["-c", "import torch; print('torch', torch.__version__)"]).run()?;
     Ok(tests)
+}
+
+/// Runs MXNet's tests in an environment of its own: it needs a NumPy that no newer framework works with.
+fn run_mxnet_tests(tools: &Environment, wheel: &str) -> Result<(), Failure> {
+    let skip = |reason: &str| {
+        println!("MXNet's tests are left out: {reason}");
+        Ok(())
+    };
+    if !Invocation::new(MXNET_PYTHON).args(["-c", "import ensurepip, venv"]).succeeds() {
+        return skip(&format!("there is no {MXNET_PYTHON} with its module venv"));
+    }
+    let tests = Environment::of("tests-mxnet", MXNET_PYTHON);
+    tests.create_unless_there()?;
+    if tests.install(tools, &[&MXNET[..], &[PYTEST]].concat()).is_err() {
+        return skip("its packages cannot be installed");
+    }
+    install_again(&tests, wheel)?;
+    tests.python().args(RUN_PYTEST).args([MXNET_TESTS]).run()
+}
+
+/// Installs the wheel anew: its version is the same every time, but its content is not.
+fn install_again(tests: &Environment, wheel: &str) -> Result<(), Failure> {
+    let again = ["--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel];
+    tests.python().args(["-m", "pip", "install"]).args(again).run()
 }
 
 fn failure(reason: &str) -> Failure {

@@ -7,7 +7,7 @@ use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::entry::Entry;
 use super::entry_table::EntryTable;
-use super::{Array, Key, KvStore, StoreError, StoreKind};
+use super::{Array, Key, KvStore, OptimizerState, StoreError, StoreKind};
 use crate::communicator::{Communicator, CommunicatorError};
 use crate::engine::{Engine, Kind, Variable};
 
@@ -143,6 +143,14 @@ impl KvStore for DepCha {
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
         self.table.set_hyperparameters(hyperparameters)
+    }
+
+    fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError> {
+        self.table.optimizer_state(key)
+    }
+
+    fn set_optimizer_state(&self, key: &Key, state: OptimizerState) -> Result<(), StoreError> {
+        self.table.set_optimizer_state(key, state)
     }
 
     fn barrier(&self) -> Result<(), StoreError> {

@@ -7,7 +7,7 @@ use paramhub_core::codec::Dtype;
 use paramhub_kernels::{Hyperparameters, Optimizer, Step, convert};
 use paramhub_transport::ReceiveRegion;
 
-use super::{Array, Key};
+use super::{Array, Key, OptimizerState};
 use crate::engine::{Engine, Variable};
 
 /// A key's memory: a buffer in which this rank's push becomes the sum of all ranks', and with an optimizer
@@ -95,6 +95,26 @@ impl Entry {
                 updater.optimizer.apply(&step, values, gradient, state);
             }
         });
+    }
+
+    /// The optimizer's state; while no operation on the parameters is under way.
+    pub(super) fn optimizer_state(&self, updater: &Updater) -> OptimizerState {
+        let mut weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
+        let Weight { values, state, updates, .. } = &mut *weight;
+        state.resize(updater.optimizer.state_slots(&updater.hyperparameters) * values.len(), 0.0);
+        // A key without elements has slots, too.
+        let slots = match values.len() {
+            0 => vec![Vec::new(); updater.optimizer.state_slots(&updater.hyperparameters)],
+            elements => state.chunks(elements).map(<[f32]>::to_vec).collect(),
+        };
+        OptimizerState { slots, updates: *updates }
+    }
+
+    /// Replaces the optimizer's state; while no operation on the parameters is under way.
+    pub(super) fn set_optimizer_state(&self, restored: OptimizerState) {
+        let mut weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
+        weight.state = restored.slots.concat();
+        weight.updates = restored.updates;
     }
 
     /// Writes the parameters to `outs`; in an operation that reads the parameters and mutates `outs`.

@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::entry::{Entry, Updater};
-use super::{Array, Key, StoreError};
+use super::{Array, Key, OptimizerState, StoreError};
 use crate::engine::{Engine, Kind};
 
 pub(super) const NO_VALUE: &str = "it has no value yet: give it one with init";
 pub(super) const HAS_VALUE: &str = "it has its value already";
 pub(super) const TOO_LATE: &str = "the optimizer is chosen before the first push";
 pub(super) const NO_OPTIMIZER: &str = "there is no optimizer";
+pub(super) const STATE_TOO_LATE: &str = "the optimizer's state is restored before the first push";
 
 pub(super) struct EntryTable {
     pub(super) engine: Arc<Engine>,
@@ -170,6 +171,32 @@ impl EntryTable {
         Ok(())
     }
 
+    pub(super) fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError> {
+        let entry = self.known(key)?;
+        self.engine.wait_for_all()?;
+        Ok(entry.optimizer_state(&self.updater()?))
+    }
+
+    pub(super) fn set_optimizer_state(&self, key: &Key, restored: OptimizerState) -> Result<(), StoreError> {
+        let entry = self.known(key)?;
+        if self.state().has_pushed {
+            return Err(StoreError::Sequence(STATE_TOO_LATE));
+        }
+        let Updater { optimizer, hyperparameters, .. } = self.updater()?;
+        check_state(key, &restored, optimizer.state_slots(&hyperparameters), entry.buffer.elements())?;
+        self.engine.wait_for_all()?;
+        entry.set_optimizer_state(restored);
+        Ok(())
+    }
+
+    fn known(&self, key: &Key) -> Result<Arc<Entry>, StoreError> {
+        self.state().entries.get(key).cloned().ok_or_else(|| wrong(key, NO_VALUE.into()))
+    }
+
+    fn updater(&self) -> Result<Updater, StoreError> {
+        self.state().updater.clone().ok_or(StoreError::Sequence(NO_OPTIMIZER))
+    }
+
     fn state(&self) -> MutexGuard<'_, TableState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -177,6 +204,20 @@ impl EntryTable {
 
 fn wrong(key: &Key, reason: String) -> StoreError {
     StoreError::Key { key: key.clone(), reason }
+}
+
+/// Checks that a key's state has the optimizer's slots, each with a value for each element.
+pub(super) fn check_state(
+    key: &Key,
+    state: &OptimizerState,
+    slots: usize,
+    elements: usize,
+) -> Result<(), StoreError> {
+    if state.slots.len() == slots && state.slots.iter().all(|slot| slot.len() == elements) {
+        return Ok(());
+    }
+    let lengths: Vec<_> = state.slots.iter().map(Vec::len).collect();
+    Err(wrong(key, format!("the optimizer's state is {slots} slots of {elements} values, not {lengths:?}")))
 }
 
 /// Checks that arrays can be pushed to, or pulled from, a key with this buffer.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::entry_table::EntryTable;
-use super::{Array, Key, KvStore, StoreError, StoreKind};
+use super::{Array, Key, KvStore, OptimizerState, StoreError, StoreKind};
 use crate::communicator::Communicator;
 use crate::engine::Engine;
 
@@ -70,6 +70,14 @@ impl KvStore for Funnel {
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
         self.table.set_hyperparameters(hyperparameters)
+    }
+
+    fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError> {
+        self.table.optimizer_state(key)
+    }
+
+    fn set_optimizer_state(&self, key: &Key, state: OptimizerState) -> Result<(), StoreError> {
+        self.table.set_optimizer_state(key, state)
     }
 
     fn barrier(&self) -> Result<(), StoreError> {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::consistency::Consistency;
 use paramhub_core::key::{Key as TableKey, KeyTable};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_kernels::Hyperparameters;
@@ -11,7 +12,7 @@ use paramhub_syncer::{PeerAddresses, PeerListener, PortRange};
 use paramhub_transport::{BufferSlot, ReceiveRegion, SendRegion};
 use paramhub_worker::{Job, Member, Membership, Options, RegionRequest, WorkerError};
 
-use super::{Array, Key, KvStore, StoreError, StoreKind};
+use super::{Array, Key, KvStore, OptimizerState, StoreError, StoreKind};
 use crate::communicator::{Communicator, MeshCommunicator};
 use crate::engine::{Completion, Engine, Kind};
 
@@ -26,6 +27,9 @@ pub struct HubStoreConfig {
     pub codec: Option<Codec>,
     /// `true` if hubs sum in rank order, so that sums have the same bits in every run.
     pub reproducible: bool,
+    /// How far ranks may be apart. An answer has the parameters after this rank's push, so that pulls of an asynchronous
+    /// store get what the last push got.
+    pub consistency: Consistency,
 }
 
 pub(super) struct HubStore {
@@ -45,6 +49,8 @@ struct HubStoreState {
     /// The entries in the order of the job's table.
     order: Vec<Arc<HubEntry>>,
     optimizer: Option<OptimizerChoice>,
+    /// The optimizer's states with which the job begins.
+    restored: Vec<(Arc<HubEntry>, OptimizerState)>,
 }
 
 /// A key's entry. Its memory goes to the hub with a gradient and comes back with the key's value.
@@ -69,7 +75,8 @@ enum EntryMemory {
 impl HubStoreConfig {
     /// A configuration with a job's defaults.
     pub fn new(membership: Membership) -> HubStoreConfig {
-        HubStoreConfig { membership, options: Options::default(), codec: None, reproducible: false }
+        let (codec, reproducible, consistency) = (None, false, Consistency::default());
+        HubStoreConfig { membership, options: Options::default(), codec, reproducible, consistency }
     }
 }
 
@@ -87,6 +94,7 @@ impl HubStore {
             entries: HashMap::new(),
             order: Vec::new(),
             optimizer: None,
+            restored: Vec::new(),
         };
         Ok(HubStore { engine, ranks: MeshCommunicator::over(mesh), config, state: Mutex::new(state) })
     }
@@ -94,10 +102,14 @@ impl HubStore {
     /// Returns the entry of a key. Fails if the key has no value yet, or if an array's dtype or length
     /// differs from the value's.
     fn entry(&self, key: &Key, arrays: &[Array]) -> Result<Arc<HubEntry>, StoreError> {
-        let entry = self.state().entries.get(key).cloned();
-        let entry = entry.ok_or_else(|| key_error(key, super::entry_table::NO_VALUE.into()))?;
+        let entry = self.entry_of(key)?;
         super::entry_table::check(key, &entry.buffer, arrays)?;
         Ok(entry)
+    }
+
+    fn entry_of(&self, key: &Key) -> Result<Arc<HubEntry>, StoreError> {
+        let entry = self.state().entries.get(key).cloned();
+        entry.ok_or_else(|| key_error(key, super::entry_table::NO_VALUE.into()))
     }
 
     /// Returns the job. The first call opens it, with all keys that have a value by then: these are the same
@@ -116,9 +128,10 @@ impl HubStore {
         });
         let table = KeyTable::new(keys.collect()).map_err(|error| StoreError::Options(error.to_string()))?;
         let optimizer = state.optimizer.clone().unwrap_or_else(|| OptimizerChoice::named("sum"));
-        let (codec, reproducible) = (self.config.codec, self.config.reproducible);
-        let job =
-            Arc::new(member.init(Settings { optimizer, codec, reproducible, ..Settings::new(table) })?);
+        let HubStoreConfig { codec, reproducible, consistency, .. } = self.config;
+        let settings = Settings { optimizer, codec, reproducible, consistency, ..Settings::new(table) };
+        let job = Arc::new(member.init(settings)?);
+        restore_state(&job, std::mem::take(&mut state.restored))?;
         if job.settings().has_parameters() {
             self.initialise_parameters(&job, &state.order)?;
         }
@@ -290,6 +303,33 @@ impl KvStore for HubStore {
         Ok(())
     }
 
+    fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError> {
+        let entry = self.entry_of(key)?;
+        self.engine.wait_for_all()?;
+        let job = self.job()?;
+        let mut state = OptimizerState::default();
+        for slot in 0..job.state_slots() {
+            let pulled = job.pull_state(entry.number, slot, vec![0.0_f32; entry.buffer.elements()])?.finish();
+            pulled.outcome?;
+            state.updates = pulled.updates;
+            state.slots.push(pulled.parameters);
+        }
+        Ok(state)
+    }
+
+    fn set_optimizer_state(&self, key: &Key, restored: OptimizerState) -> Result<(), StoreError> {
+        let entry = self.entry_of(key)?;
+        let mut state = self.state();
+        if state.job.is_some() {
+            return Err(StoreError::Sequence(super::entry_table::STATE_TOO_LATE));
+        }
+        // The number of slots is known to the hub alone.
+        let slots = restored.slots.len();
+        super::entry_table::check_state(key, &restored, slots, entry.buffer.elements())?;
+        state.restored.push((entry, restored));
+        Ok(())
+    }
+
     fn barrier(&self) -> Result<(), StoreError> {
         self.engine.wait_for_all()?;
         Ok(self.ranks.barrier()?)
@@ -320,6 +360,19 @@ impl KvStore for HubStore {
         let job = self.state.try_lock().ok().and_then(|state| state.job.as_ref()?.failure());
         job.map(StoreError::from).or_else(|| self.ranks.failure().map(StoreError::from))
     }
+}
+
+/// Sends the state of an earlier run to the hub, before the parameters: until these come no rank can push.
+fn restore_state(job: &Job, restored: Vec<(Arc<HubEntry>, OptimizerState)>) -> Result<(), StoreError> {
+    if job.rank() != 0 {
+        return Ok(());
+    }
+    for (entry, OptimizerState { slots, updates }) in restored {
+        for (slot, values) in slots.into_iter().enumerate() {
+            job.initialise_state(entry.number, slot as u8, values, updates)?.wait()?;
+        }
+    }
+    Ok(())
 }
 
 fn key_error(key: &Key, reason: String) -> StoreError {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::entry_table::EntryTable;
-use super::{Array, Key, KvStore, StoreError, StoreKind};
+use super::{Array, Key, KvStore, OptimizerState, StoreError, StoreKind};
 use crate::engine::Engine;
 
 /// A store without an exchange: the sum of this process's arrays is the sum of all ranks.
@@ -59,6 +59,14 @@ impl KvStore for LocalStore {
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
         self.table.set_hyperparameters(hyperparameters)
+    }
+
+    fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError> {
+        self.table.optimizer_state(key)
+    }
+
+    fn set_optimizer_state(&self, key: &Key, state: OptimizerState) -> Result<(), StoreError> {
+        self.table.set_optimizer_state(key, state)
     }
 
     fn barrier(&self) -> Result<(), StoreError> {

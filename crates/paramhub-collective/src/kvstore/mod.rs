@@ -64,6 +64,15 @@ pub enum StoreKind {
     DepCha,
 }
 
+/// The optimizer's state of a key.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct OptimizerState {
+    /// A value for each element of the key, for each of the optimizer's slots.
+    pub slots: Vec<Vec<f32>>,
+    /// The number of updates that the state has had.
+    pub updates: u64,
+}
+
 /// The options of a store. See [`create`].
 pub struct StoreOptions {
     /// The engine of the arrays' variables.
@@ -140,6 +149,14 @@ pub trait KvStore: Send + Sync {
 
     /// Changes the optimizer's hyperparameters from the next push on.
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError>;
+
+    /// Waits for this rank's pushes, and returns the optimizer's state of a key. At a hub the first such call opens the
+    /// job, as the first push does.
+    fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError>;
+
+    /// Gives a key the optimizer's state of an earlier run. Every rank calls it with equal arguments, after
+    /// [`set_optimizer`](Self::set_optimizer) and before the first push.
+    fn set_optimizer_state(&self, key: &Key, state: OptimizerState) -> Result<(), StoreError>;
 
     /// Waits until every rank has called it and all earlier pushes and pulls of this rank have been
     /// exchanged.

@@ -7,6 +7,7 @@ use paramhub::collective::engine::{Engine, EngineConfig, EngineError};
 use paramhub::collective::kvstore::{HubStoreConfig, KvStore, StoreError, StoreKind, StoreOptions, create};
 use paramhub::{Codec, Membership, Options};
 use paramhub_core::combinations::{self, Feature, Features};
+use paramhub_core::consistency::Consistency;
 use pyo3::prelude::*;
 
 use super::Store;
@@ -28,6 +29,7 @@ struct StorePlan {
     checks: bool,
     codec: Option<Codec>,
     reproducible: bool,
+    consistency: Consistency,
 }
 
 enum OpenError {
@@ -39,7 +41,8 @@ enum OpenError {
 #[pyfunction]
 #[pyo3(signature = (
     kind, membership, *, transport = None, interfaces = None, rendezvous_timeout = None, rack = None, host = None,
-    compute_threads = None, outstanding = None, check = false, codec = None, reproducible = false
+    compute_threads = None, outstanding = None, check = false, codec = None, reproducible = false,
+    consistency = None
 ))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn open_store(
@@ -56,6 +59,7 @@ pub(crate) fn open_store(
     check: bool,
     codec: Option<&str>,
     reproducible: bool,
+    consistency: Option<&str>,
 ) -> PyResult<Store> {
     refuse_in_child(py)?;
     let kind: StoreKind = kind.parse().map_err(|error| errors::store(py, "", &error, None))?;
@@ -64,6 +68,7 @@ pub(crate) fn open_store(
         (Feature::CheckedCollectives, check),
         (Feature::ChosenCodec, codec.is_some()),
         (Feature::Reproducible, reproducible),
+        (Feature::ChosenConsistency, consistency.is_some()),
         (Feature::ChosenTransport, transport.is_some()),
         (Feature::SharedMemory, transport == Some("shm")),
         (Feature::WorkerInterfaces, interfaces.is_some()),
@@ -71,6 +76,10 @@ pub(crate) fn open_store(
     combinations::check(asked.with(kind.feature()))
         .map_err(|conflict| errors::misuse(py, &conflict.to_string()))?;
     let codec = codec.map(str::parse).transpose().map_err(|problem: String| errors::misuse(py, &problem))?;
+    let consistency = match consistency {
+        None => Consistency::default(),
+        Some(text) => text.parse().map_err(|problem: String| errors::misuse(py, &problem))?,
+    };
     let membership = match membership {
         None => None,
         Some((url, namespace, secret, rank)) => Some((
@@ -78,8 +87,16 @@ pub(crate) fn open_store(
             join_options::options(py, transport, interfaces, rendezvous_timeout, rack, host)?,
         )),
     };
-    let plan =
-        StorePlan { kind, membership, compute_threads, outstanding, checks: check, codec, reproducible };
+    let plan = StorePlan {
+        kind,
+        membership,
+        compute_threads,
+        outstanding,
+        checks: check,
+        codec,
+        reproducible,
+        consistency,
+    };
     let store = interruptible(py, move || open(plan))?.map_err(|failed| match failed {
         OpenError::Engine(error @ EngineError::Spawn { .. }) => errors::connect(py, &error.to_string()),
         OpenError::Engine(error) => errors::misuse(py, &error.to_string()),
@@ -89,7 +106,16 @@ pub(crate) fn open_store(
 }
 
 fn open(plan: StorePlan) -> Result<Arc<dyn KvStore>, OpenError> {
-    let StorePlan { kind, membership, compute_threads, outstanding, checks, codec, reproducible } = plan;
+    let StorePlan {
+        kind,
+        membership,
+        compute_threads,
+        outstanding,
+        checks,
+        codec,
+        reproducible,
+        consistency,
+    } = plan;
     let usual = EngineConfig::default();
     let config = EngineConfig {
         compute_threads: compute_threads.unwrap_or(usual.compute_threads),
@@ -100,7 +126,8 @@ fn open(plan: StorePlan) -> Result<Arc<dyn KvStore>, OpenError> {
     let engine = Arc::new(Engine::new(config).map_err(OpenError::Engine)?);
     let options = match membership {
         Some((membership, options)) if kind == StoreKind::Hub => {
-            StoreOptions::at_hub(engine, HubStoreConfig { membership, options, codec, reproducible })
+            let config = HubStoreConfig { membership, options, codec, reproducible, consistency };
+            StoreOptions::at_hub(engine, config)
         }
         Some((membership, worker)) if kind.is_collective() => {
             let options = RendezvousOptions { worker, ..RendezvousOptions::default() };

@@ -3,21 +3,27 @@
 use crate::command::Invocation;
 use crate::stage::Failure;
 
-/// One virtual environment of the `python3` on the caller's PATH.
+/// One virtual environment of a Python on the caller's PATH.
 #[derive(Debug)]
 pub(super) struct Environment {
     folder: String,
+    base: &'static str,
 }
 
 impl Environment {
     pub(super) fn new(name: &str) -> Self {
-        Self { folder: format!("target/python/{name}") }
+        Self::of(name, "python3")
+    }
+
+    /// An environment of the Python with this name on PATH.
+    pub(super) fn of(name: &str, base: &'static str) -> Self {
+        Self { folder: format!("target/python/{name}"), base }
     }
 
     /// Creates the environment, or keeps one of the same interpreter: filling one again takes minutes.
     pub(super) fn create_unless_there(&self) -> Result<(), Failure> {
         let version = |python: Invocation| python.args(["-c", "import sys; print(sys.version)"]).output();
-        let wanted = version(Invocation::new("python3"));
+        let wanted = version(Invocation::new(self.base));
         if wanted.is_some() && version(self.python()) == wanted {
             return Ok(());
         }
@@ -25,7 +31,7 @@ impl Environment {
     }
 
     pub(super) fn create_anew(&self) -> Result<(), Failure> {
-        Invocation::new("python3").args(["-m", "venv", "--clear", &self.folder]).run()
+        Invocation::new(self.base).args(["-m", "venv", "--clear", &self.folder]).run()
     }
 
     /// Installs packages into the environment. uv takes seconds where pip takes minutes, and no time if all
