@@ -15,6 +15,7 @@ import torch
 
 from paramhub import _native
 from paramhub.errors import MisuseError
+from paramhub.torch import _optimizer_state
 from paramhub.torch._capture import Capture
 from paramhub.torch._exchange import Exchange
 from paramhub.torch._factor_layers import FactorLayer, SendQueue
@@ -285,3 +286,15 @@ def _most_samples(samples: int | Mapping[str, int] | None, linears: Linears) -> 
     if wrong := [count for count in given.values() if not isinstance(count, int) or count < 1]:
         raise MisuseError(f"samples are numbers from 1, not {wrong[0]!r}")
     return given
+
+
+def why_no_factors(optimizer: str, clips: bool, rejects_non_finite: bool) -> tuple[str, str] | None:
+    """Returns the reason why no layer can be exchanged as factors, as a message and as the reason alone."""
+    asked = {
+        "factors": True,
+        "factors-in-pytorch": True,
+        "two-phase": clips,
+        "reject-non-finite": rejects_non_finite,
+        "registered-optimizer": optimizer not in _optimizer_state.NAMES,
+    }
+    return _native.conflict([feature for feature, is_asked in asked.items() if is_asked])

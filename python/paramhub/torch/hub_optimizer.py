@@ -14,7 +14,6 @@ from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError, Rewound
 from paramhub.optimizers import Optimizer
 from paramhub.torch import (
-    _ddp_conflict,
     _hyperparameters,
     _memory,
     _model_checks,
@@ -24,25 +23,19 @@ from paramhub.torch import (
     trace,
 )
 from paramhub.torch._base_optimizer import BaseOptimizer
+from paramhub.torch._buffer_sync import BufferSync
 from paramhub.torch._exchange import Exchange, StepState
 from paramhub.torch._initialization import world
 from paramhub.torch._log import log
 from paramhub.torch._optimizer_job import open_job
 from paramhub.torch._parameter_hooks import ParameterHooks, check_free
-from paramhub.torch._schemes import Schemes
+from paramhub.torch._schemes import Schemes, why_no_factors
+from paramhub.torch._step_gradients import StepGradients
 from paramhub.torch._unused_parameters import UsedParameters
 from paramhub.torch._world import World
 
 if TYPE_CHECKING:
     from paramhub.torch._program_state import State
-
-NAMED_MAX = 5
-"""The most parameters that an error names."""
-AFTER_IT_LEFT = (
-    "between backward and step(), when it had left. This step was made with it as it had left. Give HubOptimizer max_grad_norm "
-    "instead of clipping (and max_grad_norm=0 to a trainer that clips by itself), scale the loss instead of gradients, use bf16, "
-    "which needs no GradScaler, and call zero_grad() after step()"
-)
 
 
 class HubOptimizer(BaseOptimizer):
@@ -81,6 +74,8 @@ class HubOptimizer(BaseOptimizer):
     - ``broadcast_buffers``: every rank receives rank 0's buffers and frozen parameters, once, when the optimizer is made at the
       first start. A rank that is started again makes its frozen parameters itself, and has its buffers from a
       `paramhub.torch.State`.
+    - ``sync_buffers``: every rank receives rank 0's buffers, such as BatchNorm's running statistics, before each forward pass in
+      training mode, as with DDP. All ranks call the model equally often.
     - ``chunk_bytes``, ``reproducible`` and ``reject_non_finite`` are as for `paramhub.Job.init`.
     - ``scheme``: with ``auto`` a Linear whose gradient has more bytes to move than its factors (its inputs and output
       gradients) is exchanged as factors, from rank to rank, and each rank makes the update. With ``factors`` every Linear that
@@ -107,6 +102,7 @@ class HubOptimizer(BaseOptimizer):
         find_unused_parameters: bool = False,
         overlap_forward: bool = True,
         broadcast_buffers: bool = True,
+        sync_buffers: bool = False,
         chunk_bytes: int | None = None,
         reproducible: bool | None = None,
         reject_non_finite: bool = False,
@@ -142,13 +138,16 @@ class HubOptimizer(BaseOptimizer):
         self._codecs = dict(codecs or {})
         if unknown := self._codecs.keys() - {exchange.name for exchange in self._exchanges}:
             raise MisuseError(f"codecs names {sorted(unknown)}, which are none of the parameters")
-        self._frozen = [
+        frozen = [
             (names[id(parameter)], parameter) for parameter in self._all() if not parameter.requires_grad
         ]
-        why_no_factors = _why_no_factors(self._kind, self._clips, reject_non_finite)
-        self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, why_no_factors)
+        no_factors = why_no_factors(self._kind, self._clips, reject_non_finite)
+        self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, no_factors)
         self._used_parameters = (
             UsedParameters(self._world, self._exchanges) if find_unused_parameters else None
+        )
+        self._gradients = StepGradients(
+            self._exchanges, self._step, self._schemes, self._used_parameters, frozen, clips=self._clips
         )
         self._resumed_step: int | None = None
         self._program_state: State | None = None
@@ -157,6 +156,7 @@ class HubOptimizer(BaseOptimizer):
         if broadcast_buffers and not self._step.job.joined_running:
             _model_checks.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
         self._parameter_hooks = ParameterHooks(model, self._exchanges)
+        self._buffer_sync = BufferSync(self._world, model, self._step) if sync_buffers else None
         self._step.watch = trace.watch(model)
         self._released = weakref.finalize(
             self,
@@ -164,6 +164,7 @@ class HubOptimizer(BaseOptimizer):
             self._world,
             self._step,
             self._parameter_hooks,
+            self._buffer_sync,
             self._used_parameters,
             self._schemes,
         )
@@ -248,7 +249,7 @@ class HubOptimizer(BaseOptimizer):
                 loss = closure()
         with trace.span("step"):
             try:
-                self._send_remaining_gradients()
+                self._gradients.send_remaining()
                 self._schemes.flush()
             except BaseException:
                 self._step.is_interrupted = self._step.left > 0
@@ -257,7 +258,7 @@ class HubOptimizer(BaseOptimizer):
                 self._step.hand_over()
             refusal = None
             try:
-                self._check_unchanged()
+                self._gradients.check_unchanged()
             except MisuseError as error:
                 # All gradients were sent, so the step counts. The other ranks need this rank in the next steps.
                 refusal = error
@@ -285,75 +286,6 @@ class HubOptimizer(BaseOptimizer):
             if self._schemes.conclude():
                 self._reopen_job(self._pull_states())
 
-    def _end_interrupted_step(self) -> None:
-        """Ends a step that an exception has interrupted. Gradients that were sent count, and zeros are sent for the rest. So
-        other ranks, which may have no exception, do not wait for this rank, and all ranks make the same number of steps."""
-        used = [True] * self._step.total
-        if self._used_parameters is not None:
-            used = self._used_parameters.used_somewhere([exchange.has_left for exchange in self._exchanges])
-        for exchange in self._exchanges:
-            # With clipping the hub waits for every gradient, even for one that no rank has.
-            is_awaited = used[exchange.number] or self._clips
-            if is_awaited and exchange.layer is None and not exchange.has_left:
-                exchange.wait()
-                exchange.leave_zeros()
-        self._schemes.complete(used)
-        self._step.hand_over()
-        self._end_step()
-
-    def _send_remaining_gradients(self) -> None:
-        """Sends gradients of passes without exchange, and gradients that user code set. Leaves out parameters for which no rank
-        has a gradient."""
-        used = None
-        if self._used_parameters is not None:
-            used = self._used_parameters.used_somewhere(
-                [exchange.parameter.grad is not None for exchange in self._exchanges]
-            )
-            unused = [e.name for e, is_used in zip(self._exchanges, used, strict=True) if not is_used]
-            if unused and self._clips:
-                raise MisuseError(
-                    f"no rank has a gradient for {_some(unused)}: gradients are clipped by the norm of all, so all must be "
-                    "there. Freeze what takes no part before HubOptimizer is made"
-                )
-        if self._step.left == self._step.total:
-            return
-        missing = [exchange for exchange in self._exchanges if not exchange.has_left]
-        without = [exchange.name for exchange in missing if exchange.parameter.grad is None]
-        if without and used is None:
-            raise MisuseError(
-                f"{len(without)} of {self._step.total} parameters have no gradient in step(): {_some(without)}. Was "
-                "backward() called? If parameters take no part, freeze them (requires_grad_(False)) before HubOptimizer is "
-                "made, or give it find_unused_parameters=True if they do in some steps or on some ranks"
-            )
-        for exchange in missing:
-            gradient = exchange.parameter.grad
-            if gradient is not None:
-                exchange.wait()
-                exchange.leave(gradient)
-            elif self._used_parameters is not None and used is not None and used[exchange.number]:
-                exchange.wait()
-                exchange.leave(self._used_parameters.zeros_for(exchange))
-                exchange.gradient = None
-
-    def _check_unchanged(self) -> None:
-        for exchange in self._exchanges:
-            if (what := exchange.gradient_change) is not None:
-                if _ddp_conflict.is_reduced_by_ddp(exchange.parameter):
-                    raise _ddp_conflict.refusal(exchange.name)
-                raise MisuseError(f"the gradient of {exchange.name!r} was {what} {AFTER_IT_LEFT}")
-        changed = self._step.hyperparameters.changed() if self._step.has_begun else None
-        if changed:
-            raise MisuseError(
-                f"param_groups' {', '.join(changed)} changed between backward and step(), when gradients had left: change "
-                "them, or step a scheduler, after step() and before backward"
-            )
-        unfrozen = [name for name, parameter in self._frozen if parameter.grad is not None]
-        if unfrozen:
-            raise MisuseError(
-                f"{_some(unfrozen)}: frozen when HubOptimizer was made, and has a gradient now. close() it and make a new one "
-                "after unfreezing parameters"
-            )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does the same as torch.optim's. With ``set_to_none=False`` it first waits for the exchange of the gradients.
 
@@ -361,7 +293,8 @@ class HubOptimizer(BaseOptimizer):
         and zeros are sent for the rest. So other ranks do not wait for this rank, and training goes on with the next batch.
         """
         if self._step.was_interrupted:
-            self._end_interrupted_step()
+            self._gradients.complete_interrupted()
+            self._end_step()
         elif self._step.left > 0:
             raise MisuseError(
                 "zero_grad() came between backward and step(), when gradients had left: call it after step(). A backward pass "
@@ -542,7 +475,8 @@ class HubOptimizer(BaseOptimizer):
             return
         try:
             if self._step.was_interrupted:
-                self._end_interrupted_step()
+                self._gradients.complete_interrupted()
+            self._end_step()
             self._refuse_within_step("close()")
             self.synchronize()
         except JobFailedError:
@@ -555,6 +489,8 @@ class HubOptimizer(BaseOptimizer):
         self._released.detach()
         _trained_models.remove(self)
         self._parameter_hooks.remove()
+        if self._buffer_sync is not None:
+            self._buffer_sync.remove()
         self._schemes.remove()
         if self._step.watch is not None:
             self._step.watch.remove()
@@ -596,31 +532,17 @@ def _release(
     world: World,
     step: StepState,
     hooks: ParameterHooks,
+    buffer_sync: BufferSync | None,
     used_parameters: UsedParameters | None,
     schemes: Schemes,
 ) -> None:
     """Releases the optimizer's hooks and jobs once nothing refers to it. A job ends when nothing else refers to the job."""
     hooks.remove()
+    if buffer_sync is not None:
+        buffer_sync.remove()
     schemes.remove()
     if step.watch is not None:
         step.watch.remove()
     world.jobs.forget(step.job)
     if used_parameters is not None:
         world.jobs.forget(used_parameters.job)
-
-
-def _why_no_factors(optimizer: str, clips: bool, rejects_non_finite: bool) -> tuple[str, str] | None:
-    """Returns the reason why no layer can be exchanged as factors, as a message and as the reason alone."""
-    asked = {
-        "factors": True,
-        "factors-in-pytorch": True,
-        "two-phase": clips,
-        "reject-non-finite": rejects_non_finite,
-        "registered-optimizer": optimizer not in _optimizer_state.NAMES,
-    }
-    return _native.conflict([feature for feature, is_asked in asked.items() if is_asked])
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - NAMED_MAX
-    return ", ".join(map(repr, names[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")

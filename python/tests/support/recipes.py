@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "pytorch.md"
-SECTION = "## Accelerate, Hugging Face's Trainer, Lightning\n"
+SECTION = "## Accelerate, Hugging Face's Trainer, Lightning, Ray\n"
 LR = 0.1
 BATCH = 4
 STEPS = 4
