@@ -3,6 +3,7 @@
 
 mod args;
 mod command;
+mod environment;
 mod packages;
 mod stage;
 mod stages;
