@@ -47,6 +47,11 @@ impl Environment {
         by_uv.args(packages()).run().or_else(|_| by_pip.args(packages()).run())
     }
 
+    /// The folder of its programs.
+    pub(crate) fn programs(&self) -> String {
+        format!("{}/bin", self.folder)
+    }
+
     pub(crate) fn interpreter(&self) -> String {
         format!("{}/bin/python", self.folder)
     }
