@@ -185,6 +185,7 @@ fn dpkg_in(root: &str) -> Result<Invocation, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::release::enter_the_workspace;
 
     /// Ends with the test, also if it fails.
     struct Scratch(String);
@@ -198,7 +199,7 @@ mod tests {
     /// The package is whole but for its program, which is this test's: it only has to be installed.
     #[test]
     fn the_package_installs_keeps_changed_configuration_and_leaves_nothing_when_purged() {
-        std::env::set_current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()).unwrap();
+        enter_the_workspace();
         if !Invocation::parse("dpkg-query --show libc6").succeeds() {
             println!("skipped: this is no Debian system");
             return;

@@ -57,3 +57,26 @@ fn of_zig(tools: &Environment) -> Result<String, Failure> {
     let folder = folder.ok_or_else(|| failure("the package ziglang is not installed"))?;
     Ok(format!("zig\n\n{}", read(&format!("{folder}/LICENSE"))?))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::release::enter_the_workspace;
+
+    /// A dependency without a text would otherwise end a release, long after it came in.
+    #[test]
+    fn every_crate_that_is_linked_has_the_text_of_its_licence() {
+        enter_the_workspace();
+        if !Invocation::parse("python3 --version").succeeds() {
+            println!("skipped: there is no python3");
+            return;
+        }
+        for (package, linked) in [("paramhub-python", "\npyo3 "), ("paramhub-cli", "\nplotters ")] {
+            let listed = Invocation::new("python3").args([TEXTS_OF_CRATES, package, TARGET]).output();
+            let listed =
+                listed.unwrap_or_else(|| panic!("python3 {TEXTS_OF_CRATES} {package} {TARGET} fails"));
+            assert!(listed.contains(linked) && listed.contains("\nring "), "{package}: {listed}");
+            assert!(!listed.contains("\nsyn "), "{package}: a procedural macro is not linked: {listed}");
+        }
+    }
+}

@@ -165,3 +165,10 @@ fn shell(line: &str) -> Invocation {
 fn failure(reason: impl Into<String>) -> Failure {
     Failure { reason: reason.into(), rerun: None }
 }
+
+/// The files that the parts of a release read are named from here.
+#[cfg(test)]
+fn enter_the_workspace() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace root");
+    std::env::set_current_dir(root).expect("the workspace is there");
+}
