@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use crate::release;
 use crate::stage::{Extent, Stage};
 use crate::stages;
 use crate::testbed;
@@ -12,6 +13,8 @@ pub(crate) enum Request {
     Help,
     ListStages,
     Test(TestOptions),
+    Release(Vec<release::options::Part>),
+    ReleaseHelp,
     Testbed(testbed::Task),
     /// A testbed's own process: takes the testbed down when the process that builds it is gone.
     TestbedGuard {
@@ -38,6 +41,10 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, 
     let mut arguments = arguments;
     match arguments.next().as_deref() {
         Some("test") => parse_test(arguments),
+        Some("release") => {
+            let parts = release::options::parse(arguments)?;
+            Ok(parts.map_or(Request::ReleaseHelp, Request::Release))
+        }
         Some("testbed") => testbed::options::parse(arguments).map(Request::Testbed),
         Some("testbed-guard") => Ok(Request::TestbedGuard { name: arguments.next().unwrap_or_default() }),
         Some("testbed-end") => Ok(Request::TestbedEnd(arguments.collect())),
@@ -52,6 +59,7 @@ pub(crate) fn usage() -> String {
     let mut text = "\
 Usage: cargo xtask test [--quick | --full] [--only STAGE[,STAGE...]] [--keep-going] [--torch VERSION]
        cargo xtask test --list
+       cargo xtask release --help      wheel, archive and Debian package
        cargo xtask testbed --help      hosts and links on one machine, to measure on
 
   --quick         only the stages marked `quick`, with unit tests and an end-to-end test of each transport

@@ -1,9 +1,11 @@
-//! The project's own tasks. `cargo xtask test` runs everything paramhub tests, `cargo xtask testbed` builds racks of hosts
-//! to measure on.
+//! The project's own tasks. `cargo xtask test` runs everything paramhub tests, `cargo xtask release` makes what users install,
+//! `cargo xtask testbed` builds racks of hosts to measure on.
 
 mod args;
 mod command;
+mod environment;
 mod packages;
+mod release;
 mod stage;
 mod stages;
 mod testbed;
@@ -27,6 +29,11 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Ok(Request::Test(options)) => in_workspace_root(|| stage::run_all(&options)),
+        Ok(Request::Release(parts)) => in_workspace_root(|| release::run(&parts)),
+        Ok(Request::ReleaseHelp) => {
+            print!("{}", release::options::USAGE);
+            ExitCode::SUCCESS
+        }
         Ok(Request::Testbed(task @ testbed::Task::Run { .. })) => {
             in_workspace_root(|| testbed::perform(task))
         }
@@ -35,8 +42,11 @@ fn main() -> ExitCode {
         Ok(Request::TestbedEnd(arguments)) => testbed::play_end(&arguments),
         Ok(Request::TestbedRelay(arguments)) => testbed::play_relay(&arguments),
         Err(problem) => {
-            let of_testbed = std::env::args().nth(1).is_some_and(|task| task == "testbed");
-            let usage = if of_testbed { testbed::options::USAGE.to_owned() } else { args::usage() };
+            let usage = match std::env::args().nth(1).as_deref() {
+                Some("testbed") => testbed::options::USAGE.to_owned(),
+                Some("release") => release::options::USAGE.to_owned(),
+                _ => args::usage(),
+            };
             eprint!("xtask: {problem}\n\n{usage}");
             ExitCode::from(2)
         }

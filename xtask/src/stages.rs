@@ -9,9 +9,10 @@ mod fuzz;
 mod links;
 mod lint;
 mod neighbour;
-mod python;
+pub(crate) mod python;
 mod tests;
 
+use crate::release;
 use crate::stage::{Extent, Stage};
 
 /// Every stage of `cargo xtask test`.
@@ -76,6 +77,12 @@ pub(crate) static ALL: &[Stage] = &[
         about: "the programs of the release before work beside those of this one",
         extent: Extent::Full,
         run: |options| neighbour::check(options.extent),
+    },
+    Stage {
+        name: "release",
+        about: "what users install: wheel, archive and Debian package, each built and tried out",
+        extent: Extent::Full,
+        run: |_| release::make(&release::options::ALL),
     },
     Stage {
         name: "fuzz",

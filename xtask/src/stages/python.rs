@@ -2,32 +2,31 @@
 //!
 //! All files are in `target/python`. The caller's settings of pip and uv decide where packages come from.
 
-mod environment;
-
 use std::process::Command;
 
 use crate::args::TestOptions;
 use crate::command::Invocation;
+use crate::environment::Environment;
 use crate::packages::SystemProgram;
 use crate::stage::{Extent, Failure};
-
-use environment::Environment;
 
 /// Pinned, so that a release made tomorrow cannot break a build of today. `pyproject.toml` requires maturin.
 /// The wheel is built without an isolated environment, whose changing path would make cargo build everything
 /// again.
-const TOOLS: [&str; 4] = ["uv==0.13.8", "maturin==1.16.0", "ruff==0.17.5", "mypy==2.4.1"];
-const PYTEST: &str = "pytest==9.2.0";
-const RUN_PYTEST: [&str; 5] = ["-m", "pytest", "--durations=15", "-p", "no:cacheprovider"];
+const TOOLS: [&str; 4] = ["uv==0.13.8", MATURIN, "ruff==0.17.5", "mypy==2.4.1"];
+pub(crate) const MATURIN: &str = "maturin==1.16.0";
+pub(crate) const PYTEST: &str = "pytest==9.2.0";
+pub(crate) const RUN_PYTEST: [&str; 5] = ["-m", "pytest", "--durations=15", "-p", "no:cacheprovider"];
 const GPU_TESTS: &str = "python/tests/gpu";
 const OUR_PYTHON: [&str; 7] =
     ["python", "examples/pytorch", "bench/pytorch", "bench/gpu", "bench/models", "bench/soak", "xtask"];
 /// Frameworks for which docs/pytorch.md has recipes and an example, and those of docs/jax.md, which the tests of a full run
 /// use.
-const FRAMEWORKS: [&str; 6] = [
+const FRAMEWORKS: [&str; 7] = [
     "accelerate==1.15.0",
     "transformers==5.24.0; python_version >= '3.11'",
     "lightning==2.6.6",
+    "ray[train]==2.60.0; python_version >= '3.11'",
     "jax==0.10.2; python_version >= '3.11'",
     "optax==0.2.8; python_version >= '3.11'",
     "flax==0.12.8; python_version >= '3.11'",
@@ -42,9 +41,9 @@ const NOT_IN_THE_WHEEL: [&str; 3] = ["paramhub-bench", "paramhub-train", "plotte
 
 const WHEELS: &str = "target/python/wheels";
 /// A user who installs the wheel waits for so many bytes.
-const WHEEL_BYTES_MAX: u64 = 15_000_000;
+pub(crate) const WHEEL_BYTES_MAX: u64 = 15_000_000;
 
-static VENV: SystemProgram = SystemProgram {
+pub(crate) static VENV: SystemProgram = SystemProgram {
     name: "Python 3 with its module venv",
     probe: &["python3", "-c", "import ensurepip, venv"],
     debian_package: "python3-venv",
@@ -86,7 +85,7 @@ fn install_tools() -> Result<Environment, Failure> {
     {
         return Err(failure("install Python 3.10 or newer as python3, then rerun"));
     }
-    let tools = Environment::new("tools");
+    let tools = Environment::new("target/python/tools");
     tools.create_unless_there()?;
     tools.python().args(["-m", "pip", "install", "--quiet"]).args(TOOLS).run()?;
     Ok(tools)
@@ -141,7 +140,7 @@ fn build_wheel(tools: &Environment) -> Result<String, Failure> {
 
 /// Installs the wheel into an empty environment: the package has no dependencies.
 fn install_alone(wheel: &str) -> Result<(), Failure> {
-    let alone = Environment::new("alone");
+    let alone = Environment::new("target/python/alone");
     alone.create_anew()?;
     alone.python().args(["-m", "pip", "install", "--quiet", "--no-index", wheel]).run()?;
     alone.python().args(["-I", "xtask/src/stages/python/alone.py"]).run()
@@ -166,7 +165,7 @@ fn tests_environment(
     options: &TestOptions,
 ) -> Result<Environment, Failure> {
     let (torch, is_full) = (options.torch.as_deref(), options.extent == Extent::Full);
-    let tests = Environment::new(&format!("tests-torch-{}", torch.unwrap_or("newest")));
+    let tests = Environment::new(format!("target/python/tests-torch-{}", torch.unwrap_or("newest")));
     tests.create_unless_there()?;
     let torch = torch.map_or("torch".to_owned(), |version| format!("torch=={version}.*"));
     let frameworks = if is_full { &FRAMEWORKS[..] } else { &[] };
@@ -185,7 +184,7 @@ fn run_mxnet_tests(tools: &Environment, wheel: &str) -> Result<(), Failure> {
     if !Invocation::new(MXNET_PYTHON).args(["-c", "import ensurepip, venv"]).succeeds() {
         return skip(&format!("there is no {MXNET_PYTHON} with its module venv"));
     }
-    let tests = Environment::of("tests-mxnet", MXNET_PYTHON);
+    let tests = Environment::of("target/python/tests-mxnet", MXNET_PYTHON);
     tests.create_unless_there()?;
     if tests.install(tools, &[&MXNET[..], &[PYTEST]].concat()).is_err() {
         return skip("its packages cannot be installed");

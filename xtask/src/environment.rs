@@ -1,27 +1,27 @@
-//! Virtual environments under `target/python`.
+//! Virtual environments of Python under `target/`.
 
 use crate::command::Invocation;
 use crate::stage::Failure;
 
-/// One virtual environment of a Python on the caller's PATH.
+/// One virtual environment, by default of the `python3` on the caller's PATH.
 #[derive(Debug)]
-pub(super) struct Environment {
+pub(crate) struct Environment {
     folder: String,
     base: &'static str,
 }
 
 impl Environment {
-    pub(super) fn new(name: &str) -> Self {
-        Self::of(name, "python3")
+    pub(crate) fn new(folder: impl Into<String>) -> Self {
+        Self::of(folder, "python3")
     }
 
     /// An environment of the Python with this name on PATH.
-    pub(super) fn of(name: &str, base: &'static str) -> Self {
-        Self { folder: format!("target/python/{name}"), base }
+    pub(crate) fn of(folder: impl Into<String>, base: &'static str) -> Self {
+        Self { folder: folder.into(), base }
     }
 
     /// Creates the environment, or keeps one of the same interpreter: filling one again takes minutes.
-    pub(super) fn create_unless_there(&self) -> Result<(), Failure> {
+    pub(crate) fn create_unless_there(&self) -> Result<(), Failure> {
         let version = |python: Invocation| python.args(["-c", "import sys; print(sys.version)"]).output();
         let wanted = version(Invocation::new(self.base));
         if wanted.is_some() && version(self.python()) == wanted {
@@ -30,8 +30,13 @@ impl Environment {
         self.create_anew()
     }
 
-    pub(super) fn create_anew(&self) -> Result<(), Failure> {
-        Invocation::new(self.base).args(["-m", "venv", "--clear", &self.folder]).run()
+    pub(crate) fn create_anew(&self) -> Result<(), Failure> {
+        self.create_of(self.base)
+    }
+
+    /// Creates the environment anew, of this interpreter.
+    pub(crate) fn create_of(&self, interpreter: &str) -> Result<(), Failure> {
+        Invocation::new(interpreter).args(["-m", "venv", "--clear", &self.folder]).run()
     }
 
     /// Installs packages into the environment. uv takes seconds where pip takes minutes, and no time if all
@@ -40,7 +45,7 @@ impl Environment {
     ///
     /// Their bytecode is compiled, as pip does, since hundreds of processes import torch: where Python may write
     /// none (`PYTHONDONTWRITEBYTECODE`), each would compile it for itself, and take twice as long to start.
-    pub(super) fn install(&self, tools: &Environment, packages: &[&str]) -> Result<(), Failure> {
+    pub(crate) fn install(&self, tools: &Environment, packages: &[&str]) -> Result<(), Failure> {
         let install = ["pip", "install", "--compile-bytecode", "--python", &self.interpreter()];
         let by_uv = tools.program("uv").args(install);
         let by_pip = self.python().args(["-m", "pip", "install"]);
@@ -48,15 +53,20 @@ impl Environment {
         by_uv.args(packages()).run().or_else(|_| by_pip.args(packages()).run())
     }
 
-    pub(super) fn interpreter(&self) -> String {
+    /// The folder of its programs.
+    pub(crate) fn programs(&self) -> String {
+        format!("{}/bin", self.folder)
+    }
+
+    pub(crate) fn interpreter(&self) -> String {
         format!("{}/bin/python", self.folder)
     }
 
-    pub(super) fn python(&self) -> Invocation {
+    pub(crate) fn python(&self) -> Invocation {
         Invocation::new(self.interpreter())
     }
 
-    pub(super) fn program(&self, name: &str) -> Invocation {
+    pub(crate) fn program(&self, name: &str) -> Invocation {
         Invocation::new(format!("{}/bin/{name}", self.folder))
     }
 }
