@@ -215,6 +215,32 @@ class Adadelta(Optimizer):
         )
 
 
+class NAdam(Optimizer):
+    """torch.optim.NAdam."""
+
+    def __init__(
+        self,
+        lr: float = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            "nadam",
+            learning_rate=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            epsilon=eps,
+            weight_decay=weight_decay,
+            momentum_decay=momentum_decay,
+            **_asked(decoupled=decoupled_weight_decay, maximize=maximize),
+        )
+
+
 class Lion(Optimizer):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), with decoupled weight decay."""
 
@@ -242,7 +268,8 @@ def _asked(**options: bool) -> dict[str, bool]:
 
 
 BY_NAME: dict[str, type[Any]] = {
-    "sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad, "rmsprop": RMSprop, "adadelta": Adadelta, "lion": Lion,
+    "sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad, "rmsprop": RMSprop, "adadelta": Adadelta, "nadam": NAdam,
+    "lion": Lion,
 }  # fmt: skip
 """The optimizers with parameters that every hub has, by their names there."""
 

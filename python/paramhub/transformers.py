@@ -10,12 +10,13 @@ import transformers
 
 from paramhub.accelerate import HubAccelerator
 from paramhub.errors import MisuseError
-from paramhub.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from paramhub.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from paramhub.torch import HubOptimizer
 from paramhub.torch._trained_models import optimizers_of
 
 _OF_TORCH = {
-    getattr(torch.optim, kind.__name__): kind for kind in (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta)
+    getattr(torch.optim, kind.__name__): kind
+    for kind in (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, NAdam)
 }
 _OF_THE_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Arguments of torch's optimizers that change no result."""

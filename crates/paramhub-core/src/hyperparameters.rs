@@ -45,8 +45,8 @@ const BUILT_IN: [&str; 8] =
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Hyperparameters {
-    /// Step size, `lr` in torch. Default 1e-3; the own defaults of `adagrad` and `rmsprop` are 0.01, of `adadelta` 1, of `lion`
-    /// 1e-4.
+    /// Step size, `lr` in torch. Default 1e-3; the own defaults of `adagrad` and `rmsprop` are 0.01, of `adadelta` 1, of `nadam`
+    /// 2e-3, of `lion` 1e-4.
     pub learning_rate: f64,
     /// SGD and RMSprop: the share of the momentum buffer that is kept. Default 0, no buffer.
     pub momentum: f64,
@@ -63,9 +63,10 @@ pub struct Hyperparameters {
     pub beta2: f64,
     /// Added to a denominator, `eps` in torch. Default 1e-8; the own default of `adagrad` is 1e-10, that of `adadelta` 1e-6.
     pub epsilon: f64,
-    /// Up to 8 values with other names of 1 to 23 bytes. `maximize` (0 or 1) of all built-in optimizers with parameters,
-    /// `amsgrad` (0 or 1) of `adam` and `adamw`, `lr_decay` and `initial_accumulator` of `adagrad` (0), `alpha` (0.99) and
-    /// `centered` (0 or 1) of `rmsprop`, `rho` (0.9) of `adadelta`, and those of optimizers registered by users. Default none.
+    /// Up to 8 values with other names of 1 to 23 bytes. `maximize` (0 or 1) and `ema_decay` (0: no average) of all built-in
+    /// optimizers with parameters, `amsgrad` (0 or 1) of `adam` and `adamw`, `lr_decay` and `initial_accumulator` of `adagrad`
+    /// (0), `alpha` (0.99) and `centered` (0 or 1) of `rmsprop`, `rho` (0.9) of `adadelta`, `momentum_decay` (0.004) and
+    /// `decoupled` (0 or 1) of `nadam`, and those of optimizers registered by users. Default none.
     #[cfg_attr(feature = "openapi", schema(value_type = std::collections::BTreeMap<String, f64>))]
     pub extra: ExtraValues,
 }

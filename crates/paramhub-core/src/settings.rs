@@ -19,7 +19,7 @@ use crate::scheme::{self, LayerError, LayerSettings, SchemeChoice};
 #[serde(deny_unknown_fields)]
 pub struct OptimizerChoice {
     /// `mean` or `sum` (no optimizer: workers receive the mean or the sum of the gradients), `sgd`, `adam`, `adamw`,
-    /// `adagrad`, `rmsprop`, `adadelta`, `lion`, or a name registered at the hub.
+    /// `adagrad`, `rmsprop`, `adadelta`, `nadam`, `lion`, or a name registered at the hub.
     pub name: String,
     /// The hyperparameters of group 0 from step 0 on; by default the optimizer's own defaults. A field that is
     /// left out of the object has the common default, not the optimizer's.
@@ -146,7 +146,7 @@ pub fn has_parameters(optimizer: &str) -> bool {
 pub fn is_built_in(optimizer: &str) -> bool {
     matches!(
         optimizer,
-        "mean" | "sum" | "sgd" | "adam" | "adamw" | "adagrad" | "rmsprop" | "adadelta" | "lion"
+        "mean" | "sum" | "sgd" | "adam" | "adamw" | "adagrad" | "rmsprop" | "adadelta" | "nadam" | "lion"
     )
 }
 

@@ -61,7 +61,8 @@ pub mod sum;
 pub use aggregate::{Aggregator, Sum, TILE_ELEMENTS};
 pub use dispatch::{ISA_VARIABLE, Isa, UnknownIsa};
 pub use optimizer::{
-    Adadelta, Adagrad, Adam, Lion, Mean, Optimizer, RmsProp, Sgd, Step, Undivided, mean_factor,
+    Adadelta, Adagrad, Adam, Averaged, Lion, Mean, NAdam, Optimizer, RmsProp, Sgd, Step, Undivided,
+    mean_factor,
 };
 pub use registry::{Registry, RegistryError};
 

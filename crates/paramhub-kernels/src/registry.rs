@@ -3,7 +3,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::aggregate::{Aggregator, Sum};
-use crate::optimizer::{Adadelta, Adagrad, Adam, Lion, Mean, Optimizer, RmsProp, Sgd, Undivided};
+use crate::optimizer::{
+    Adadelta, Adagrad, Adam, Averaged, Lion, Mean, NAdam, Optimizer, RmsProp, Sgd, Undivided,
+};
 
 /// Optimizers and aggregators by the names that jobs ask for.
 ///
@@ -22,16 +24,17 @@ impl Registry {
 
     /// A registry with the built-in optimizers and the aggregator `sum`.
     pub fn with_builtins() -> Self {
-        let optimizers: [(&str, Arc<dyn Optimizer>); 9] = [
+        let optimizers: [(&str, Arc<dyn Optimizer>); 10] = [
             ("mean", Arc::new(Mean::new())),
             ("sum", Arc::new(Undivided::new())),
-            ("sgd", Arc::new(Sgd::new())),
-            ("adam", Arc::new(Adam::new())),
-            ("adamw", Arc::new(Adam::decoupled())),
-            ("adagrad", Arc::new(Adagrad::new())),
-            ("rmsprop", Arc::new(RmsProp::new())),
-            ("adadelta", Arc::new(Adadelta::new())),
-            ("lion", Arc::new(Lion::new())),
+            ("sgd", Arc::new(Averaged::new(Sgd::new()))),
+            ("adam", Arc::new(Averaged::new(Adam::new()))),
+            ("adamw", Arc::new(Averaged::new(Adam::decoupled()))),
+            ("adagrad", Arc::new(Averaged::new(Adagrad::new()))),
+            ("rmsprop", Arc::new(Averaged::new(RmsProp::new()))),
+            ("adadelta", Arc::new(Averaged::new(Adadelta::new()))),
+            ("nadam", Arc::new(Averaged::new(NAdam::new()))),
+            ("lion", Arc::new(Averaged::new(Lion::new()))),
         ];
         let aggregators: [(&str, Arc<dyn Aggregator>); 1] = [("sum", Arc::new(Sum::new()))];
         Self {

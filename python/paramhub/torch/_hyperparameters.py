@@ -13,10 +13,15 @@ if TYPE_CHECKING:
     from paramhub import _native
     from paramhub.torch._exchange import Exchange
 
-TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps", "initial_accumulator": "initial_accumulator_value"}
+TORCH_NAMES = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "initial_accumulator": "initial_accumulator_value",
+    "decoupled": "decoupled_weight_decay",
+}
 """torch's names of the hub's hyperparameters, where they differ. torch has Adam's ``beta1`` and ``beta2`` as ``betas``."""
 HUB_NAMES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
-SWITCHES = ("nesterov", "amsgrad", "maximize", "centered")
+SWITCHES = ("nesterov", "amsgrad", "maximize", "centered", "decoupled_weight_decay")
 """Hyperparameters that are on or off."""
 UNSUPPORTED = ("differentiable", "capturable")
 """Options of torch.optim that hubs do not have."""
@@ -47,7 +52,9 @@ def group_hyperparameters(group: Mapping[str, Any], names: Mapping[str, Any]) ->
         if group.get(option):
             raise MisuseError(f"a parameter group asks for {option}, which hubs do not have")
     for option in SWITCHES:
-        if group.get(option) and option not in names:
+        # torch's AdamW has `decoupled_weight_decay` in its groups, too: there it is no choice.
+        is_choice = option != "decoupled_weight_decay"
+        if is_choice and group.get(option) and option not in names:
             raise MisuseError(f"a parameter group asks for {option}, which the optimizer was made without")
     numbers: dict[str, float | bool] = {}
     for name in names:
@@ -57,7 +64,7 @@ def group_hyperparameters(group: Mapping[str, Any], names: Mapping[str, Any]) ->
         if name == "betas":
             numbers["beta1"], numbers["beta2"] = float(value[0]), float(value[1])
         elif name in SWITCHES:
-            numbers[name] = bool(value)
+            numbers[HUB_NAMES.get(name, name)] = bool(value)
         else:
             numbers[HUB_NAMES.get(name, name)] = float(value)
     return numbers

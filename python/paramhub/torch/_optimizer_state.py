@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,16 @@ NAMES = {
     "adagrad": ("sum",),
     "rmsprop": ("square_avg", "grad_avg", "momentum_buffer"),
     "adadelta": ("square_avg", "acc_delta"),
+    "nadam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
 }
 """torch.optim's names of the hub's state tensors, in the order of the hub's. Some may be left out: see `_names`."""
+
+
+EMA_DECAY = "ema_decay"
+"""The hyperparameter with which hubs keep a moving average of each parameter, in the last slot."""
+AVERAGE = "ema"
+"""The average's name in a parameter's state."""
 
 
 @dataclass
@@ -31,21 +38,40 @@ class State:
 
     updates: int
     slots: list[torch.Tensor]
+    average: torch.Tensor | None = None
+    """The moving average of the parameter, for the last slot at the hub; None if it is among ``slots``, or there is none."""
 
 
 def pull(job: _native.Job, exchanges: Sequence[Exchange]) -> list[State]:
     """The state of all parameters, after this rank's last step."""
+    states = [State(0, []) for _ in exchanges]
+    for slot in range(job.state_slots):
+        for state, (tensor, updates) in zip(states, _pull_slot(job, exchanges, slot), strict=True):
+            state.slots.append(tensor)
+            state.updates = updates
+    return states
+
+
+def pull_averages(job: _native.Job, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
+    """The moving averages of the parameters, after this rank's last step. Before a parameter's first update its average is the
+    parameter."""
+    pulled = _pull_slot(job, exchanges, job.state_slots - 1)
+    return [
+        average if updates > 0 else average.copy_(exchange.parameter.detach())
+        for exchange, (average, updates) in zip(exchanges, pulled, strict=True)
+    ]
+
+
+def _pull_slot(
+    job: _native.Job, exchanges: Sequence[Exchange], slot: int
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """One slot of each parameter, and the number of the parameter's updates."""
     for exchange in exchanges:
         exchange.wait()
     numbers = [exchange.number for exchange in exchanges]
-    states = [State(0, []) for _ in exchanges]
-    for slot in range(job.state_slots):
-        tensors = [_empty(exchange) for exchange in exchanges]
-        updates = job.pull_state(numbers, slot, [memory_range(tensor) for tensor in tensors], tensors)
-        for state, tensor, count in zip(states, tensors, updates, strict=True):
-            state.slots.append(tensor)
-            state.updates = count
-    return states
+    tensors = [_empty(exchange) for exchange in exchanges]
+    updates = job.pull_state(numbers, slot, [memory_range(tensor) for tensor in tensors], tensors)
+    return zip(tensors, updates, strict=True)
 
 
 def restore(job: _native.Job, exchanges: Sequence[Exchange], states: Sequence[State]) -> None:
@@ -53,8 +79,13 @@ def restore(job: _native.Job, exchanges: Sequence[Exchange], states: Sequence[St
     numbers = [exchange.number for exchange in exchanges]
     updates = [state.updates for state in states]
     for slot in range(job.state_slots):
+        is_last = slot == job.state_slots - 1
         tensors = [
-            state.slots[slot] if slot < len(state.slots) else _empty(exchange).zero_()
+            state.average
+            if is_last and state.average is not None
+            else state.slots[slot]
+            if slot < len(state.slots)
+            else _empty(exchange).zero_()
             for exchange, state in zip(exchanges, states, strict=True)
         ]
         ranges = [memory_range(tensor) for tensor in tensors]
@@ -64,10 +95,15 @@ def restore(job: _native.Job, exchanges: Sequence[Exchange], states: Sequence[St
 def as_torch_has_it(optimizer: str, state: State, group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's entry in ``state_dict()["state"]``; empty before the first update, as in torch."""
     names = _names(optimizer, len(state.slots), group)
-    if state.updates == 0 or not names:
+    if state.updates == 0 or not (names or group.get(EMA_DECAY)):
         return {}
     # Another group may need more state.
     entry: dict[str, Any] = dict(zip(names, state.slots, strict=False))
+    if optimizer == "nadam":
+        # A hub computes it from the number of updates.
+        entry = {"mu_product": torch.tensor(_product_of_momenta(state.updates, group)), **entry}
+    if group.get(EMA_DECAY):
+        entry[AVERAGE] = state.slots[-1]
     return entry if optimizer == "sgd" else {"step": torch.tensor(float(state.updates)), **entry}
 
 
@@ -76,8 +112,9 @@ def from_torch(
 ) -> State:
     """A parameter's state from its entry in ``state_dict()["state"]``, of HubOptimizer or of torch.optim's optimizer. ``group``
     is the saved group of the parameter."""
-    values = {name: value for name, value in entry.items() if value is not None and name != "step"}
-    if not values:
+    counts = ("step", "mu_product", AVERAGE)
+    values = {name: value for name, value in entry.items() if value is not None and name not in counts}
+    if not values and AVERAGE not in entry:
         return State(0, [])
     names = _names(optimizer, len(values), group, values)
     if set(values) != set(names):
@@ -94,7 +131,11 @@ def from_torch(
             )
         slots.append(_empty(exchange).copy_(values[name]))
     # torch does not count SGD's updates, and SGD only needs to know whether there was one.
-    return State(int(entry.get("step", 1)), slots)
+    average = None
+    if group.get(EMA_DECAY):
+        # A state that was saved without an average goes on from the parameter.
+        average = _empty(exchange).copy_(entry.get(AVERAGE, exchange.parameter.detach()))
+    return State(int(entry.get("step", 1)), slots, average)
 
 
 def _names(optimizer: str, slots: int, group: Mapping[str, Any], given: Container[str] = ()) -> list[str]:
@@ -109,6 +150,16 @@ def _names(optimizer: str, slots: int, group: Mapping[str, Any], given: Containe
     if known is None:
         return [f"state_{slot}" for slot in range(slots)]
     return [name for name in known if needed.get(name, True) or name in given]
+
+
+def _product_of_momenta(updates: int, group: Mapping[str, Any]) -> float:
+    """The product of NAdam's momenta up to this update."""
+    product = 1.0
+    for number in range(1, updates + 1):
+        product *= group["betas"][0] * (1.0 - 0.5 * 0.96 ** (number * group["momentum_decay"]))
+        if product == 0.0:
+            break
+    return product
 
 
 def _empty(exchange: Exchange) -> torch.Tensor:

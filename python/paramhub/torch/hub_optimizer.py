@@ -12,7 +12,7 @@ import torch
 
 from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError, Rewound
-from paramhub.optimizers import Optimizer
+from paramhub.optimizers import BY_NAME, Optimizer
 from paramhub.torch import (
     _hyperparameters,
     _memory,
@@ -76,6 +76,8 @@ class HubOptimizer(BaseOptimizer):
       `paramhub.torch.State`.
     - ``sync_buffers``: every rank receives rank 0's buffers, such as BatchNorm's running statistics, before each forward pass in
       training mode, as with DDP. All ranks call the model equally often.
+    - ``ema_decay``: the hub also keeps an exponential moving average of each parameter, as torch.optim.swa_utils'
+      ``get_ema_multi_avg_fn(ema_decay)`` after each step; see `ema_parameters`.
     - ``chunk_bytes``, ``reproducible`` and ``reject_non_finite`` are as for `paramhub.Job.init`.
     - ``scheme``: with ``auto`` a Linear whose gradient has more bytes to move than its factors (its inputs and output
       gradients) is exchanged as factors, from rank to rank, and each rank makes the update. With ``factors`` every Linear that
@@ -103,6 +105,7 @@ class HubOptimizer(BaseOptimizer):
         overlap_forward: bool = True,
         broadcast_buffers: bool = True,
         sync_buffers: bool = False,
+        ema_decay: float | None = None,
         chunk_bytes: int | None = None,
         reproducible: bool | None = None,
         reject_non_finite: bool = False,
@@ -117,6 +120,12 @@ class HubOptimizer(BaseOptimizer):
         names = _model_checks.names(model)
         self._kind = optimizer.name
         self._names = _hyperparameters.defaults(optimizer)
+        if ema_decay is not None:
+            if self._kind not in BY_NAME:
+                raise MisuseError(
+                    f"ema_decay cannot be had with {self._kind!r}: hubs average for their own optimizers"
+                )
+            self._names[_optimizer_state.EMA_DECAY] = ema_decay
         self._is_complete = False
         super().__init__(model.parameters() if params is None else params, dict(self._names))
         self._is_complete = True
@@ -374,6 +383,18 @@ class HubOptimizer(BaseOptimizer):
                 if entry:
                     saved["state"][index] = entry
         return saved
+
+    def ema_parameters(self) -> dict[str, torch.Tensor]:
+        """With ``ema_decay``, the moving averages after this rank's last step, by the parameters' names, in float32. To evaluate
+        with them, load them into a copy of the model: ``model.load_state_dict(averages, strict=False)``. Any rank may call it,
+        between steps."""
+        self._refuse_within_step("ema_parameters()")
+        averaged = {id(p) for g, p in self._with_groups() if g.get(_optimizer_state.EMA_DECAY)}
+        exchanges = [exchange for exchange in self._exchanges if id(exchange.parameter) in averaged]
+        if not exchanges:
+            raise MisuseError("the hub keeps no averages: give HubOptimizer ema_decay, such as 0.999")
+        averages = _optimizer_state.pull_averages(self._step.job, exchanges)
+        return {exchange.name: average for exchange, average in zip(exchanges, averages, strict=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a saved state of a HubOptimizer, or of torch.optim's optimizer of this kind, and from the model's

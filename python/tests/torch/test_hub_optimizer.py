@@ -73,6 +73,12 @@ SAME: list[tuple[paramhub.Optimizer, Any, dict[str, Any]]] = [
         torch.optim.Adadelta,
         {"lr": 0.5, "rho": 0.8, "eps": 1e-4},
     ),
+    (paramhub.NAdam(lr=1e-3), torch.optim.NAdam, {"lr": 1e-3}),
+    (
+        paramhub.NAdam(lr=1e-3, weight_decay=0.1, momentum_decay=0.1, decoupled_weight_decay=True),
+        torch.optim.NAdam,
+        {"lr": 1e-3, "weight_decay": 0.1, "momentum_decay": 0.1, "decoupled_weight_decay": True},
+    ),
 ]
 
 

@@ -37,6 +37,11 @@ KINDS: list[tuple[paramhub.Optimizer, Any, dict[str, Any]]] = [
         {"lr": 1e-3, "eps": 1e-3, "centered": True},
     ),
     (paramhub.Adadelta(), torch.optim.Adadelta, {}),
+    (
+        paramhub.NAdam(lr=1e-3, momentum_decay=0.1, decoupled_weight_decay=True),
+        torch.optim.NAdam,
+        {"lr": 1e-3, "momentum_decay": 0.1, "decoupled_weight_decay": True},
+    ),
 ]
 
 

@@ -1,5 +1,6 @@
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
+use super::powers::power;
 use super::{Optimizer, Step, assert_step, descent_factor, is_set, slots_mut};
 use crate::dispatch::{Isa, kernel};
 
@@ -189,38 +190,5 @@ fn update<const L2: bool, const DECOUPLED: bool, const NEAR: bool>(
         *v = c.beta2 * *v + c.second_weight * gradient * gradient;
         let denominator = v.sqrt() / c.second_correction + c.epsilon;
         *parameter = value + c.step_size * *m / denominator;
-    }
-}
-
-/// `base` to the power of `exponent` by squaring. The platform's `pow` may differ in the last bit between
-/// CPUs; this cannot.
-fn power(base: f64, mut exponent: u64) -> f64 {
-    let mut result = 1.0;
-    let mut square = base;
-    while exponent > 0 {
-        if exponent & 1 == 1 {
-            result *= square;
-        }
-        square *= square;
-        exponent >>= 1;
-    }
-    result
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn power_agrees_with_pow_where_bias_correction_needs_it() {
-        for base in [0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 0.999_999] {
-            for exponent in (1..2000).chain([10_000, 1_000_000, u64::MAX]) {
-                let exact = f64::powf(base, exponent as f64);
-                assert!(
-                    ((1.0 - power(base, exponent)) / (1.0 - exact) - 1.0).abs() < 1e-9,
-                    "{base}^{exponent}"
-                );
-            }
-        }
     }
 }

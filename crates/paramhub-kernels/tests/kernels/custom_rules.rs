@@ -108,13 +108,13 @@ fn names_are_taken_once_and_unknown_ones_are_answered_with_the_known() {
     let unknown = registry.optimizer("lamb").err().unwrap();
     assert_eq!(
         unknown.to_string(),
-        "no optimizer is called \"lamb\"; there are: adadelta, adagrad, adam, adamw, lion, mean, rmsprop, sgd, sum"
+        "no optimizer is called \"lamb\"; there are: adadelta, adagrad, adam, adamw, lion, mean, nadam, rmsprop, sgd, sum"
     );
     let unknown = registry.aggregator("max").err().unwrap();
     assert_eq!(unknown.to_string(), "no aggregator is called \"max\"; there are: sum");
     assert_eq!(
         registry.optimizer_names().collect::<Vec<_>>(),
-        ["adadelta", "adagrad", "adam", "adamw", "lion", "mean", "rmsprop", "sgd", "sum"]
+        ["adadelta", "adagrad", "adam", "adamw", "lion", "mean", "nadam", "rmsprop", "sgd", "sum"]
     );
     assert_eq!(registry.aggregator_names().collect::<Vec<_>>(), ["sum"]);
 }

@@ -1,6 +1,6 @@
 use paramhub_kernels::{
-    Adadelta, Adagrad, Adam, HyperparameterError, Hyperparameters, Isa, Lion, Mean, Optimizer, Registry,
-    RmsProp, Sgd, Step, Undivided,
+    Adadelta, Adagrad, Adam, Averaged, HyperparameterError, Hyperparameters, Isa, Lion, Mean, NAdam,
+    Optimizer, Registry, RmsProp, Sgd, Step, Undivided,
 };
 use proptest::prelude::*;
 
@@ -96,6 +96,7 @@ fn values_out_of_range_are_named() {
         ("adagrad", "lr_decay", -1.0, "lr_decay is -1; it must be 0 or more"),
         ("rmsprop", "alpha", -1.0, "alpha is -1; it must be 0 or more"),
         ("adadelta", "rho", 1.0, "rho is 1; it must be 0 or more and less than 1"),
+        ("nadam", "momentum_decay", -1.0, "momentum_decay is -1; it must be 0 or more"),
         ("lion", "beta1", 1.0, "beta1 is 1; it must be 0 or more and less than 1"),
     ] {
         let optimizer = registry.optimizer(optimizer).unwrap();
@@ -216,6 +217,12 @@ fn cases() -> Vec<Case> {
         hyperparameters,
         reference: reference_adadelta,
     };
+    let nadam = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(NAdam::with_isa(isa)),
+        hyperparameters,
+        reference: reference_nadam,
+    };
     let lion = |name, hyperparameters| Case {
         name,
         optimizer: |isa| Box::new(Lion::with_isa(isa)),
@@ -266,6 +273,12 @@ fn cases() -> Vec<Case> {
         adadelta("adadelta", plain),
         adadelta("adadelta, decay, small rho", decay.with("rho", 0.3).unwrap()),
         adadelta("adadelta, maximize", with(plain, "maximize")),
+        nadam("nadam", plain),
+        nadam("nadam, decay, maximize", with(decay, "maximize")),
+        nadam(
+            "nadam, small beta1, decoupled decay",
+            with(Hyperparameters { beta1: 0.3, ..decay }, "decoupled"),
+        ),
         lion("lion", plain),
         lion("lion, decay, maximize", with(decay, "maximize")),
     ]
@@ -421,6 +434,30 @@ fn reference_adadelta(
     parameter + -(h.learning_rate as f32) * update
 }
 
+fn reference_nadam(step: &Step<'_>, parameter: f32, sum: f32, [m, v, _]: &mut [f32; 3]) -> f32 {
+    let h = step.hyperparameters;
+    let is_decoupled = h.value("decoupled") == Some(1.0);
+    let gradient = if is_decoupled { mean(step, sum) } else { decayed(step, parameter, sum) };
+    let value = match is_decoupled {
+        true => parameter * (1.0 - h.learning_rate * h.weight_decay) as f32,
+        false => parameter,
+    };
+    let weight = (1.0 - h.beta1) as f32;
+    *m = match weight < 0.5 {
+        true => *m + weight * (gradient - *m),
+        false => gradient - (gradient - *m) * (1.0 - weight),
+    };
+    *v = *v * h.beta2 as f32 + (1.0 - h.beta2) as f32 * gradient * gradient;
+    let momentum = |number: u64| h.beta1 * (1.0 - 0.5 * f64::powf(0.96, number as f64 * 0.004));
+    let product: f64 = (1..=step.number).map(momentum).product();
+    let (now, next) = (momentum(step.number), momentum(step.number + 1));
+    let correction = 1.0 - (0..step.number).fold(1.0, |power, _| power * h.beta2);
+    let denominator = (*v / correction as f32).sqrt() + h.epsilon as f32;
+    let of_gradient = (-h.learning_rate * (1.0 - now) / (1.0 - product)) as f32;
+    let of_moment = (-h.learning_rate * next / (1.0 - product * next)) as f32;
+    value + of_gradient * gradient / denominator + of_moment * *m / denominator
+}
+
 fn reference_lion(step: &Step<'_>, parameter: f32, sum: f32, [momentum, ..]: &mut [f32; 3]) -> f32 {
     let h = step.hyperparameters;
     let gradient = mean(step, sum);
@@ -428,4 +465,46 @@ fn reference_lion(step: &Step<'_>, parameter: f32, sum: f32, [momentum, ..]: &mu
     let sign = if direction == 0.0 || direction.is_nan() { direction } else { direction.signum() };
     *momentum = h.beta2 as f32 * *momentum + (1.0 - h.beta2) as f32 * gradient;
     parameter * (1.0 - h.learning_rate * h.weight_decay) as f32 - h.learning_rate as f32 * sign
+}
+
+#[test]
+fn averages_follow_the_parameters_beside_any_state() {
+    let momentum = Hyperparameters { momentum: 0.9, learning_rate: 0.1, ..Hyperparameters::default() };
+    for decay in [0.9, 0.999] {
+        let h = momentum.with("ema_decay", decay).unwrap();
+        for (isa, len) in
+            Isa::available().into_iter().flat_map(|isa| lengths().into_iter().map(move |len| (isa, len)))
+        {
+            let optimizer = Averaged::new(Sgd::new()).with_isa(isa);
+            assert_eq!((optimizer.state_slots(&momentum), optimizer.state_slots(&h)), (1, 2));
+            let mut random = Random(len as u64);
+            let mut model = random.numbers(len);
+            let (mut plain, mut buffer) = (model.clone(), vec![0.0; len]);
+            let (mut state, mut average) = (vec![0.0; 2 * len], vec![0.0; len]);
+            for number in 1..=STEPS {
+                let sum = random.numbers(len);
+                let step = Step { hyperparameters: &h, number, contributions: 2, factor: 1.0 };
+                optimizer.apply(&step, &mut model, &sum, &mut state);
+                Sgd::new().apply(&step, &mut plain, &sum, &mut buffer);
+                for (average, parameter) in average.iter_mut().zip(&plain) {
+                    *average = match number {
+                        1 => *parameter,
+                        _ => *average + (1.0 - decay) as f32 * (parameter - *average),
+                    };
+                }
+                assert_same(&model, &plain, &format!("parameters, {isa}"));
+                assert_same(&state, &[buffer.clone(), average.clone()].concat(), &format!("state, {isa}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn an_average_that_begins_later_needs_its_slot() {
+    let (plain, optimizer) = (Hyperparameters::default(), Averaged::new(Adam::new()));
+    let averaged = plain.with("ema_decay", 0.99).unwrap();
+    let refused = optimizer.check_change(&plain, &averaged);
+    assert_eq!(refused, Err(HyperparameterError::MoreState { needed: 3, allocated: 2 }));
+    let refused = optimizer.check(&plain.with("ema_decay", 1.0).unwrap()).unwrap_err().to_string();
+    assert!(refused.starts_with("ema_decay is 1; it must be 0 or more and less than 1"), "{refused}");
 }

@@ -11,6 +11,7 @@ Verified against torch 2.15.0 (CPU, float32).
 """
 
 import json
+import math
 import pathlib
 import random
 import struct
@@ -70,6 +71,11 @@ CASES = [
     ("lion", "lion", dict(learning_rate=1e-2, beta2=0.99), None),
     ("lion, weight decay, maximize", "lion",
      dict(learning_rate=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, maximize=True), lambda t: 1.0 / t),
+    ("nadam", "nadam", dict(learning_rate=0.02), None),
+    ("nadam, weight decay, maximize, falling learning rate", "nadam",
+     dict(learning_rate=0.02, beta1=0.8, weight_decay=0.1, momentum_decay=0.5, maximize=True), lambda t: 1.0 / t),
+    ("nadam, decoupled weight decay", "nadam",
+     dict(learning_rate=0.02, beta1=0.3, beta2=0.9, weight_decay=0.1, epsilon=1e-3, decoupled=True), None),
 ]
 
 
@@ -151,6 +157,21 @@ def adadelta(h, t, p, g, state):
     return p - h["learning_rate"] * d, [v, u]
 
 
+def nadam(h, t, p, g, state):
+    m, v = state
+    if h.get("decoupled"):
+        p = p - h["learning_rate"] * h["weight_decay"] * p
+    else:
+        g = g + h["weight_decay"] * p
+    mu = [h["beta1"] * (1 - 0.5 * 0.96 ** (i * h.get("momentum_decay", 0.004))) for i in range(1, t + 2)]
+    product = math.prod(mu[:-1])
+    m = h["beta1"] * m + (1 - h["beta1"]) * g
+    v = h["beta2"] * v + (1 - h["beta2"]) * g * g
+    d = (v / (1 - h["beta2"] ** t)) ** 0.5 + h["epsilon"]
+    p = p - h["learning_rate"] * (1 - mu[-2]) / (1 - product) * g / d
+    return p - h["learning_rate"] * mu[-1] / (1 - product * mu[-1]) * m / d, [m, v]
+
+
 def lion(h, t, p, g, state):
     (m,) = state
     direction = h["beta1"] * m + (1 - h["beta1"]) * g
@@ -160,7 +181,7 @@ def lion(h, t, p, g, state):
 
 
 RULES = dict(mean=mean, sgd=sgd, adam=adam, adamw=adamw, adagrad=adagrad, rmsprop=rmsprop,
-             adadelta=adadelta, lion=lion)
+             adadelta=adadelta, lion=lion, nadam=nadam)
 
 
 def slots_of(optimizer, h):
@@ -170,7 +191,7 @@ def slots_of(optimizer, h):
         return 1 + bool(h["momentum"]) + bool(h.get("centered"))
     if optimizer == "sgd":
         return int(h["momentum"] != 0)
-    return dict(mean=0, adagrad=1, adadelta=2, lion=1)[optimizer]
+    return dict(mean=0, adagrad=1, adadelta=2, lion=1, nadam=2)[optimizer]
 
 
 def run(name, optimizer, changes, schedule, rng):
@@ -227,6 +248,11 @@ def check_torch(cases):
                                        momentum=first["momentum"], centered=first.get("centered", False),
                                        **options)
             names = ["square_avg", *["grad_avg"] * bool(first.get("centered")), "momentum_buffer"]
+        elif case["optimizer"] == "nadam":
+            rule = torch.optim.NAdam([p], betas=(first["beta1"], first["beta2"]), eps=first["epsilon"],
+                                     momentum_decay=first.get("momentum_decay", 0.004),
+                                     decoupled_weight_decay=first.get("decoupled", False), **options)
+            names = ["exp_avg", "exp_avg_sq"]
         else:
             rule = torch.optim.Adadelta([p], rho=first.get("rho", 0.9), eps=first["epsilon"], **options)
             names = ["square_avg", "acc_delta"]
