@@ -497,7 +497,7 @@ class HubOptimizer(BaseOptimizer):
         try:
             if self._step.was_interrupted:
                 self._gradients.complete_interrupted()
-            self._end_step()
+                self._end_step()
             self._refuse_within_step("close()")
             self.synchronize()
         except JobFailedError:

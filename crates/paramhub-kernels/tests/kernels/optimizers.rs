@@ -472,9 +472,7 @@ fn averages_follow_the_parameters_beside_any_state() {
     let momentum = Hyperparameters { momentum: 0.9, learning_rate: 0.1, ..Hyperparameters::default() };
     for decay in [0.9, 0.999] {
         let h = momentum.with("ema_decay", decay).unwrap();
-        for (isa, len) in
-            Isa::available().into_iter().flat_map(|isa| lengths().into_iter().map(move |len| (isa, len)))
-        {
+        for (isa, len) in Isa::available().flat_map(|isa| lengths().map(move |len| (isa, len))) {
             let optimizer = Averaged::new(Sgd::new()).with_isa(isa);
             assert_eq!((optimizer.state_slots(&momentum), optimizer.state_slots(&h)), (1, 2));
             let mut random = Random(len as u64);
