@@ -95,8 +95,8 @@ class StepGradients:
         unfrozen = [name for name, parameter in self._frozen if parameter.grad is not None]
         if unfrozen:
             raise MisuseError(
-                f"{some(unfrozen)}: frozen when HubOptimizer was made, and has a gradient now. close() it and make a new one "
-                "after unfreezing parameters"
+                f"{some(unfrozen)}: frozen when HubOptimizer was made, and has a gradient now. Call add_param_group() on every "
+                "rank after unfreezing parameters"
             )
 
     def complete_interrupted(self) -> None:

@@ -143,30 +143,37 @@ class HubOptimizer(BaseOptimizer):
         self._settings["codec"] = self._world.codec(codec)
         self._step = StepState(backward_passes_per_step, self._world.failures)
         self._step.needs_all = self._clips or find_unused_parameters
+        self._model = model
         self._exchanges = self._make_exchanges(names)
         self._codecs = dict(codecs or {})
         if unknown := self._codecs.keys() - {exchange.name for exchange in self._exchanges}:
             raise MisuseError(f"codecs names {sorted(unknown)}, which are none of the parameters")
-        frozen = [
-            (names[id(parameter)], parameter) for parameter in self._all() if not parameter.requires_grad
-        ]
         no_factors = why_no_factors(self._kind, self._clips, reject_non_finite)
         self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, no_factors)
-        self._used_parameters = (
-            UsedParameters(self._world, self._exchanges) if find_unused_parameters else None
-        )
-        self._gradients = StepGradients(
-            self._exchanges, self._step, self._schemes, self._used_parameters, frozen, clips=self._clips
-        )
+        self._has_schemes = scheme != "hub"
+        self._finds_unused = find_unused_parameters
         self._resumed_step: int | None = None
         self._program_state: State | None = None
-        self._open_job(None)
+        self._buffer_sync = BufferSync(self._world, model, self._step) if sync_buffers else None
+        self._step.watch = trace.watch(model)
+        self._connect(names, None)
         # If another process of this rank was lost, the other ranks may go on, and have made this exchange before.
         if broadcast_buffers and not self._step.job.joined_running:
             _model_checks.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
-        self._parameter_hooks = ParameterHooks(model, self._exchanges)
-        self._buffer_sync = BufferSync(self._world, model, self._step) if sync_buffers else None
-        self._step.watch = trace.watch(model)
+        _trained_models.add(self)
+
+    def _connect(self, names: dict[int, str], states: Sequence[_optimizer_state.State] | None) -> None:
+        """Opens the job of the exchanged parameters, and connects them with it."""
+        frozen = [
+            (names[id(parameter)], parameter) for parameter in self._all() if not parameter.requires_grad
+        ]
+        self._used_parameters = UsedParameters(self._world, self._exchanges) if self._finds_unused else None
+        self._gradients = StepGradients(
+            self._exchanges, self._step, self._schemes, self._used_parameters, frozen, clips=self._clips
+        )
+        self._step.total = len(self._exchanges)
+        self._open_job(states)
+        self._parameter_hooks = ParameterHooks(self._model, self._exchanges)
         self._released = weakref.finalize(
             self,
             _release,
@@ -179,9 +186,9 @@ class HubOptimizer(BaseOptimizer):
         )
         # At the end of the process `World` leaves all jobs in the right order.
         self._released.atexit = False
-        _trained_models.add(self)
 
-    def _make_exchanges(self, names: dict[int, str]) -> list[Exchange]:
+    def _make_exchanges(self, names: dict[int, str], former: Sequence[Exchange] = ()) -> list[Exchange]:
+        """The exchanges of all parameters. This optimizer exchanges those of ``former`` already."""
         given = {id(parameter): parameter for parameter in self._all()}
         unknown = [index for index, at in enumerate(given) if at not in names]
         if unknown:
@@ -195,11 +202,12 @@ class HubOptimizer(BaseOptimizer):
             _model_checks.check(name, parameter)
         named = [(name, parameter) for name, parameter in named if parameter.numel() > 0]
         self._step.is_staged = _tensors.check_same_device(named).type != "cpu" or self._stages_all
-        check_free(named)
-        for _, parameter in named:
+        known = {id(exchange.parameter) for exchange in former}
+        added = [(name, parameter) for name, parameter in named if id(parameter) not in known]
+        check_free(added)
+        for _, parameter in added:
             _memory.make_dense(parameter)
         _memory.check_apart(named)
-        self._step.total = len(named)
         return [Exchange(number, *pair, self._step) for number, pair in enumerate(named)]
 
     def _open_job(
@@ -524,11 +532,56 @@ class HubOptimizer(BaseOptimizer):
                 self._used_parameters.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._is_complete:
+        """Adds parameters of the model, such as those of a layer that is trained from now on. Collective, between steps. The
+        state of the other parameters stays; all ranks receive rank 0's values of the added ones. Parameters that were frozen
+        leave the group in which they were."""
+        if not self._is_complete:
+            super().add_param_group(param_group)
+            return
+        self._refuse_within_step("add_param_group()")
+        if self._has_schemes:
             raise MisuseError(
-                "a HubOptimizer's parameters are agreed on when it is made: close() it and make another one"
+                'add_param_group() cannot be had with scheme="auto" or "factors", which choose for all layers at once: close() '
+                "the optimizer and make another one"
             )
-        super().add_param_group(param_group)
+        former, names = self._exchanges, _model_checks.names(self._model)
+        self.synchronize()
+        states = self._pull_states()
+        groups = [dict(group) for group in self.param_groups]
+        try:
+            self._add_trained_now(param_group, {id(exchange.parameter) for exchange in former})
+            exchanges = self._make_exchanges(names, former)
+            _hyperparameters.group_hyperparameters(self.param_groups[-1], self._names)
+        except BaseException:
+            del self.param_groups[len(groups) :]
+            for group, before in zip(self.param_groups, groups, strict=True):
+                group["params"] = before["params"]
+            raise
+        self._released.detach()
+        self._parameter_hooks.remove()
+        stage = self._step.stage
+        self._world.jobs.close(self._step.job)
+        if stage is not None:
+            stage.close()
+        if self._used_parameters is not None:
+            self._used_parameters.close()
+        if states is not None:
+            of = {exchange.name: state for exchange, state in zip(former, states, strict=True)}
+            states = [of.get(exchange.name) or _optimizer_state.State(0, []) for exchange in exchanges]
+        self._exchanges = exchanges
+        self._schemes = Schemes(self._world, self._model, exchanges, "hub", None, None)
+        self._connect(names, states)
+        if self._program_state is not None:
+            self._program_state._begin()
+
+    def _add_trained_now(self, param_group: dict[str, Any], exchanged: set[int]) -> None:
+        """Adds a group, whose parameters may have been in another one while they were frozen."""
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        moved = {id(parameter) for parameter in given} - exchanged
+        for group in self.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
+        super().add_param_group({**param_group, "params": given})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -54,7 +54,13 @@ def construction(rank: Rank) -> None:
 
     model, optimizer = make()
     refuses("exchanged by another HubOptimizer.*close", lambda: make(model))
-    refuses("close.. it and make another", lambda: optimizer.add_param_group({"params": []}))
+    others = torch.nn.Parameter(torch.ones(1))
+    refuses("none of the model's", lambda: optimizer.add_param_group({"params": [others]}))
+    trained = optimizer.param_groups[0]["params"][0]
+    refuses(
+        "more than one parameter group", lambda: optimizer.add_param_group({"params": trained}), ValueError
+    )
+    assert len(optimizer.param_groups) == 1
     refuses("save optimizer.state_dict", lambda: pickle.dumps(optimizer))
     refuses("save optimizer.state_dict", lambda: copy.deepcopy(optimizer))
     optimizer.close()
