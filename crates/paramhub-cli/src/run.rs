@@ -64,7 +64,7 @@ pub(super) struct RunFlags {
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_CORES")]
     cores: Option<usize>,
     /// How long workers wait for each other at the start [default: 60]
-    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_JOB_RENDEZVOUS_TIMEOUT")]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_RENDEZVOUS_TIMEOUT")]
     rendezvous_timeout: Option<f64>,
     /// How long a worker may be silent before the job is failed [default: 30]
     #[arg(long, value_name = "SECONDS", env = "PARAMHUB_JOB_DEAD_AFTER")]

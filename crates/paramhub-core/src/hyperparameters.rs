@@ -63,7 +63,7 @@ pub struct Hyperparameters {
     pub beta2: f64,
     /// Added to a denominator, `eps` in torch. Default 1e-8; the own default of `adagrad` is 1e-10, that of `adadelta` 1e-6.
     pub epsilon: f64,
-    /// Up to 8 values with other names of 1 to 23 bytes. `maximize` (0 or 1) and `ema_decay` (0: no average) of all built-in
+    /// Up to 8 values with other names of 1 to 23 bytes. `maximize` (0 or 1) and `ema_decay` (by default no average) of all built-in
     /// optimizers with parameters, `amsgrad` (0 or 1) of `adam` and `adamw`, `lr_decay` and `initial_accumulator` of `adagrad`
     /// (0), `alpha` (0.99) and `centered` (0 or 1) of `rmsprop`, `rho` (0.9) of `adadelta`, `momentum_decay` (0.004) and
     /// `decoupled` (0 or 1) of `nadam`, and those of optimizers registered by users. Default none.

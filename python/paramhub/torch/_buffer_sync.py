@@ -16,13 +16,10 @@ class BufferSync:
     """The hook of a model. It has no reference to the optimizer, so that the optimizer can be freed."""
 
     def __init__(self, world: World, model: torch.nn.Module, step: StepState) -> None:
-        job = world.hubs.access.job
-        if job.outlives_ranks or job.consistency not in (None, "sync"):
-            what = (
-                f"on_worker_loss={job.on_worker_loss!r}"
-                if job.outlives_ranks
-                else f"consistency={job.consistency!r}"
-            )
+        consistency, job = world.hubs.access.job.consistency, step.job
+        goes_on = job.loses_workers or job.rewind_every is not None
+        if goes_on or consistency not in (None, "sync"):
+            what = "a job that outlives its ranks" if goes_on else f"consistency={consistency!r}"
             raise MisuseError(
                 f"sync_buffers waits in each step for every rank, and with {what} some may not come: leave it out"
             )

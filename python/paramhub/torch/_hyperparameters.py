@@ -21,7 +21,8 @@ TORCH_NAMES = {
 }
 """torch's names of the hub's hyperparameters, where they differ. torch has Adam's ``beta1`` and ``beta2`` as ``betas``."""
 HUB_NAMES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
-SWITCHES = ("nesterov", "amsgrad", "maximize", "centered", "decoupled_weight_decay")
+DECOUPLED = "decoupled_weight_decay"
+SWITCHES = ("nesterov", "amsgrad", "maximize", "centered", DECOUPLED)
 """Hyperparameters that are on or off."""
 UNSUPPORTED = ("differentiable", "capturable")
 """Options of torch.optim that hubs do not have."""
@@ -52,10 +53,11 @@ def group_hyperparameters(group: Mapping[str, Any], names: Mapping[str, Any]) ->
         if group.get(option):
             raise MisuseError(f"a parameter group asks for {option}, which hubs do not have")
     for option in SWITCHES:
-        # torch's AdamW has `decoupled_weight_decay` in its groups, too: there it is no choice.
-        is_choice = option != "decoupled_weight_decay"
-        if is_choice and group.get(option) and option not in names:
+        # Groups of torch's AdamW have `decoupled_weight_decay`, too: see `check_decay`.
+        if option != DECOUPLED and group.get(option) and option not in names:
             raise MisuseError(f"a parameter group asks for {option}, which the optimizer was made without")
+    if "ema_decay" in group and "ema_decay" not in names:
+        raise MisuseError("a parameter group asks for ema_decay: give it to HubOptimizer, for all groups")
     numbers: dict[str, float | bool] = {}
     for name in names:
         if name not in group:
@@ -68,6 +70,14 @@ def group_hyperparameters(group: Mapping[str, Any], names: Mapping[str, Any]) ->
         else:
             numbers[HUB_NAMES.get(name, name)] = float(value)
     return numbers
+
+
+def check_decay(kind: str, group: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    """Refuses a saved group whose optimizer has decayed weights by themselves, if the hub's of this kind does not."""
+    if group.get(DECOUPLED) and DECOUPLED not in names and kind != "adamw":
+        raise MisuseError(
+            f"the saved state is that of an optimizer with {DECOUPLED}, and the hub's {kind} was made without"
+        )
 
 
 def as_json(numbers: dict[str, float | bool]) -> str:

@@ -38,7 +38,7 @@ def init(
     interfaces: str | None = None,
     reproducible: bool = False,
     hub_cores: int | None = None,
-    timeout: float | None = None,
+    timeout: float = TIMEOUT_DEFAULT,
     dead_after: float | None = None,
     host_hub: bool | None = None,
     deployment: str | None = None,
@@ -58,8 +58,8 @@ def init(
     optimize_at: str | None = None,
     stragglers: str | None = None,
     checkpoints: str | None = None,
-    checkpoint_every: str | None = None,
-    resume: str | None = None,
+    checkpoint_every: str | int | None = None,
+    resume: str | int | None = None,
     on_worker_loss: str | None = None,
     linger: float | None = None,
     rewind_every: int | None = None,
@@ -98,7 +98,7 @@ def init(
 
     The remaining arguments are what the run asks of its jobs at the hubs. Rank 0's count. The default of each is rank 0's
     variable ``PARAMHUB_JOB_`` and the argument's name in capitals, such as ``PARAMHUB_JOB_MAX_HUBS`` (for ``run_id``
-    ``PARAMHUB_RUN_ID``, for ``timeout`` ``PARAMHUB_JOB_RENDEZVOUS_TIMEOUT``). What does not combine is refused.
+    ``PARAMHUB_RUN_ID``). docs/combinations.md says what does not combine.
 
     Jobs of all kinds have these:
 
@@ -121,10 +121,10 @@ def init(
     - ``stragglers`` (``wait``, ``drop:FRACTION``, ``backup:N``) is what becomes of gradients that come late; see
       `paramhub.create_job`.
     - ``checkpoint_every`` (``"1000"`` steps or ``"30s"``): the hubs write checkpoints. A hub that this run starts writes them
-      into the folder ``checkpoints``, every 30 seconds if nothing else is said; the hub at that URL has its own folder. If all
-      has ended, the hub too, the same command goes on from the newest checkpoint, if a name tells that it is the same run:
-      ``run_id``, the Slurm job, or torchrun's ``--rdzv-id``. ``optimizer.resumed_step`` is its step. A run that finished begins
-      anew. ``resume`` chooses otherwise: ``latest``, a number of steps, or ``never``.
+      into the folder ``checkpoints``, by default every 30 seconds, and with several hubs only every so many steps; the hub at
+      that URL has its own folder. If all has ended, the hub too, the same command goes on from the newest checkpoint, if a name
+      tells that it is the same run: ``run_id``, the Slurm job, or torchrun's ``--rdzv-id``. ``optimizer.resumed_step`` is its
+      step. A run that finished begins anew. ``resume`` chooses otherwise: ``latest``, a number of steps, or ``never``.
     - ``on_worker_loss`` is what becomes of it when a rank is lost: ``fail``, ``rewind`` or ``continue``. With
       ``rewind`` its parameters and state stay at the hub until each rank has a process again, at most ``linger`` seconds (300).
       All ranks then go back to the newest step that all of them had made, and training goes on at ``optimizer.resumed_step``, as
@@ -137,8 +137,8 @@ def init(
       as torchrun does with ``--nnodes MIN:MAX``: up to so many. The hub counts memory for all of them. By default the number of
       ranks stays.
 
-    `paramhub run` has a flag for each of them, and creates the run's first job itself: its workers cannot ask for another
-    ``on_worker_loss``.
+    `paramhub run` has a flag for each of them, and creates the run's first job itself, with its flags. What its workers give to
+    `init` holds for further jobs, but for ``codec`` and ``consistency``. They cannot ask for checkpoints or ``on_worker_loss``.
 
     ``process_sets`` is a list of `paramhub.torch.ProcessSet` objects, the same on all ranks, that are added at once. Horovod's
     ``"dynamic"``, which permits `paramhub.torch.add_process_set` there, changes nothing here.
@@ -171,8 +171,8 @@ def init(
         consistency=consistency,
         optimize_at=optimize_at,
         stragglers=stragglers,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
+        checkpoint_every=None if checkpoint_every is None else str(checkpoint_every),
+        resume=None if resume is None else str(resume),
         on_worker_loss=on_worker_loss,
         linger=linger,
         rewind_every=rewind_every,
@@ -183,7 +183,7 @@ def init(
         transport=transport,
         reproducible=reproducible,
         hub_cores=hub_cores,
-        timeout=number(timeout, "rendezvous_timeout", TIMEOUT_DEFAULT),
+        timeout=timeout,
         dead_after=number(dead_after, "dead_after", DEAD_AFTER_DEFAULT),
         host_hub=host_hub,
         deployment=deployment,
@@ -236,8 +236,6 @@ def establish(
         url,
         options,
         is_separate=is_separate,
-        # The job that `paramhub run` has created has finished once the ranks have left their first world.
-        takes_launcher_job=_worlds_made == 1,
     )
     atexit.register(_at_exit)
     return _world

@@ -61,6 +61,15 @@ class JobOptions:
         """Returns whether the jobs of optimizers stay at the hub when ranks are lost."""
         return self.on_worker_loss not in (None, "fail")
 
+    @property
+    def needs_one_site(self) -> bool:
+        """Returns whether the jobs of optimizers cannot be had if a hub of each host sums first, which would end with its ranks,
+        and has no folder for checkpoints."""
+        is_late = self.stragglers not in (None, "wait")
+        goes_on = self.on_interface_down == "continue"
+        keeps = self.checkpoint_every is not None or self.resume not in (None, "never")
+        return self.outlives_ranks or bool(self.replicas) or is_late or goes_on or keeps
+
     def check(self) -> None:
         """Raises MisuseError for a value that is wrong wherever the run's hubs are. The connection manager checks the others."""
         if self.on_worker_loss not in (None, "fail", "continue", "rewind"):

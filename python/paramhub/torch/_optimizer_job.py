@@ -23,11 +23,14 @@ def open_job(
     states: Sequence[_optimizer_state.State] | None,
     codecs: Mapping[str, str],
     former: _native.Job | None = None,
+    *,
+    replaces: bool = False,
 ) -> None:
     """Opens the job of these parameters, whose groups are ``groups``. They start from rank 0's values, with the optimizer
     state in ``states``; or from the values and state at the hubs, if the job resumes from a checkpoint or an earlier start of
     the ranks has left it. Collective. ``former`` is this rank's part in a job whose ranks go back to an earlier step, which this
-    rank then joins again. If the job shares memory with the hub, this moves the parameters there."""
+    rank then joins again. ``replaces`` says that the job takes the place of one that this rank has left. If the job shares
+    memory with the hub, this moves the parameters there."""
     step = exchanges[0].step
     keys = []
     for exchange, group in zip(exchanges, groups, strict=True):
@@ -44,6 +47,7 @@ def open_job(
             peers="layers" in settings,
             inherits=True,
             is_of_optimizer=True,
+            replaces=replaces,
         )
     resumes = job.resumed_step is not None
     if resumes and world.rank == 0:

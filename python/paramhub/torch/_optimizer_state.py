@@ -39,16 +39,18 @@ class State:
     updates: int
     slots: list[torch.Tensor]
     average: torch.Tensor | None = None
-    """The moving average of the parameter, for the last slot at the hub; None if it is among ``slots``, or there is none."""
+    """The moving average of the parameter, if hubs keep one. It has the last slot at the hub, after those of the optimizer."""
 
 
-def pull(job: _native.Job, exchanges: Sequence[Exchange]) -> list[State]:
+def pull(job: _native.Job, exchanges: Sequence[Exchange], *, has_averages: bool) -> list[State]:
     """The state of all parameters, after this rank's last step."""
     states = [State(0, []) for _ in exchanges]
     for slot in range(job.state_slots):
         for state, (tensor, updates) in zip(states, _pull_slot(job, exchanges, slot), strict=True):
             state.slots.append(tensor)
             state.updates = updates
+    for state in states if has_averages else ():
+        state.average = state.slots.pop()
     return states
 
 
@@ -95,23 +97,28 @@ def restore(job: _native.Job, exchanges: Sequence[Exchange], states: Sequence[St
 def as_torch_has_it(optimizer: str, state: State, group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's entry in ``state_dict()["state"]``; empty before the first update, as in torch."""
     names = _names(optimizer, len(state.slots), group)
-    if state.updates == 0 or not (names or group.get(EMA_DECAY)):
+    if state.updates == 0 or not (names or state.average is not None):
         return {}
     # Another group may need more state.
     entry: dict[str, Any] = dict(zip(names, state.slots, strict=False))
     if optimizer == "nadam":
         # A hub computes it from the number of updates.
         entry = {"mu_product": torch.tensor(_product_of_momenta(state.updates, group)), **entry}
-    if group.get(EMA_DECAY):
-        entry[AVERAGE] = state.slots[-1]
+    if state.average is not None:
+        entry[AVERAGE] = state.average
     return entry if optimizer == "sgd" else {"step": torch.tensor(float(state.updates)), **entry}
 
 
 def from_torch(
-    optimizer: str, entry: Mapping[str, Any], exchange: Exchange, group: Mapping[str, Any]
+    optimizer: str,
+    entry: Mapping[str, Any],
+    exchange: Exchange,
+    group: Mapping[str, Any],
+    *,
+    has_averages: bool,
 ) -> State:
     """A parameter's state from its entry in ``state_dict()["state"]``, of HubOptimizer or of torch.optim's optimizer. ``group``
-    is the saved group of the parameter."""
+    is the saved group of the parameter. ``has_averages`` says whether the hub keeps averages from now on."""
     counts = ("step", "mu_product", AVERAGE)
     values = {name: value for name, value in entry.items() if value is not None and name not in counts}
     if not values and AVERAGE not in entry:
@@ -132,7 +139,7 @@ def from_torch(
         slots.append(_empty(exchange).copy_(values[name]))
     # torch does not count SGD's updates, and SGD only needs to know whether there was one.
     average = None
-    if group.get(EMA_DECAY):
+    if has_averages:
         # A state that was saved without an average goes on from the parameter.
         average = _empty(exchange).copy_(entry.get(AVERAGE, exchange.parameter.detach()))
     return State(int(entry.get("step", 1)), slots, average)

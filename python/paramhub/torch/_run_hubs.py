@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -117,8 +117,11 @@ class RunHubs:
     def choose(self, url: str | None) -> HubAccess:
         """Returns access to the hub at ``url`` or ``PARAMHUB_URL``, or starts a hub if neither is given. Rank 0 calls it."""
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
-        job, folder = self._options.job.with_environment(), self._folder()
+        job, folder = self._options.job, self._folder()
         has_launcher_job = "PARAMHUB_JOB" in os.environ
+        if has_launcher_job:
+            folder, job = None, _of_launcher(job)
+        job = job.with_environment()
         if has_launcher_job or self._record is None:
             # `paramhub run` has chosen what becomes of its job, and starts single workers again.
             job = replace(job, on_worker_loss=None, max_workers=None)
@@ -227,10 +230,14 @@ class RunHubs:
         does, and else at any port."""
         options = {**self._hub_options(token), **options}
         address = "127.0.0.1" if self.is_on_one_host else reachable_address(self._assignment)
-        try:
-            return kind(manager=with_port(address, MANAGER_PORT), **options)
-        except ConnectError:
-            return kind(manager=with_port(address, 0), **options)
+        # A hub that outlives its ranks is found again by its address, at which no other run's hub should ever answer.
+        for port in (MANAGER_PORT, 0) if kind is Hub else (0,):
+            try:
+                return kind(manager=with_port(address, port), **options)
+            except ConnectError:
+                if port == 0:
+                    raise
+        raise AssertionError("the last port has returned or raised")
 
     def _hub_options(self, token: str | None) -> dict[str, Any]:
         """The options of the hub that all ranks use, but for the address of its connection manager."""
@@ -262,9 +269,9 @@ class RunHubs:
         # Of several managers the first shows the way to all of them.
         manager = urlsplit(self.access.url.split(",")[0].strip())
         if wanted is None:
-            # A hub of this host would end with its ranks.
-            may_end = not self.access.job.outlives_ranks and not self.access.job.replicas
-            wanted = may_end and not is_own_address(manager.hostname or "localhost")
+            wanted = not self.access.job.needs_one_site and not is_own_address(
+                manager.hostname or "localhost"
+            )
         self.sums_by_host = bool(wanted)
         if (
             not wanted
@@ -325,6 +332,18 @@ class RunHubs:
 
     def _hub_cores(self) -> int:
         return self._options.hub_cores or min(4, len(os.sched_getaffinity(0)))
+
+
+def _of_launcher(job: JobOptions) -> JobOptions:
+    """What a worker of `paramhub run` may ask of further jobs. The launcher has created the first one, and its hub."""
+    given = [field.name for field in fields(job) if getattr(job, field.name) is not None]
+    late = sorted(set(given) - {"codec", "consistency"})
+    if late:
+        log(
+            f"`paramhub run` has created the first job with its own flags: {', '.join(late)} of init() hold for further jobs at "
+            "most"
+        )
+    return replace(job, checkpoint_every=None, resume=None)
 
 
 def _often(every: str) -> str:

@@ -75,6 +75,7 @@ class RunJobs:
         shared_parameters: str = "never",
         inherits: bool = False,
         is_of_optimizer: bool = False,
+        replaces: bool = False,
         peers: bool = False,
     ) -> _native.Job:
         """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
@@ -86,6 +87,8 @@ class RunJobs:
         ``is_of_optimizer`` says that the parameters are at the hub. The job then has the run's consistency, checkpoints and
         treatment of stragglers, and stays when ranks are lost, if the run asks for it: a later start of the run finds it by its
         name.
+        ``replaces`` says that the job takes the place of one that this rank has left, and which went on from the checkpoint that
+        the run asked for.
         ``shared_parameters`` says whether results are read from one copy for all ranks of the host: ``never``,
         ``where possible`` or ``always``. ``peers`` is for jobs whose layers may be exchanged as factors, from rank to rank.
         """
@@ -104,7 +107,7 @@ class RunJobs:
         reduction = "flat" if is_flat else hub.job.reduction or by_hosts
         stays = is_of_optimizer and hub.job.outlives_ranks
         opening = _Opening(
-            *self._ticket(label, members, rank, inherits, is_of_optimizer, reduction),
+            *self._ticket(label, members, rank, inherits, is_of_optimizer, replaces, reduction),
             rank=rank,
             settings=text,
             shared_parameters=shared_parameters,
@@ -208,13 +211,22 @@ class RunJobs:
         )
 
     def _ticket(
-        self, label: str, members: list[int], rank: int, inherits: bool, is_of_optimizer: bool, reduction: str
+        self,
+        label: str,
+        members: list[int],
+        rank: int,
+        inherits: bool,
+        is_of_optimizer: bool,
+        replaces: bool,
+        reduction: str,
     ) -> tuple[str, str, str]:
         """The job's URL, namespace and secret: from the launcher, from the member that creates the job, or created here."""
         # The launcher chose its job's reduction before the settings were known.
-        fits = reduction != "flat" or not self._hubs.sums_by_host
+        asked, hubs = self._hubs.access.job.reduction, self._hubs
+        fits = reduction != "flat" or asked == "flat" or not (hubs.hosts > 1 or hubs.sums_by_host)
         if self._launcher_ticket is not None and inherits and fits and len(members) == self._size:
             ticket, self._launcher_ticket = self._launcher_ticket, None
+            _taken.append(ticket)
             return ticket
         if rank != 0:
             text = self._store.read(f"job/{label}", f"rank {members[0]} has not created the job for {label}")
@@ -228,6 +240,8 @@ class RunJobs:
         options: dict[str, Any] = hub.job.of_every_job()
         if is_of_optimizer:
             options |= hub.job.of_optimizers_job(len(members))
+        if replaces and "resume" in options:
+            options["resume"] = "auto"
         finds = is_of_optimizer and hub.job.outlives_ranks
         # What a later start is to find has the same name then. Of other jobs another start may still be there.
         is_kept = finds or "checkpoint_every" in options or "resume" in options
@@ -294,10 +308,14 @@ class RunJobs:
                 self._failures.record()
 
 
+_taken: list[tuple[str, str, str]] = []
+"""The launcher's job, once a world of this process has taken it."""
+
+
 def _launcher_ticket() -> tuple[str, str, str] | None:
-    """The job that `paramhub run` has created for this run."""
+    """The job that `paramhub run` has created for this run, unless an earlier world of this process has taken it."""
     values = [os.environ.get(name, "") for name in ("PARAMHUB_URL", "PARAMHUB_JOB", "PARAMHUB_SECRET")]
-    return (values[0], values[1], values[2]) if all(values) else None
+    return (values[0], values[1], values[2]) if all(values) and not _taken else None
 
 
 def _script_name() -> str:

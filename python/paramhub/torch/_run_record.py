@@ -20,6 +20,8 @@ class RunRecord:
 
     def __init__(self, store: dist.Store, world: int) -> None:
         """``store`` is the one in which the ranks meet, and ``world`` the number of this world in its process."""
+        # Worlds that follow one another in a process are not one run to be gone on with.
+        self._suffix = f".{world}" if world > 1 else ""
         self._store: dist.Store | None = None
         if has_agent_store():
             # Prefixes tell one start of the ranks from another.
@@ -54,13 +56,13 @@ class RunRecord:
                     raise MisuseError(
                         f"{source} is {named!r}: give 1 to 48 letters, digits, `.`, `_` and `-`"
                     )
-                return named
+                return named + self._suffix
         if launcher == "slurm" and (job := os.environ.get("SLURM_JOB_ID")):
-            return f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', '0')}"
+            return f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', '0')}{self._suffix}"
         # What was given to torchrun as --rdzv-id. It is `none` if nothing was, and random with --standalone.
         torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "")
         if self.is_kept and torchrun != "none" and _NAME.fullmatch(torchrun):
-            return torchrun
+            return torchrun + self._suffix
         if not self.is_kept:
             return None
         kept = self.read("name")

@@ -150,11 +150,20 @@ class HubOptimizer(BaseOptimizer):
             raise MisuseError(f"codecs names {sorted(unknown)}, which are none of the parameters")
         no_factors = why_no_factors(self._kind, self._clips, reject_non_finite)
         self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, no_factors)
+        if find_unused_parameters and (consistency := self._world.hubs.access.job.consistency) not in (
+            None,
+            "sync",
+        ):
+            raise MisuseError(
+                f"find_unused_parameters waits in each step for every rank, and with consistency={consistency!r} some may not "
+                "come: leave one of the two out"
+            )
         self._has_schemes = scheme != "hub"
         self._finds_unused = find_unused_parameters
         self._resumed_step: int | None = None
         self._program_state: State | None = None
-        self._buffer_sync = BufferSync(self._world, model, self._step) if sync_buffers else None
+        self._syncs_buffers = sync_buffers
+        self._buffer_sync: BufferSync | None = None
         self._step.watch = trace.watch(model)
         self._connect(names, None)
         # If another process of this rank was lost, the other ranks may go on, and have made this exchange before.
@@ -162,7 +171,13 @@ class HubOptimizer(BaseOptimizer):
             _model_checks.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
         _trained_models.add(self)
 
-    def _connect(self, names: dict[int, str], states: Sequence[_optimizer_state.State] | None) -> None:
+    def _connect(
+        self,
+        names: dict[int, str],
+        states: Sequence[_optimizer_state.State] | None,
+        *,
+        replaces: bool = False,
+    ) -> None:
         """Opens the job of the exchanged parameters, and connects them with it."""
         frozen = [
             (names[id(parameter)], parameter) for parameter in self._all() if not parameter.requires_grad
@@ -172,7 +187,9 @@ class HubOptimizer(BaseOptimizer):
             self._exchanges, self._step, self._schemes, self._used_parameters, frozen, clips=self._clips
         )
         self._step.total = len(self._exchanges)
-        self._open_job(states)
+        self._open_job(states, replaces=replaces)
+        if self._syncs_buffers and self._buffer_sync is None:
+            self._buffer_sync = BufferSync(self._world, self._model, self._step)
         self._parameter_hooks = ParameterHooks(self._model, self._exchanges)
         self._released = weakref.finalize(
             self,
@@ -211,10 +228,14 @@ class HubOptimizer(BaseOptimizer):
         return [Exchange(number, *pair, self._step) for number, pair in enumerate(named)]
 
     def _open_job(
-        self, states: Sequence[_optimizer_state.State] | None, former: _native.Job | None = None
+        self,
+        states: Sequence[_optimizer_state.State] | None,
+        former: _native.Job | None = None,
+        *,
+        replaces: bool = False,
     ) -> None:
         """Opens a job with these parameters and hyperparameters, which starts from rank 0's values; or joins the job of
-        ``former`` again, which has gone back to an earlier step."""
+        ``former`` again, which has gone back to an earlier step. ``replaces`` is as for `open_job`."""
         group_of = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
         groups = [group_of[id(exchange.parameter)] for exchange in self._exchanges]
         first, *others = [
@@ -223,7 +244,9 @@ class HubOptimizer(BaseOptimizer):
         ]
         chosen = {"name": self._kind, "hyperparameters": first, "groups": others}
         settings = {**self._settings, **self._schemes.settings, "optimizer": chosen}
-        open_job(self._world, self._exchanges, groups, settings, states, self._codecs, former)
+        open_job(
+            self._world, self._exchanges, groups, settings, states, self._codecs, former, replaces=replaces
+        )
         self._schemes.opened(self._step.job)
         if self._step.job.resumed_step is not None:
             self._resumed_step = self._step.job.resumed_step
@@ -240,6 +263,11 @@ class HubOptimizer(BaseOptimizer):
     def _attach_state(self, state: State) -> None:
         """Has steps wait until the hub has the program's state."""
         self._program_state, self._step.program_state = state, weakref.ref(state)
+
+    @property
+    def _has_averages(self) -> bool:
+        """Returns whether the hub keeps moving averages."""
+        return _optimizer_state.EMA_DECAY in self._names
 
     @property
     def _job(self) -> _native.Job:
@@ -381,7 +409,7 @@ class HubOptimizer(BaseOptimizer):
         """The hub's state after this rank's last step, in the form of torch.optim's optimizer of this kind, which can load it.
         Any rank may call it, between steps."""
         self._refuse_within_step("state_dict()")
-        states = _optimizer_state.pull(self._step.job, self._exchanges)
+        states = _optimizer_state.pull(self._step.job, self._exchanges, has_averages=self._has_averages)
         state_of = {id(e.parameter): state for e, state in zip(self._exchanges, states, strict=True)}
         saved = super().state_dict()
         saved["state"] = {}
@@ -397,18 +425,17 @@ class HubOptimizer(BaseOptimizer):
         with them, load them into a copy of the model: ``model.load_state_dict(averages, strict=False)``. Any rank may call it,
         between steps."""
         self._refuse_within_step("ema_parameters()")
-        averaged = {id(p) for g, p in self._with_groups() if g.get(_optimizer_state.EMA_DECAY)}
-        exchanges = [exchange for exchange in self._exchanges if id(exchange.parameter) in averaged]
-        if not exchanges:
+        if not self._has_averages:
             raise MisuseError("the hub keeps no averages: give HubOptimizer ema_decay, such as 0.999")
-        averages = _optimizer_state.pull_averages(self._step.job, exchanges)
-        return {exchange.name: average for exchange, average in zip(exchanges, averages, strict=True)}
+        averages = _optimizer_state.pull_averages(self._step.job, self._exchanges)
+        return {exchange.name: average for exchange, average in zip(self._exchanges, averages, strict=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a saved state of a HubOptimizer, or of torch.optim's optimizer of this kind, and from the model's
         present parameters: load the model first. Collective; all ranks continue from rank 0's state and parameters. If an
         earlier start of the ranks has called it, too, they continue from what the hubs hold of that (see `resumed_step`)."""
         self._refuse_within_step("load_state_dict()")
+        state_dict = self._with_own_average(state_dict)
         for group, saved in zip_longest(
             self.param_groups, state_dict["param_groups"], fillvalue={"params": ()}
         ):
@@ -418,16 +445,31 @@ class HubOptimizer(BaseOptimizer):
                     "state is another model's, or was grouped otherwise"
                 )
             _hyperparameters.group_hyperparameters(saved, self._names)
+            _hyperparameters.check_decay(self._kind, saved, self._names)
         of = {id(exchange.parameter): exchange for exchange in self._exchanges}
         states = [_optimizer_state.State(0, []) for _ in self._exchanges]
         saved = [(at, group) for group in state_dict["param_groups"] for at in group["params"]]
         for (at, group), parameter in zip(saved, self._all(), strict=True):
             entry, exchange = state_dict["state"].get(at), of.get(id(parameter))
             if entry and exchange is not None:
-                states[exchange.number] = _optimizer_state.from_torch(self._kind, entry, exchange, group)
+                states[exchange.number] = _optimizer_state.from_torch(
+                    self._kind, entry, exchange, group, has_averages=self._has_averages
+                )
         super().load_state_dict({**state_dict, "state": {}})
         self._resumed_step = None
         self._reopen_job(states)
+
+    def _with_own_average(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The saved state, in which groups have this optimizer's ``ema_decay`` if the state was saved without one, and none if
+        this optimizer has none."""
+        name = _optimizer_state.EMA_DECAY
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, own in zip(groups, self.param_groups, strict=False):
+            if not self._has_averages:
+                group.pop(name, None)
+            else:
+                group.setdefault(name, own[name])
+        return {**state_dict, "param_groups": groups}
 
     def broadcast_parameters(self) -> None:
         """Gives rank 0's parameters to the hub and to every rank; the optimizer's state stays. Collective. Call it after code
@@ -439,7 +481,7 @@ class HubOptimizer(BaseOptimizer):
         """The optimizer's state, from which rank 0 opens the next job; None on other ranks."""
         if self._world.rank != 0:
             return None
-        return _optimizer_state.pull(self._step.job, self._exchanges)
+        return _optimizer_state.pull(self._step.job, self._exchanges, has_averages=self._has_averages)
 
     def _reopen_job(self, states: Sequence[_optimizer_state.State] | None) -> None:
         """Closes the job and opens another one, because only a new job accepts initial parameters and state."""
@@ -449,7 +491,7 @@ class HubOptimizer(BaseOptimizer):
         self._world.jobs.close(self._step.job)
         if stage is not None:
             stage.close()
-        self._open_job(states)
+        self._open_job(states, replaces=True)
         if had_checkpoints and not self._step.job.has_checkpoints and self._world.rank == 0:
             log(
                 "the hubs write no more checkpoints: what was loaded or changed is given to another job, which has none"
@@ -570,7 +612,7 @@ class HubOptimizer(BaseOptimizer):
             states = [of.get(exchange.name) or _optimizer_state.State(0, []) for exchange in exchanges]
         self._exchanges = exchanges
         self._schemes = Schemes(self._world, self._model, exchanges, "hub", None, None)
-        self._connect(names, states)
+        self._connect(names, states, replaces=True)
         if self._program_state is not None:
             self._program_state._begin()
 

@@ -27,11 +27,10 @@ pub(super) fn set(command: &mut Command, section: &RunSection) {
     }
 }
 
-fn variables(section: &RunSection) -> [(&'static str, Option<String>); 20] {
+fn variables(section: &RunSection) -> [(&'static str, Option<String>); 19] {
     let (asked, usual) = (options(section), JobOptions::default());
     let run = section.name.clone().filter(|name| is_run_id(name));
     [
-        ("PARAMHUB_JOB_RENDEZVOUS_TIMEOUT", changed(asked.rendezvous_timeout_s, usual.rendezvous_timeout_s)),
         ("PARAMHUB_JOB_DEAD_AFTER", changed(asked.dead_after_s, usual.dead_after_s)),
         ("PARAMHUB_JOB_WEIGHT", changed(asked.weight, usual.weight)),
         ("PARAMHUB_JOB_CONSISTENCY", changed(section.consistency, Consistency::Synchronous)),

@@ -1,9 +1,9 @@
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
-use super::{Optimizer, Step, is_set};
+use super::{Optimizer, Step};
 use crate::dispatch::{Isa, kernel};
 
-/// An optimizer that also keeps an exponential moving average of each parameter, if the extra hyperparameter `ema_decay` is not 0.
+/// An optimizer that also keeps an exponential moving average of each parameter, if the extra hyperparameter `ema_decay` is given.
 ///
 /// With `p` the parameter after the update and `a` the average, which is the last state slot:
 ///
@@ -34,18 +34,16 @@ impl<O: Optimizer> Averaged<O> {
 
 impl<O: Optimizer> Optimizer for Averaged<O> {
     fn state_slots(&self, h: &Hyperparameters) -> usize {
-        self.optimizer.state_slots(h) + usize::from(is_set(h, "ema_decay"))
+        self.optimizer.state_slots(h) + usize::from(h.value("ema_decay").is_some())
     }
 
     fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
         self.optimizer.apply(step, model, sum, state);
-        let Some(decay) = step.hyperparameters.value("ema_decay").filter(|&decay| decay != 0.0) else {
-            return;
-        };
+        let Some(decay) = step.hyperparameters.value("ema_decay") else { return };
         // The last slot is the same one also where another group needs more slots, or this one needs fewer than at first.
         let begin = state.len() - model.len();
         let average = &mut state[begin..];
-        if step.number == 1 {
+        if step.number == 1 || decay == 0.0 {
             average.copy_from_slice(model);
         } else {
             approach(self.isa, (1.0 - decay) as f32, average, model);

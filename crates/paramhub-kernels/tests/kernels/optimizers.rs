@@ -470,7 +470,7 @@ fn reference_lion(step: &Step<'_>, parameter: f32, sum: f32, [momentum, ..]: &mu
 #[test]
 fn averages_follow_the_parameters_beside_any_state() {
     let momentum = Hyperparameters { momentum: 0.9, learning_rate: 0.1, ..Hyperparameters::default() };
-    for decay in [0.9, 0.999] {
+    for decay in [0.0, 0.9, 0.999] {
         let h = momentum.with("ema_decay", decay).unwrap();
         for (isa, len) in Isa::available().flat_map(|isa| lengths().map(move |len| (isa, len))) {
             let optimizer = Averaged::new(Sgd::new()).with_isa(isa);
@@ -487,6 +487,7 @@ fn averages_follow_the_parameters_beside_any_state() {
                 for (average, parameter) in average.iter_mut().zip(&plain) {
                     *average = match number {
                         1 => *parameter,
+                        _ if decay == 0.0 => *parameter,
                         _ => *average + (1.0 - decay) as f32 * (parameter - *average),
                     };
                 }
