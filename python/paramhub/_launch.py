@@ -3,9 +3,11 @@ module."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,11 @@ from types import ModuleType
 from typing import Any
 
 from paramhub.errors import MisuseError, ParamhubError
+
+INTERRUPT_TIMEOUT = 20.0
+"""Seconds that the launcher has after Ctrl-C, for the last checkpoint of its hub and the end of its processes."""
+KILL_TIMEOUT = 5.0
+"""Seconds that it then has to kill them."""
 
 
 def run(
@@ -72,10 +79,48 @@ def run(
     # Only this user can enter the folder, so the pickles in it can be trusted.
     with tempfile.TemporaryDirectory(prefix="paramhub-run-") as name:
         folder = Path(name)
-        (folder / "task").write_bytes(pickle.dumps((sys.path, pickler.__name__, task)))
+        # The modules of this Python are none for another one.
+        path = sys.path if python == sys.executable else []
+        (folder / "task").write_bytes(pickle.dumps((path, pickler.__name__, task)))
         command = [python, "-m", "paramhub", "run", "-n", str(workers), *options, "--"]
-        ended = subprocess.run([*command, python, "-m", "paramhub._launch", name], check=False)
-        return _results(folder, workers, ended.returncode)
+        code = _call([*command, python, "-m", "paramhub._launch", name])
+        return _results(folder, workers, code)
+
+
+def _call(command: Sequence[str]) -> int:
+    """Runs the launcher, and returns its exit code. After Ctrl-C it has time to end its processes, and the run, in order."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # A terminal interrupts the launcher, too, and the second signal would have it kill its processes at once.
+        if not _is_in_foreground():
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(INTERRUPT_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_TIMEOUT)
+        raise
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _is_in_foreground() -> bool:
+    """Returns whether this process belongs to those that its terminal interrupts at Ctrl-C."""
+    try:
+        terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _results(folder: Path, workers: int, code: int) -> list[Any]:
@@ -107,12 +152,14 @@ def _pickler() -> ModuleType:
 def _work(folder: Path) -> int:
     """One process: calls the function, and writes its result, or what it raised."""
     path, pickler_name, task = pickle.loads((folder / "task").read_bytes())
-    sys.path[:] = path
+    sys.path += [each for each in path if each not in sys.path]
     pickler = importlib.import_module(pickler_name)
     try:
         func, args, kwargs = pickler.loads(task)
         outcome = (True, time.time(), pickler.dumps(func(*args, **kwargs)))
-    except BaseException:
+    except BaseException as error:
+        # The interpreter sets it where an exception ends a program: at its exit this rank then waits for no others.
+        sys.last_value = error
         outcome = (False, time.time(), traceback.format_exc())
     # The parent reads whole files only.
     name = f"result-{os.environ['RANK']}"

@@ -1,11 +1,13 @@
 """The gradients of Horovod's operations. Each function takes several tensors, which it exchanges together, and whose
-gradients come back together; a single one is a group of one. Gradients are those of Horovod 0.28, with its factors."""
+gradients come back together; a single one is a group of one. Gradients are those of Horovod 0.28, with its factors. They have no
+gradients themselves, because a backward pass does not record what it exchanges."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from paramhub.errors import MisuseError
 from paramhub.torch import _operations
@@ -26,6 +28,7 @@ class Allreduce(torch.autograd.Function):
         return options.allreduce(tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         op = ctx.options.op
         if op is not Average and op is not Sum:
@@ -40,6 +43,7 @@ class Broadcast(torch.autograd.Function):
         return _operations.broadcast_in_place(copy_of(tensor), root_rank, process_set).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
         process_set = ctx.process_set
         mean = _operations.reduce_in_place(copy_of(gradient), Average, 1.0, 1.0, process_set).wait()
@@ -57,6 +61,7 @@ class Allgather(torch.autograd.Function):
         return tuple(each.wait() for each in pending)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         pending = [
             _operations.reduce_split(gradient.contiguous(), counts, Average, 1.0, ctx.process_set)
@@ -80,6 +85,7 @@ class Alltoall(torch.autograd.Function):
         return received, received_splits
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple[None, None, torch.Tensor]:
         back, _ = _operations.redistribute(gradient, ctx.received_splits, ctx.process_set).wait()
         return None, None, back
@@ -92,6 +98,7 @@ class Reducescatter(torch.autograd.Function):
         return options.reducescatter(tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         options = ctx.options
         if options.op is not Average and options.op is not Sum:

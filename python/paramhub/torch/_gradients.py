@@ -38,7 +38,10 @@ class GradientExchange:
         passes: int,
         sparse_as_dense: bool,
         process_set: ProcessSet = global_process_set,
+        takes_only_sparse: bool = False,
     ) -> None:
+        """``takes_only_sparse`` says that the optimizer takes sparse gradients only, also on a rank whose backward passes have
+        computed none yet."""
         self.passes = passes
         self.steps = 0
         """The number of steps whose gradients this rank has exchanged."""
@@ -89,6 +92,9 @@ class GradientExchange:
         hooks = []
         for number, (name, parameter) in enumerate(trained):
             gradient = _Gradient(name, parameter, number, passes)
+            if sparse_as_dense and takes_only_sparse:
+                # The gradient of an embedding is sparse in its rows.
+                gradient.sparse_dimensions = 1
             self._gradients.append(gradient)
             hook = functools.partial(_on_gradient, this, gradient)
             hooks.append(parameter.register_post_accumulate_grad_hook(hook))

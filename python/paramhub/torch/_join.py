@@ -8,19 +8,22 @@ or a mean.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import queue
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from paramhub.errors import MisuseError
+from paramhub.errors import JobFailedError, MisuseError
 from paramhub.torch._collectives import Group
-from paramhub.torch._rendezvous import explained_store_errors
+from paramhub.torch._rendezvous import LostStoreError, explained_store_errors
 from paramhub.torch._work import Work
 
 if TYPE_CHECKING:
@@ -31,11 +34,22 @@ FIRST_LOOK = 0.05
 """Seconds for which a rank waits for an operation before it looks whether another rank has joined."""
 LOOK_INTERVAL_MAX = 0.5
 """The most seconds between two such looks of one wait."""
+LOOK_PATIENCE = 0.02
+"""Seconds for which a rank awaits what such a look finds, before it waits for the operation again."""
 POLL_INTERVAL_MAX = 0.004
 """The most seconds between two looks of a joined rank for operations to serve."""
+FAILURE_INTERVAL = 0.05
+"""Seconds between two looks for failures of a joined rank that awaits an answer of the store."""
+LEFT_INTERVAL = 0.5
+"""Seconds between two looks of a joined rank for ranks that have left."""
+LOST_STORE_PATIENCE = 2.0
+"""Seconds for which a joined rank without a store waits for the failure that explains it: the process that has ended was
+that of a rank."""
 CALLS_MAX = 1 << 14
 """The number of newest calls that a rank can describe. Only calls that do not need every rank, such as a root's broadcasts,
 can run so far ahead of a rank that does not come."""
+KEYS = "join"
+"""What the keys of joins in the run's store begin with."""
 
 
 class Awaited(Protocol):
@@ -50,12 +64,49 @@ class _Call(NamedTuple):
     description: tuple[Any, ...]
 
 
+class _StoreThread:
+    """Calls functions with a connection of its own to the run's store, one after the other. It does so on a daemon thread,
+    because a call into the store has no end if the store's process has stopped, and Ctrl-C does not interrupt it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        calls: queue.SimpleQueue[_StoreCall | None] = queue.SimpleQueue()
+        self._calls = calls
+        threading.Thread(target=_answer, args=(calls, store), name="paramhub-join", daemon=True).start()
+        weakref.finalize(self, calls.put, None)
+
+    def submit(self, call: Callable[[dist.Store], Any]) -> concurrent.futures.Future[Any]:
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._calls.put(_StoreCall(call, answer))
+        return answer
+
+
+class _StoreCall(NamedTuple):
+    call: Callable[[dist.Store], Any]
+    answer: concurrent.futures.Future[Any]
+
+
+def _answer(calls: queue.SimpleQueue[_StoreCall | None], origin: dist.Store) -> None:
+    store: dist.Store | None = None
+    while (each := calls.get()) is not None:
+        try:
+            if store is None:
+                # Other threads use the connection that is there.
+                store = origin.clone() if hasattr(origin, "clone") else origin
+            each.answer.set_result(each.call(store))
+        except Exception as error:
+            each.answer.set_exception(error)
+        # A call has references to the joins, which end this thread when they are gone.
+        del each
+
+
 class Joins:
     """One rank's part in the joins of its world: what it tells joined ranks, and what it serves when it has joined."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._store: dist.Store | None = None
+        self._store: _StoreThread | None = None
+        self._looking: concurrent.futures.Future[Any] | None = None
+        """The look for joined ranks that is under way."""
         self._group: JoinableGroup | None = None
         self._optimizers: weakref.WeakValueDictionary[str, GradientExchange] = weakref.WeakValueDictionary()
         self._calls: deque[_Call] = deque(maxlen=CALLS_MAX)
@@ -70,7 +121,9 @@ class Joins:
         """The group of all ranks. The first call makes it; every rank makes that call."""
         if self._group is None:
             # A rank that has joined is to make it, too.
-            self._write("group", "")
+            store = self._world.store(KEYS)
+            with explained_store_errors(store, self._world.rank):
+                store.set("group", "")
             self._group = JoinableGroup(self._world.group(), self)
         return self._group
 
@@ -131,46 +184,58 @@ class Joins:
                 raise MisuseError(
                     f"join() between backward and step(): {label}'s gradients are being exchanged: call step() first"
                 )
-        with explained_store_errors(self._shared(), world.rank):
-            return self._join(self._shared(), f"{self._number}/")
+        try:
+            return self._join(f"{KEYS}/{self._number}/")
+        except LostStoreError as lost:
+            raise self._reason(lost) from None
 
-    def _join(self, store: dist.Store, prefix: str) -> int:
+    def _join(self, prefix: str) -> int:
         world = self._world
         # Ranks that have joined before may not have made these calls.
         self._announce_all()
         steps = {label: exchange.steps for label, exchange in self._optimizers.items()}
-        store.set(f"{prefix}rank/{world.rank}", json.dumps([self._number_of_calls(), steps]))
-        store.set(f"{prefix}joined", "")
+        own = json.dumps([self._number_of_calls(), steps])
         last_key = f"{prefix}last"
-        if store.add(f"{prefix}count", 1) == world.size:
-            store.set(last_key, str(world.rank))
+
+        def announce(store: dist.Store) -> None:
+            store.set(f"{prefix}rank/{world.rank}", own)
+            store.set(f"{prefix}joined", "")
+            if store.add(f"{prefix}count", 1) == world.size:
+                store.set(last_key, str(world.rank))
+
+        self._ask(announce)
         served: list[Work] = []
         goal: tuple[int, dict[str, int]] | None = None
         pause = 0.0
+        looked = time.monotonic()
         while goal is None or not self._has_reached(*goal):
-            if goal is None and store.check([last_key]):
-                goal = self._goal(store, prefix)
+            if goal is None and self._check(last_key):
+                goal = self._goal(prefix)
                 continue
-            if self._serve(store, prefix, served):
+            if self._serve(prefix, served):
                 pause = 0.0
                 continue
             served = self._without_ended(served)
+            if goal is None and time.monotonic() - looked > LEFT_INTERVAL:
+                self._ask(lambda store: _check_left(store, prefix, world.rank, world.size))
+                looked = time.monotonic()
             time.sleep(pause)
             pause = min(pause + 0.0005, POLL_INTERVAL_MAX)
         for work in served:
             work.wait()
-        last = int(store.get(last_key))
+        last = int(self._get(last_key))
         self._number += 1
         self._is_known = False
+        self._looking = None
         self._calls.clear()
         self._meetings.clear()
         return last
 
-    def _goal(self, store: dist.Store, prefix: str) -> tuple[int, dict[str, int]]:
+    def _goal(self, prefix: str) -> tuple[int, dict[str, int]]:
         """The number of calls, and of each optimizer's steps, that every rank is to have made at the end."""
         calls, steps = 0, dict.fromkeys(self._optimizers, 0)
         for rank in range(self._world.size):
-            its_calls, its_steps = json.loads(store.get(f"{prefix}rank/{rank}"))
+            its_calls, its_steps = json.loads(self._get(f"{prefix}rank/{rank}"))
             calls = max(calls, its_calls)
             for label in steps:
                 steps[label] = max(steps[label], its_steps.get(label, 0))
@@ -182,29 +247,26 @@ class Joins:
             for label, exchange in self._optimizers.items()
         )
 
-    def _serve(self, store: dist.Store, prefix: str, served: list[Work]) -> bool:
+    def _serve(self, prefix: str, served: list[Work]) -> bool:
         """Makes one call of the others', if there is one that this rank has not made. Returns whether there was."""
-        if self._group is None and store.check(["group"]):
+        if self._group is None and self._check(f"{KEYS}/group"):
             self.group()
         if self._group is not None:
             key = f"{prefix}call/{self._number_of_calls() + 1}"
-            if store.check([key]):
-                rank, description = json.loads(store.get(key))
+            if self._check(key):
+                rank, description = json.loads(self._get(key))
                 served.append(self._group.serve(rank, description))
                 return True
         for label, exchange in list(self._optimizers.items()):
-            if exchange.has_served() and store.check([f"{prefix}step/{label}/{exchange.steps + 1}"]):
+            if exchange.has_served() and self._check(f"{prefix}step/{label}/{exchange.steps + 1}"):
                 exchange.serve()
                 return True
         return False
 
     def _without_ended(self, served: list[Work]) -> list[Work]:
         """Those that have not ended. Raises the error of one that failed, or of the group or an optimizer that did."""
-        if self._group is not None and (failure := self._group.failure()) is not None:
+        if (failure := self._failure()) is not None:
             raise failure
-        for exchange in self._optimizers.values():
-            if (failure := exchange.failure()) is not None:
-                raise failure
         left = []
         for work in served:
             if work.done():
@@ -213,12 +275,36 @@ class Joins:
                 left.append(work)
         return left
 
+    def _failure(self) -> BaseException | None:
+        """Why the group or an optimizer can exchange nothing any more, or None."""
+        if self._group is not None and (failure := self._group.failure()) is not None:
+            return failure
+        failures = (exchange.failure() for exchange in self._optimizers.values())
+        return next((failure for failure in failures if failure is not None), None)
+
+    def _reason(self, lost: LostStoreError) -> BaseException:
+        """The failure by which the store was lost, as far as this rank learns it."""
+        deadline = time.monotonic() + LOST_STORE_PATIENCE
+        while (failure := self._failure()) is None:
+            if time.monotonic() >= deadline:
+                return JobFailedError(str(lost))
+            time.sleep(0.01)
+        return failure
+
     def _look(self) -> None:
         """Looks whether another rank has joined, and if so describes what it has to serve."""
+        key = f"{KEYS}/{self._number}/joined"
         try:
-            self._is_known = self._shared().check([f"{self._number}/joined"])
-        except dist.DistError:
-            # The store may have ended with rank 0. The operations say so themselves.
+            looking = self._looking = self._looking or self._thread().submit(lambda store: store.check([key]))
+            concurrent.futures.wait([looking], LOOK_PATIENCE)
+            if not looking.done():
+                return
+            self._looking = None
+            self._is_known = looking.result()
+        except RuntimeError:
+            # The store may have ended with rank 0, and the operations say so themselves. Or the interpreter ends, and starts
+            # no thread any more.
+            self._looking = None
             return
         if self._is_known:
             self._announce_all()
@@ -232,23 +318,50 @@ class Joins:
 
     def _announce(self, call: _Call) -> None:
         text = json.dumps([self._world.rank, call.description], default=str)
-        self._write(f"{self._number}/call/{call.number}", text)
+        self._tell(f"call/{call.number}", text)
 
     def _announce_step(self, label: str, exchange: GradientExchange) -> None:
-        self._write(f"{self._number}/step/{label}/{exchange.steps + 1}", "")
+        self._tell(f"step/{label}/{exchange.steps + 1}", "")
 
-    def _write(self, key: str, text: str) -> None:
-        store = self._shared()
-        with explained_store_errors(store, self._world.rank):
-            store.set(key, text)
+    def _tell(self, key: str, text: str) -> None:
+        """Writes for joined ranks. If the store is lost, the ranks that wait in it say so."""
+        whole = f"{KEYS}/{self._number}/{key}"
+        self._thread().submit(lambda store: store.set(whole, text))
+
+    def _check(self, key: str) -> bool:
+        return self._ask(lambda store: store.check([key]))
+
+    def _get(self, key: str) -> bytes:
+        return self._ask(lambda store: store.get(key))
+
+    def _ask(self, call: Callable[[dist.Store], Any]) -> Any:
+        """Returns what ``call`` returns. Raises the failure of the group or an optimizer if one comes first."""
+        answer = self._thread().submit(call)
+        while not answer.done():
+            concurrent.futures.wait([answer], FAILURE_INTERVAL)
+            if not answer.done() and (failure := self._failure()) is not None:
+                raise failure
+        with explained_store_errors(self._world.watch_store, self._world.rank):
+            return answer.result()
 
     def _number_of_calls(self) -> int:
         return 0 if self._group is None else self._group.calls()
 
-    def _shared(self) -> dist.Store:
+    def _thread(self) -> _StoreThread:
         if self._store is None:
-            self._store = self._world.store("join")
+            self._store = _StoreThread(self._world.watch_store)
         return self._store
+
+
+def _check_left(store: dist.Store, prefix: str, own: int, size: int) -> None:
+    """Raises JobFailedError if another rank has left the run, which it announces in its `RunStore`, and has not joined."""
+    for rank in range(size):
+        # In this order, because a rank that has joined may leave between the two.
+        if rank != own and store.check([f"left/{rank}"]) and not store.check([f"{prefix}rank/{rank}"]):
+            raise JobFailedError(
+                f"rank {rank} has left without join(), and rank {own} waits for it there: every rank calls join() before it "
+                "ends"
+            )
 
 
 class JoinableWork:

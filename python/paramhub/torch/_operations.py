@@ -19,6 +19,8 @@ from paramhub.torch._work import Work
 DIMENSIONS_MAX = 8
 """The number of dimensions by which ranks compare shapes. All that follow count as one."""
 DESCRIPTION_LENGTH = 3 + DIMENSIONS_MAX
+REFUSED = 2
+"""The first number of a rank's descriptions if the rank does not take part in the operation."""
 
 
 class Pending:
@@ -99,9 +101,9 @@ def reduce_in_place(
 ) -> Pending:
     """Multiplies by ``prescale``, reduces among the ranks, and multiplies by ``postscale``. Integers are rounded towards zero."""
     group = process_set.group()
+    _check_mean(tensor, op)
     _scale(tensor, prescale)
-    # A mesh has no mean of integers.
-    divisor = group.size if op is Average and not _is_inexact(tensor) else 1
+    divisor = _divisor(tensor, op, group.size)
     work = group.allreduce(tensor, Sum.collective if divisor > 1 else op.collective)
     if divisor == 1 and postscale == 1.0:
         return Pending([work], tensor)
@@ -115,16 +117,23 @@ def broadcast_in_place(tensor: torch.Tensor, root_rank: int, process_set: Proces
 
 
 def gather_all(
-    tensors: Sequence[torch.Tensor], process_set: ProcessSet
+    tensors: Sequence[torch.Tensor], process_set: ProcessSet, sparse: torch.Tensor | None = None
 ) -> tuple[list[Pending], list[list[int]]]:
     """Gathers each tensor of all ranks along the first dimension. Returns the handles, and for each tensor each rank's number of
-    rows. Waits for the descriptions of all ranks' tensors.
+    rows. Waits for the descriptions of all ranks' tensors. ``sparse`` is the tensor of which these are the parts, if they are.
 
-    Raises MisuseError, on every rank, if ranks' tensors differ in more than the first dimension.
+    Raises MisuseError, on every rank, if ranks' tensors differ in more than the first dimension, or sparse ones at all.
     """
     group = process_set.group()
     rows = [_as_rows(tensor) for tensor in tensors]
-    described = _exchange_descriptions(group, "allgather", rows)
+    whole = [] if sparse is None else _description(sparse)
+    described = _exchange_descriptions(group, "allgather", rows, whole)
+    for rank, descriptions in zip(group.members, described, strict=True):
+        if descriptions[-1] != described[0][-1]:
+            raise MisuseError(
+                f"sparse_allreduce_async: rank {group.members[0]} has {_text(described[0][-1])}, and rank {rank} "
+                f"{_text(descriptions[-1])}: all ranks give sparse tensors of one type and shape"
+            )
     pending, all_counts = [], []
     for place, tensor in enumerate(rows):
         counts = [descriptions[place][0] for descriptions in described]
@@ -140,12 +149,17 @@ def redistribute(
     """Sends consecutive parts of each rank's rows to the ranks. The result is what has arrived, by rank, and the numbers of
     its rows. Waits for the descriptions of all ranks' tensors. ``splits`` are by default equal.
 
-    Raises MisuseError for wrong splits, and, on every rank, if ranks' tensors differ in more than the first dimension.
+    Raises MisuseError, on every rank, for wrong splits, and if ranks' tensors differ in more than the first dimension.
     """
     group = process_set.group()
     rows = _as_rows(tensor)
-    sent = _checked_splits(rows, splits, group.size)
-    described = _exchange_descriptions(group, "alltoall", [rows], sent)
+    problem: Exception | None = None
+    try:
+        sent = _checked_splits(rows, splits, group.size)
+    except Exception as error:
+        # The others are to know: they would wait for this rank.
+        problem, sent = error, [0] * group.size
+    described = _exchange_descriptions(group, "alltoall", [rows], sent, problem)
     # Behind the one tensor of each rank come its splits.
     received = [descriptions[1][group.rank] for descriptions in described]
     output = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype)
@@ -173,7 +187,8 @@ def reduce_split(
 ) -> Pending:
     """`reduce_parts` with the number of rows of each rank."""
     group = process_set.group()
-    divisor = group.size if op is Average and not _is_inexact(rows) else 1
+    _check_mean(rows, op)
+    divisor = _divisor(rows, op, group.size)
     output = torch.empty((counts[group.rank], *rows.shape[1:]), dtype=rows.dtype)
     collective = Sum.collective if divisor > 1 else op.collective
     work = group.reduce_scatter(output, list(rows.split(counts)), collective)
@@ -189,15 +204,28 @@ def reduce_sparse(tensor: torch.Tensor, op: Reduction, process_set: ProcessSet) 
     if op is not Average and op is not Sum:
         raise MisuseError(f"sparse tensors are reduced by Average or Sum, not by {op!r}")
     sparse = tensor.detach()
-    pending, _ = gather_all([sparse._indices().t().contiguous(), sparse._values()], process_set)
+    pending, _ = gather_all([sparse._indices().t().contiguous(), sparse._values()], process_set, sparse)
     size = process_set.group().size
 
     def assembled() -> torch.Tensor:
         indices, values = (each.wait() for each in pending)
         values = values / size if op is Average else values
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
 
     return PendingSparse([work for each in pending for work in each._works], None, assembled)
+
+
+def _check_mean(tensor: torch.Tensor, op: Reduction) -> None:
+    if op is Average and tensor.dtype is torch.bool:
+        raise MisuseError(
+            "a tensor of torch.bool has no mean: convert it to numbers, for instance by tensor.float(), or use op=Min, Max "
+            "or Sum"
+        )
+
+
+def _divisor(tensor: torch.Tensor, op: Reduction, size: int) -> int:
+    """The number by which a sum is to be divided: a mesh has no mean of integers."""
+    return size if op is Average and not _is_inexact(tensor) else 1
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:
@@ -213,9 +241,9 @@ def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _finished(tensor: torch.Tensor, divisor: int, postscale: float) -> torch.Tensor:
-    """Divides a sum of integers, and multiplies by ``postscale``, in place."""
+    """Divides a sum of integers, and multiplies by ``postscale``, in place. It rounds once, and not the factor before."""
     if divisor > 1 and postscale != 1.0:
-        return _scale(tensor, postscale / divisor)
+        return tensor.copy_(tensor.double() * postscale / divisor)
     if divisor > 1:
         return tensor.copy_(torch.div(tensor, divisor, rounding_mode="trunc"))
     return _scale(tensor, postscale)
@@ -245,20 +273,33 @@ def _checked_splits(rows: torch.Tensor, splits: torch.Tensor | Sequence[int] | N
 
 
 def _exchange_descriptions(
-    group: Group | JoinableGroup, name: str, tensors: Sequence[torch.Tensor], further: Sequence[int] = ()
+    group: Group | JoinableGroup,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    further: Sequence[int] = (),
+    problem: Exception | None = None,
 ) -> list[list[list[int]]]:
     """For each rank the shapes of its tensors, and behind them its ``further`` numbers. Raises MisuseError, on every rank, if
-    a rank has joined, or ranks' tensors differ in more than the first dimension."""
+    a rank has joined, or ranks' tensors differ in more than the first dimension, or a rank has a ``problem``, which that rank
+    raises itself."""
     descriptions = [_description(tensor) for tensor in tensors]
     own = torch.tensor([*(number for each in descriptions for number in each), *further])
+    if problem is not None:
+        own[0] = REFUSED
     gathered = own.new_empty(group.size * len(own))
     group.allgather_single(gathered, own).wait()
+    if problem is not None:
+        raise problem
     found: list[list[list[int]]] = []
     for rank, line in zip(group.members, gathered.view(group.size, -1).tolist(), strict=True):
         if not line[0]:
             raise MisuseError(
                 f"{name}: rank {rank} has called join() and has nothing to give: only allreduce, reducescatter, barrier and "
                 "broadcasts from other ranks go on without it"
+            )
+        if line[0] == REFUSED:
+            raise MisuseError(
+                f"{name}: rank {rank} has refused its arguments, and says there what is wrong with them"
             )
         ends = range(0, DESCRIPTION_LENGTH * len(tensors), DESCRIPTION_LENGTH)
         found.append([line[begin : begin + DESCRIPTION_LENGTH] for begin in ends] + [line[ends.stop :]])

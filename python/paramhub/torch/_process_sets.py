@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paramhub.errors import MisuseError
 from paramhub.torch import _initialization
@@ -80,6 +80,14 @@ class ProcessSet:
                 f"rank {_initialization.rank()} is not in {self}: only the set's ranks call its operations"
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        # A model that is copied goes on using the same set, whose connections have no copy.
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # Another process adds the set to its own ranks before it uses it.
+        return ProcessSet, (self.ranks,)
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
@@ -101,6 +109,9 @@ class _GlobalProcessSet(ProcessSet):
 
     def size(self) -> int:
         return _initialization.size()
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
 
     def group(self) -> JoinableGroup:
         return _initialization.world().joins.group()

@@ -90,6 +90,7 @@ def DistributedOptimizer(
         backward_passes_per_step,
         sparse_as_dense,
         process_set,
+        takes_only_sparse=isinstance(optimizer, torch.optim.SparseAdam),
     )
     kind = type(optimizer)
     # An earlier scheduler has set `step` on the object to count the calls. That attribute would hide the subclass's step.

@@ -43,8 +43,9 @@ def allreduce(
     """The mean of all ranks' tensors, or their reduction by ``op``, as a new tensor.
 
     ``average`` is the old argument for ``op=Average`` or ``op=Sum``. Tensors are multiplied by ``prescale_factor`` before,
-    and the result by ``postscale_factor``. Means and products of integers are rounded towards zero. ``compression`` is the
-    type in which floats are sent. Backward reduces the gradient in the same way; only Average and Sum have one.
+    and the result by ``postscale_factor``. Means and products of integers are rounded towards zero; a tensor of bools has no
+    mean, and raises MisuseError. ``compression`` is the type in which floats are sent. Backward reduces the gradient in the
+    same way; only Average and Sum have one. No operation has a second derivative.
     """
     op = check_reduction(average, op)
     compressed, dtype = compression.compress(tensor)
@@ -106,7 +107,8 @@ def sparse_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> PendingSparse:
     """The mean or sum of sparse tensors, as a sparse tensor that is not coalesced. The handle is called for the result, or
-    given to `synchronize`. Waits until all ranks have sent the sizes of their tensors."""
+    given to `synchronize`. Waits until all ranks have sent the sizes of their tensors. Raises MisuseError, on every rank, if
+    their types or shapes differ."""
     return _operations.reduce_sparse(tensor, check_reduction(None, op), process_set)
 
 
@@ -181,8 +183,8 @@ def alltoall(
     have arrived, by rank. If splits are given, it also returns the number of rows that have come from each rank. Without
     splits the parts are equal.
 
-    Raises MisuseError if the splits do not add up to the rows, and, on every rank, if ranks' tensors differ in more than the
-    first dimension. Backward sends the gradients back.
+    Raises MisuseError, on every rank, if the splits of one do not add up to its rows, or ranks' tensors differ in more than
+    the first dimension. Backward sends the gradients back.
     """
     if _autograd.needs_gradient(tensor):
         received, received_splits = _autograd.Alltoall.apply(splits, process_set, tensor)
@@ -254,6 +256,6 @@ def join(device: int = -1) -> int:
     other ranks. Other operations raise MisuseError on the ranks that call them. Operations of process sets are not served, nor
     are steps of a `HubOptimizer`. ``device`` is accepted for compatibility with Horovod.
 
-    Raises MisuseError between backward and ``step()``, and JobFailedError when another rank has died.
+    Raises MisuseError between backward and ``step()``, and JobFailedError when another rank has died or has left without joining.
     """
     return world().joins.join()

@@ -15,6 +15,9 @@ from paramhub.torch._initialization import world
 from paramhub.torch._operations import root_in
 from paramhub.torch._process_sets import ProcessSet, global_process_set
 
+UNPICKLABLE = -1
+"""What a rank sends as the length of an object that cannot be pickled."""
+
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
@@ -75,15 +78,18 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank ``root_rank``'s object, pickled there and unpickled at every other rank of ``process_set``."""
+    """Rank ``root_rank``'s object, pickled there and unpickled at every other rank of ``process_set``. Raises MisuseError, on
+    every rank, if it cannot be pickled."""
     root_in(process_set, root_rank)
     is_root = world().rank == root_rank
-    content = _bytes_of(obj) if is_root else None
+    content, problem = _pickled(obj if is_root else None)
     length = functions.broadcast_(
-        torch.tensor([0 if content is None else content.numel()]), root_rank, process_set=process_set
+        torch.tensor([UNPICKLABLE if problem else content.numel()]), root_rank, process_set=process_set
     )
+    if length.item() == UNPICKLABLE:
+        raise _not_pickled("broadcast_object", root_rank, problem) from problem
     received = functions.broadcast_(
-        content if content is not None else torch.empty(int(length.item()), dtype=torch.uint8),
+        content if is_root else torch.empty(int(length.item()), dtype=torch.uint8),
         root_rank,
         process_set=process_set,
     )
@@ -93,15 +99,28 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks of ``process_set``, by rank."""
-    content = _bytes_of(obj)
-    lengths = functions.allgather(torch.tensor([content.numel()]), process_set=process_set)
+    """The objects of all ranks of ``process_set``, by rank. Raises MisuseError, on every rank, if one cannot be pickled."""
+    content, problem = _pickled(obj)
+    own = torch.tensor([UNPICKLABLE if problem else content.numel()])
+    lengths = functions.allgather(own, process_set=process_set).tolist()
+    if UNPICKLABLE in lengths:
+        rank = process_set.ranks[lengths.index(UNPICKLABLE)]
+        raise _not_pickled("allgather_object", rank, problem) from problem
     everything = functions.allgather(content, process_set=process_set)
-    return [pickle.loads(part.numpy().tobytes()) for part in everything.split(lengths.tolist())]
+    return [pickle.loads(part.numpy().tobytes()) for part in everything.split(lengths)]
 
 
-def _bytes_of(obj: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+def _pickled(obj: Any) -> tuple[torch.Tensor, Exception | None]:
+    """The bytes of an object, or none and why it cannot be pickled. The other ranks are to know: they would wait for them."""
+    try:
+        return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8), None
+    except Exception as error:
+        return torch.empty(0, dtype=torch.uint8), error
+
+
+def _not_pickled(name: str, rank: int, problem: Exception | None) -> MisuseError:
+    reason = "" if problem is None else f": {problem}"
+    return MisuseError(f"{name}: the object of rank {rank} cannot be pickled{reason}")
 
 
 def _pairs(params: Any) -> list[tuple[str, Any]]:

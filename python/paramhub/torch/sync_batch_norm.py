@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from paramhub.errors import MisuseError
@@ -20,7 +21,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     batch.
 
     In training each forward and each backward pass is an operation that all ranks of ``process_set`` call in the same order. The
-    gradients of weight and bias are those of this rank's batch, which a `DistributedOptimizer` averages as all others.
+    gradients of weight and bias are those of this rank's batch, which a `DistributedOptimizer` averages as all others. There are
+    no second derivatives.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class _Normalise(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         centred, scale, weight = ctx.saved_tensors
         dtype = gradient.dtype

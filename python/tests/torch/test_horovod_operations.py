@@ -28,6 +28,8 @@ def scaled_and_grouped(rank: Rank) -> None:
     integers = torch.tensor([3, -3])
     assert hvd.allreduce(integers, op=hvd.Sum, prescale_factor=0.5).tolist() == [hvd.size(), -hvd.size()]
     assert hvd.allreduce(integers, postscale_factor=0.5).tolist() == [1, -1]
+    # A mean is rounded once: a third times three would be less than one.
+    assert hvd.allreduce(torch.tensor(7), postscale_factor=3.0).item() == 21
     half = hvd.allreduce(torch.full((2,), 0.1).half(), op=hvd.Sum, prescale_factor=3.0)
     assert torch.equal(half, (torch.full((2,), 0.1).half() * 3.0) * hvd.size())
 
@@ -127,6 +129,11 @@ def gradients(rank: Rank) -> None:
         # The ranks use different results, and yet agree on what to exchange.
         ((first if rank.rank else first + second) * (rank.rank + 1.0)).sum().backward()
         assert one.grad.tolist() == expected, function
+    once = torch.ones(size, requires_grad=True)
+    squared = hvd.allreduce(once, op=hvd.Sum).square().sum()
+    (first,) = torch.autograd.grad(squared, once, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
     with pytest.raises(paramhub.MisuseError, match="no gradient"):
         gradient_of(lambda t: hvd.reducescatter(t, op=hvd.Max))
 
@@ -148,12 +155,18 @@ def refusals(rank: Rank) -> dict[str, str]:
     refused("scalar", lambda: hvd.reducescatter(torch.tensor(1.0)))
     refused("equal", lambda: hvd.alltoall(torch.ones(size + 1)))
     refused("sum", lambda: hvd.alltoall(torch.ones(2), [1] * size))
+    refused("one rank's sum", lambda: hvd.alltoall(torch.ones(size), [1] * (size - odd)))
+    refused("one rank's object", lambda: hvd.allgather_object((lambda: 1) if odd else 1))
+    refused("root's object", lambda: hvd.broadcast_object((lambda: 1) if odd else 1, 1))
     refused("floats", lambda: hvd.alltoall(torch.ones(size), torch.ones(size)))
     refused("shape", lambda: hvd.alltoall(torch.ones(size, 2 + odd)))
     refused("type", lambda: hvd.allgather(torch.ones(2, dtype=torch.int32 if odd else torch.float32)))
     refused("dimensions", lambda: hvd.grouped_allgather([torch.ones(1), torch.ones([2] * (2 + odd))]))
     refused("dense", lambda: hvd.sparse_allreduce_async(torch.ones(2)))
     refused("sparse", lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), op=hvd.Min))
+    refused("sparse shape", lambda: hvd.sparse_allreduce_async(torch.ones(2 + odd, 2).to_sparse(1)))
+    refused("bools", lambda: hvd.allreduce(torch.tensor(True)))
+    refused("bools in parts", lambda: hvd.reducescatter(torch.ones(size, dtype=torch.bool)))
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     # An allreduce is not described beforehand: it fails on every rank, and the group with it.
     with pytest.raises(hvd.HorovodInternalError) as error:
@@ -175,15 +188,25 @@ def test_results_gradients_and_refusals(team: Team) -> None:
         "scalar": "a scalar has no rows",
         "equal": "4 rows are not 3 equal parts, one for each rank: give it splits",
         "sum": "2 rows cannot be split into [1, 1, 1] for 3 ranks",
+        "one rank's object": "allgather_object: the object of rank 1 cannot be pickled",
+        "root's object": "broadcast_object: the object of rank 1 cannot be pickled",
         "floats": "whole numbers of rows, one for each rank, not torch.float32",
         "shape": "rank 0 has torch.float32 of shape [3, 2], and rank 1 torch.float32 of shape [3, 3]",
         "type": "rank 0 has torch.float32 of shape [2], and rank 1 torch.int32 of shape [2]",
         "dimensions": "rank 0 has torch.float32 of shape [2, 2], and rank 1 torch.float32 of shape [2, 2, 2]",
         "dense": "takes a sparse COO tensor",
         "sparse": "by Average or Sum, not by paramhub.torch.Min",
+        "sparse shape": "rank 0 has torch.float32 of shape [2, 2], and rank 1 torch.float32 of shape [3, 2]",
+        "bools": "a tensor of torch.bool has no mean",
+        "bools in parts": "a tensor of torch.bool has no mean",
         "lengths": "allreduce(average of f32, 12 bytes) at rank 1",
     }
-    for messages in team(everything, ranks=3):
+    for rank, messages in enumerate(team(everything, ranks=3)):
+        expected["one rank's sum"] = (
+            "3 rows cannot be split into [1, 1] for 3 ranks"
+            if rank == 1
+            else "alltoall: rank 1 has refused its arguments"
+        )
         assert messages.keys() == expected.keys()
         for name, part in expected.items():
             assert part in messages[name], (name, messages[name])

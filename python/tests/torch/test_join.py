@@ -92,7 +92,48 @@ def dying(rank: Rank) -> str:
     rank.mark("joins")
     with pytest.raises(paramhub.JobFailedError) as error:
         hvd.join()
+    if rank.rank == 0:
+        # It has the store, in which rank 2 may still be waiting.
+        rank.await_mark("told")
+    rank.mark("told")
     return str(error.value)
+
+
+def losing_the_store(rank: Rank, dies: bool) -> None:
+    """Rank 0, which has the store, dies or stops while one rank has joined and another one waits for an operation."""
+    import paramhub
+    import paramhub.torch as hvd
+
+    hvd.init(dead_after=2.0)
+    hvd.allreduce(torch.ones(1))
+    if rank.rank == 0:
+        (rank.folder / "process").write_text(str(os.getpid()))
+        rank.mark("ready")
+        # The others look into the store by then.
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL if dies else signal.SIGSTOP)
+    rank.await_mark("ready")
+    try:
+        with pytest.raises(paramhub.JobFailedError):
+            hvd.join() if rank.rank == 1 else hvd.allreduce(torch.ones(1))
+    finally:
+        if not dies:
+            rank.mark(f"told-{rank.rank}")
+            if rank.rank == 1:
+                rank.await_mark("told-2")
+                os.kill(int((rank.folder / "process").read_text()), signal.SIGKILL)
+
+
+def leaving(rank: Rank) -> None:
+    """Rank 1 ends without joining."""
+    import paramhub
+    import paramhub.torch as hvd
+
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    if rank.rank == 0:
+        with pytest.raises(paramhub.JobFailedError, match=r"rank 1 has left without join\(\)"):
+            hvd.join()
 
 
 def giving(rank: Rank) -> str:
@@ -114,3 +155,9 @@ def test_a_joined_rank_notices_failures(team: Team) -> None:
     assert isinstance(told[1], Died) and "rank 1" in told[0] and "rank 1" in told[2], told
     for message in team(giving, ranks=2):
         assert "rank 0 has called join(), and rank 1 called broadcast with rank 0 as root" in message
+
+
+def test_a_joined_rank_does_not_wait_for_a_lost_store_or_a_rank_that_has_left(team: Team) -> None:
+    assert isinstance(team(losing_the_store, True, ranks=3, dies=[0])[0], Died)
+    assert isinstance(team(losing_the_store, False, ranks=3, dies=[0])[0], Died)
+    team(leaving, ranks=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +42,12 @@ def sets(rank: Rank) -> dict[str, str]:
     refused("ranks disagree", lambda: hvd.add_process_set([rank.rank, (rank.rank + 1) % 3]))
     later = hvd.add_process_set(hvd.ProcessSet(range(1, 3)))
     assert later.included() == (rank.rank > 0) and later.process_set_id == 3
+
+    assert copy.deepcopy(later) is later and copy.deepcopy([hvd.global_process_set]) == [
+        hvd.global_process_set
+    ]
+    sent = pickle.loads(pickle.dumps([later, hvd.global_process_set]))
+    assert sent[0].ranks == [1, 2] and sent[0].size() is None and sent[1] is hvd.global_process_set
 
     refused("unused", lambda: hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0, 1])))
     if rank.rank == 0:

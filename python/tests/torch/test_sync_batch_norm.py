@@ -62,6 +62,10 @@ def normalised(rank: Rank) -> None:
     half = hvd.SyncBatchNorm(2).bfloat16()
     assert double(torch.randn(2, 2).double()).dtype == torch.float64
     assert half(torch.randn(2, 2).bfloat16()).dtype == torch.bfloat16
+    own = torch.randn(2, 2, requires_grad=True)
+    (first,) = torch.autograd.grad(hvd.SyncBatchNorm(2)(own).square().sum(), own, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
     with pytest.raises(paramhub.MisuseError, match=r"not of shape \[3\]"):
         double(torch.ones(3))
     if pair.included():
