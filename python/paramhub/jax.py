@@ -187,11 +187,15 @@ class _Ranks:
         def check() -> None:
             handle.wait()
             if not numpy.allclose(means, own, rtol=0, atol=0.1):
-                raise MisuseError(
+                reason = (
                     f"job `{self.job.name}`, rank {self.job.rank}: the ranks differ in what they exchange. This rank calls "
                     f"{operation} with {len(forms)} leaves, {forms[:3]}{' and so on' if len(forms) > 3 else ''}: all ranks make "
                     "the same calls, with trees of the same names, shapes and types"
                 )
+                # The ranks have filled different slots, so that later means would be of values that do not belong together.
+                for slots in self._slots.values():
+                    slots.fail(reason)
+                raise MisuseError(reason)
 
         return check
 
@@ -232,10 +236,14 @@ def _placed(values: numpy.ndarray, leaf: Any) -> Any:
     """Values as an array like the leaf."""
     if not isinstance(leaf, jax.Array):
         return values if isinstance(leaf, numpy.ndarray) else values[()]
+    placed: Any = values
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(values, impl=jax.random.key_impl(leaf))
-        return jax.device_put(key, leaf.sharding)
-    return jax.device_put(values, leaf.sharding)
+        placed = jax.random.wrap_key_data(values, impl=jax.random.key_impl(leaf))
+    if leaf.committed:
+        return jax.device_put(placed, leaf.sharding)
+    # A sharding would commit the array, and JAX refuses to compute with arrays that are committed to different devices.
+    with jax.default_device(next(iter(leaf.devices()))):
+        return jax.device_put(placed)
 
 
 def _name(path: Any) -> str:

@@ -18,6 +18,7 @@ docs/mxnet.md says what is supported.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -72,3 +73,6 @@ def _at_exit() -> None:
 
 _register()
 atexit.register(_at_exit)
+# At a fork MXNet joins its engine's threads, while the forking thread holds the GIL. A thread that waits for an exchange needs
+# the GIL to end, so all exchanges end before.
+os.register_at_fork(before=mx.nd.waitall)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,9 @@ from paramhub._keys import Key, Keys, grouped
 from paramhub.errors import MisuseError
 from paramhub.mxnet import _engine
 from paramhub.mxnet._optimizers import HubOptimizer
+
+GIVEN_UP_INTERVAL = 1.0
+"""Seconds between two looks whether the store of an exchange was given up."""
 
 
 class Store(KVStoreBase):
@@ -99,8 +103,10 @@ class Store(KVStoreBase):
         Raises MisuseError if the hub cannot make the same updates.
         """
         self._raise_failure()
-        if self._has_pushed:
-            raise self._wrong("the optimizer is chosen before the first push")
+        if self._has_begun:
+            raise self._wrong(
+                "the optimizer is chosen before the first push, and before save_optimizer_states, which has it begin"
+            )
         self._optimizer = self._at_hub(optimizer)
         self._restored = {}
 
@@ -136,8 +142,11 @@ class Store(KVStoreBase):
         Python's pickle: load only files that you trust."""
         self._raise_failure()
         self._chosen()
-        if self._has_pushed:
-            raise self._wrong("the optimizer's states are loaded before the first push")
+        if self._has_begun:
+            raise self._wrong(
+                "the optimizer's states are loaded before the first push, and before save_optimizer_states, which has the "
+                "optimizer begin"
+            )
         with open(fname, "rb") as file:
             loaded = pickle.loads(file.read())
         states, optimizer = loaded if isinstance(loaded, tuple) else (loaded, None)
@@ -194,7 +203,12 @@ class Store(KVStoreBase):
 
         def wait() -> None:
             try:
-                handle.wait()
+                # A store that is given up at the program's end may leave exchanges that never end.
+                while not handle.done() and self._kv in paramhub.kvstore._open:
+                    with contextlib.suppress(TimeoutError):
+                        handle.wait(GIVEN_UP_INTERVAL)
+                if handle.done():
+                    handle.wait()
             except BaseException as failure:
                 self._failure = self._failure or failure
 
@@ -213,6 +227,11 @@ class Store(KVStoreBase):
         self._begin()
         self._has_pushed = True
         scale, changed = self._optimizer.next(name)
+        if scale != 1.0 and self._forms[name][1] == numpy.float16:
+            raise self._wrong(
+                f"key {name!r}: its gradients are of float16 and would be multiplied by {scale:g} before the push, where they "
+                "can overflow or become zero. Use float32 parameters, or `update_on_kvstore=False`"
+            )
         if changed:
             self._kv.set_hyperparameters(**changed)
         return scale
@@ -227,6 +246,11 @@ class Store(KVStoreBase):
         for name, state in self._restored.items():
             self._kv.set_optimizer_state(name, *optimizer.from_mxnet(name, state))
         self._restored = {}
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the store has taken its optimizer and the states, or goes without one."""
+        return self._has_pushed or (self._optimizer is not None and self._optimizer.has_begun)
 
     def _chosen(self) -> HubOptimizer:
         if self._optimizer is None:

@@ -128,6 +128,33 @@ def means(rank: Rank, ticket: paramhub.JobTicket) -> None:
     assert hub.mean({}) == {}
 
 
+def placements(rank: Rank, ticket: paramhub.JobTicket) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    hub = join(rank, ticket)
+    first, second = jax.devices()
+    with jax.default_device(second):
+        free = jnp.ones(3)
+    keys = jax.random.key(1)
+    tree = {"free": free, "fixed": jax.device_put(jnp.ones(3), second), "default": jnp.ones(3)}
+    for found in (
+        hub.mean(tree),
+        hub.broadcast({**tree, "key": keys, "fixed key": jax.device_put(keys, second)}),
+    ):
+        assert found["fixed"].committed and not found["free"].committed and not found["default"].committed
+        assert found["fixed"].devices() == found["free"].devices() == {second}
+        assert found["default"].devices() == {first}
+        # JAX refuses to compute with arrays that are committed to different devices.
+        assert (found["fixed"] + found["default"]).devices() == {second}
+    assert found["fixed key"].committed and not found["key"].committed
+
+
+def test_only_committed_arrays_are_committed_afterwards(hub: paramhub.Hub, team: Team) -> None:
+    two_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    team(placements, new_job(hub, RANKS), ranks=RANKS, env=two_devices)
+
+
 def test_means_keep_the_tree_and_the_types(hub: paramhub.Hub, team: Team) -> None:
     team(means, new_job(hub, 3), ranks=3)
 
@@ -193,6 +220,10 @@ def refusals(rank: Rank, ticket: paramhub.JobTicket) -> None:
         paramhub.MisuseError, match=rf"rank {rank.rank}: the ranks differ in what they exchange"
     ):
         hub.mean({"w": jnp.ones(2 + rank.rank)})
+    # The ranks have filled different slots, so that no later mean can be right.
+    for call in (hub.mean, hub.broadcast):
+        with pytest.raises(paramhub.ParamhubError, match="the ranks differ in what they exchange"):
+            call(jnp.ones(2))
 
 
 def test_what_cannot_be_exchanged_is_refused(hub: paramhub.Hub, team: Team) -> None:

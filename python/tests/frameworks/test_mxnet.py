@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -381,6 +383,26 @@ def refusals(rank: Rank, tickets: dict[str, paramhub.JobTicket]) -> None:
     with pytest.raises(paramhub.MisuseError, match="loaded before the first push"):
         kv.load_optimizer_states("states")
     kv.leave()
+    kv = open_store(tickets["begun"])
+    kv.init(["w", "half"], [mx.nd.ones(3), mx.nd.ones(3, dtype="float16")])
+    optimizer = made("sgd", momentum=0.9, param_idx2name={"w": "w", "half": "half"})
+    kv.set_optimizer(optimizer)
+    with pytest.raises(
+        paramhub.MisuseError, match="key 'half': the states of float16 parameters are not saved"
+    ):
+        kv.save_optimizer_states("states")
+    # The optimizer has begun at the hub, although nothing was pushed.
+    for call in (lambda: kv.load_optimizer_states("states"), lambda: kv.set_optimizer(optimizer)):
+        with pytest.raises(paramhub.MisuseError, match="before save_optimizer_states, which has"):
+            call()
+    kv.push(["w", "half"], [mx.nd.ones(3), mx.nd.ones(3, dtype="float16")])
+    optimizer.set_learning_rate(optimizer.lr / 2)
+    kv.push("w", mx.nd.ones(3))
+    with pytest.raises(
+        paramhub.MisuseError, match=r"key 'half': .* of float16 and would be multiplied by 0\.5"
+    ):
+        kv.push("half", mx.nd.ones(3, dtype="float16"))
+    kv.leave()
     kv = open_store(tickets["asynchronous"], "paramhub_async")
     for optimizer in (made("adam"), made("sgd", lr_scheduler=falling(0.1))):
         with pytest.raises(paramhub.MisuseError, match="follow the count of updates"):
@@ -389,7 +411,7 @@ def refusals(rank: Rank, tickets: dict[str, paramhub.JobTicket]) -> None:
 
 
 def test_what_is_not_equal_is_refused(hub: paramhub.Hub, team: Team) -> None:
-    team(refusals, {"synchronous": new_job(hub, 1), "asynchronous": new_job(hub, 1)}, ranks=1)
+    team(refusals, {name: new_job(hub, 1) for name in ("synchronous", "begun", "asynchronous")}, ranks=1)
 
 
 def loses_a_rank(rank: Rank, ticket: paramhub.JobTicket) -> str:
@@ -414,6 +436,65 @@ def test_a_lost_rank_is_named_by_the_next_call(hub: paramhub.Hub, team: Team) ->
     message, died = team(loses_a_rank, new_job(hub, RANKS), ranks=RANKS, dies=[1])
     assert "rank 1" in message, message
     assert died == Died(3)
+
+
+def forks(rank: Rank, ticket: paramhub.JobTicket) -> None:
+    import mxnet as mx
+
+    kv = open_store(ticket)
+    kv.init("w", mx.nd.zeros(3))
+    out = mx.nd.zeros(3)
+    if rank.rank == 1:
+        rank.await_mark("pushed")
+        # The other rank should be in its fork by then.
+        time.sleep(0.5)
+    kv.pushpull("w", mx.nd.ones(3), out=out)
+    if rank.rank == 0:
+        rank.mark("pushed")
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert (out.asnumpy() == RANKS).all()
+    # The engine goes on in the parent.
+    kv.pushpull("w", mx.nd.ones(3) * 2, out=out)
+    assert (out.asnumpy() == 2 * RANKS).all()
+
+
+def test_a_process_forks_while_an_exchange_is_under_way(hub: paramhub.Hub, team: Team) -> None:
+    team(forks, new_job(hub, RANKS), ranks=RANKS)
+
+
+NEVER_ANSWERED = """
+import atexit, os, pathlib, time
+
+ended = pathlib.Path(os.environ["TEST_ENDED"])
+# It runs after paramhub.mxnet has waited for the engine.
+atexit.register(ended.touch)
+
+import mxnet as mx
+import paramhub.kvstore, paramhub.mxnet
+
+paramhub.kvstore.EXIT_TIMEOUT = 0.2
+store = mx.kv.create("paramhub")
+store.init("w", mx.nd.zeros(3))
+out = mx.nd.zeros(3)
+store.pushpull("w", mx.nd.ones(3), out=out)
+out.wait_to_read()
+if store.rank == 1:
+    while not ended.exists():
+        time.sleep(0.01)
+    os._exit(0)
+store.pushpull("w", mx.nd.ones(3), out=out)
+"""
+
+
+def test_a_program_ends_although_an_exchange_does_not(
+    hub: paramhub.Hub, launch: Callable[..., Ended], tmp_path: Path
+) -> None:
+    run = (*PARAMHUB, "run", "-n", "2", "--hub", hub.url, "--", PYTHON, "-c", NEVER_ANSWERED)
+    code, output = launch(*run, env={"TEST_ENDED": str(tmp_path / "ended")})
+    assert "could not be left" in output, (code, output)
 
 
 PROGRAM = """

@@ -74,7 +74,7 @@ pub(crate) fn make(parts: &[Part]) -> Result<(), Failure> {
 #[derive(Debug)]
 struct Source {
     commit: String,
-    /// Whether files differ from the commit's.
+    /// Whether files differ from the commit's, or are not in it.
     is_changed: bool,
     /// When it was committed, in seconds since 1970: the time of all files in archives, so that they are the same each time.
     seconds: String,
@@ -97,7 +97,14 @@ impl Source {
             (Some(name), Some(address)) => format!("{name} <{address}>"),
             _ => author.to_owned(),
         };
-        let is_changed = !Invocation::parse("git diff --quiet HEAD").succeeds();
+        // Files that git does not know count, too: maturin would take them into the wheel.
+        let changes = Invocation::parse("git status --porcelain").output();
+        let changes =
+            changes.ok_or_else(|| failure("git does not say which files differ from the commit"))?;
+        let is_changed = !changes.is_empty();
+        if is_changed {
+            println!("not committed, by `git status --porcelain`:\n{changes}");
+        }
         let [commit, seconds, date] = [commit, seconds, date].map(str::to_owned);
         Ok(Self { commit, is_changed, seconds, date, maintainer })
     }
@@ -105,7 +112,7 @@ impl Source {
 
 impl std::fmt::Display for Source {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let changed = if self.is_changed { ", with changes that are not committed" } else { "" };
+        let changed = if self.is_changed { ", with changes or new files that are not committed" } else { "" };
         write!(f, "paramhub {VERSION} of commit {}{changed}", self.commit)
     }
 }

@@ -133,22 +133,22 @@ impl HubStore {
         let job = Arc::new(member.init(settings)?);
         restore_state(&job, std::mem::take(&mut state.restored))?;
         if job.settings().has_parameters() {
-            self.initialise_parameters(&job, &state.order)?;
+            self.exchange_parameters(&job, &state.order)?;
         }
         state.job = Some(Arc::clone(&job));
         Ok(job)
     }
 
     /// Sets the hub's parameters to the initial values. All ranks have these values already, so rank 0 sends
-    /// them and the others pull.
-    fn initialise_parameters(&self, job: &Job, entries: &[Arc<HubEntry>]) -> Result<(), StoreError> {
+    /// them and the others pull. In a job that goes on from a checkpoint all ranks pull, and get the checkpoint's.
+    fn exchange_parameters(&self, job: &Job, entries: &[Arc<HubEntry>]) -> Result<(), StoreError> {
         let mut handles = Vec::with_capacity(entries.len());
         for entry in entries {
             self.engine.wait_to_mutate(entry.buffer.variable())?;
             entry.withdraw();
-            let request = match job.rank() {
-                0 => RegionRequest::Initialise(entry.memory.lend_to_send(), 0),
-                _ => RegionRequest::Pull(entry.memory.lend()),
+            let request = match sends_beginning(job) {
+                true => RegionRequest::Initialise(entry.memory.lend_to_send(), 0),
+                false => RegionRequest::Pull(entry.memory.lend()),
             };
             handles.push(job.submit(entry.number, request)?);
         }
@@ -161,6 +161,13 @@ impl HubStore {
 
     fn state(&self) -> MutexGuard<'_, HubStoreState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl HubStoreState {
+    fn check_has_optimizer(&self) -> Result<(), StoreError> {
+        let optimizer = self.optimizer.as_ref().map(drop);
+        optimizer.ok_or(StoreError::Sequence(super::entry_table::NO_OPTIMIZER))
     }
 }
 
@@ -297,7 +304,12 @@ impl KvStore for HubStore {
             // A step counts from the moment its push begins, so every push must have left the engine's queue.
             self.engine.wait_for_all()?;
             if job.rank() == 0 || job.loses_workers() {
-                job.set_hyperparameters(job.next_step(0)?, &hyperparameters)?;
+                // Keys may be pushed unequally often. A change from a step that a key has made already holds from its next
+                // step on, so that the earliest next step is the right one for all keys.
+                let steps = state.order.iter().map(|entry| job.next_step(entry.number));
+                let steps = steps.collect::<Result<Vec<_>, _>>()?;
+                let first_step = steps.into_iter().min().unwrap_or_default();
+                job.set_hyperparameters(first_step, &hyperparameters)?;
             }
         }
         Ok(())
@@ -305,6 +317,7 @@ impl KvStore for HubStore {
 
     fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError> {
         let entry = self.entry_of(key)?;
+        self.state().check_has_optimizer()?;
         self.engine.wait_for_all()?;
         let job = self.job()?;
         let mut state = OptimizerState::default();
@@ -323,6 +336,7 @@ impl KvStore for HubStore {
         if state.job.is_some() {
             return Err(StoreError::Sequence(super::entry_table::STATE_TOO_LATE));
         }
+        state.check_has_optimizer()?;
         // The number of slots is known to the hub alone.
         let slots = restored.slots.len();
         super::entry_table::check_state(key, &restored, slots, entry.buffer.elements())?;
@@ -362,9 +376,14 @@ impl KvStore for HubStore {
     }
 }
 
+/// Returns whether this rank sends what training starts from. The hubs of a job that goes on from a checkpoint have it.
+fn sends_beginning(job: &Job) -> bool {
+    job.rank() == 0 && job.resumed_step().is_none()
+}
+
 /// Sends the state of an earlier run to the hub, before the parameters: until these come no rank can push.
 fn restore_state(job: &Job, restored: Vec<(Arc<HubEntry>, OptimizerState)>) -> Result<(), StoreError> {
-    if job.rank() != 0 {
+    if !sends_beginning(job) {
         return Ok(());
     }
     for (entry, OptimizerState { slots, updates }) in restored {
