@@ -151,7 +151,7 @@ fn scribbles_in_flags_and_arenas_harm_no_other_job_and_end_none() {
             let ticket = cluster.job(&name, 2);
             let (shared, over) = (arena(&settings), AtomicBool::new(false));
             std::thread::scope(|scope| {
-                scope.spawn(|| {
+                let rank_0 = scope.spawn(|| {
                     let job = ticket.join(0, settings.clone()).unwrap();
                     for _ in 0..STEPS {
                         let (gradient, out) = (vec![1.0f32; ELEMENTS], vec![0.0f32; ELEMENTS]);
@@ -180,6 +180,9 @@ fn scribbles_in_flags_and_arenas_harm_no_other_job_and_end_none() {
                 });
                 exchange_scribbling(&mut streams, &chunks_of_cores(&cluster, &settings), STEPS);
                 over.store(true, Ordering::Relaxed);
+                // By the flags a hub may have to wake this rank, whose sockets must be there until the other rank has left.
+                rank_0.join().unwrap();
+                drop(streams);
             });
             let status = cluster.await_end(&name);
             assert_eq!(status.state, JobState::Finished, "{status:?}");
