@@ -164,7 +164,6 @@ class HubOptimizer(BaseOptimizer):
         self._program_state: State | None = None
         self._syncs_buffers = sync_buffers
         self._buffer_sync: BufferSync | None = None
-        self._step.watch = trace.watch(model)
         self._connect(names, None)
         # If another process of this rank was lost, the other ranks may go on, and have made this exchange before.
         if broadcast_buffers and not self._step.job.joined_running:
@@ -191,6 +190,10 @@ class HubOptimizer(BaseOptimizer):
         if self._syncs_buffers and self._buffer_sync is None:
             self._buffer_sync = BufferSync(self._world, self._model, self._step)
         self._parameter_hooks = ParameterHooks(self._model, self._exchanges)
+        # The span of a forward pass has its waits in it, so its hooks come before those of the parameters.
+        if self._step.watch is not None:
+            self._step.watch.remove()
+        self._step.watch = trace.watch(self._model)
         self._released = weakref.finalize(
             self,
             _release,
