@@ -186,6 +186,26 @@ fn is_set(hyperparameters: &Hyperparameters, name: &str) -> bool {
     hyperparameters.value(name).is_some_and(|value| value != 0.0)
 }
 
+/// How a rule of Adam's family decays weights.
+#[derive(Clone, Copy)]
+enum Decay {
+    None,
+    /// The gradient grows by a share of the parameter.
+    L2,
+    /// The parameter shrinks by itself.
+    Decoupled,
+}
+
+impl Decay {
+    fn of(hyperparameters: &Hyperparameters, is_decoupled: bool) -> Decay {
+        match (is_decoupled, hyperparameters.weight_decay != 0.0) {
+            (_, false) => Decay::None,
+            (false, true) => Decay::L2,
+            (true, true) => Decay::Decoupled,
+        }
+    }
+}
+
 /// [`Step::mean_factor`], with the other sign if the extra hyperparameter `maximize` is set: the objective then grows along
 /// the gradient.
 fn descent_factor(step: &Step<'_>) -> f32 {

@@ -1,7 +1,7 @@
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
 use super::powers::power;
-use super::{Optimizer, Step, assert_step, descent_factor, is_set, slots_mut};
+use super::{Decay, Optimizer, Step, assert_step, descent_factor, is_set, slots_mut};
 use crate::dispatch::{Isa, kernel};
 
 /// Adam as torch.optim defines it: [`Adam::new`] is torch.optim.Adam, registered as `adam`;
@@ -74,11 +74,7 @@ impl Optimizer for Adam {
             second_correction: (1.0 - power(h.beta2, step.number)).sqrt() as f32,
             epsilon: h.epsilon as f32,
         };
-        let decay = match (self.decoupled, h.weight_decay != 0.0) {
-            (_, false) => Decay::None,
-            (false, true) => Decay::L2,
-            (true, true) => Decay::Decoupled,
-        };
+        let decay = Decay::of(h, self.decoupled);
         if is_set(h, "amsgrad") {
             let slots = slots_mut(state, model.len());
             descend_by_largest(self.isa, coefficients, decay, model, sum, slots);
@@ -111,13 +107,6 @@ struct Coefficients {
     step_size: f32,
     second_correction: f32,
     epsilon: f32,
-}
-
-#[derive(Clone, Copy)]
-enum Decay {
-    None,
-    L2,
-    Decoupled,
 }
 
 kernel! {

@@ -1,7 +1,7 @@
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
 use super::powers::{exponential, power};
-use super::{Optimizer, Step, assert_step, descent_factor, is_set, slots_mut};
+use super::{Decay, Optimizer, Step, assert_step, descent_factor, is_set, slots_mut};
 use crate::dispatch::{Isa, kernel};
 
 /// The natural logarithm of 0.96, the base of torch's momentum schedule.
@@ -74,11 +74,7 @@ impl Optimizer for NAdam {
             moment_rate: (-h.learning_rate * momenta.next / (1.0 - momenta.product * momenta.next)) as f32,
             epsilon: h.epsilon as f32,
         };
-        let decay = match (is_set(h, "decoupled"), h.weight_decay != 0.0) {
-            (_, false) => Decay::None,
-            (false, true) => Decay::L2,
-            (true, true) => Decay::Decoupled,
-        };
+        let decay = Decay::of(h, is_set(h, "decoupled"));
         let [first, second] = slots_mut(state, model.len());
         descend(self.isa, coefficients, decay, model, sum, first, second);
     }
@@ -135,13 +131,6 @@ struct Coefficients {
     gradient_rate: f32,
     moment_rate: f32,
     epsilon: f32,
-}
-
-#[derive(Clone, Copy)]
-enum Decay {
-    None,
-    L2,
-    Decoupled,
 }
 
 kernel! {
