@@ -81,7 +81,8 @@ impl Job {
     }
 
     /// A rank may have lost a hub that the manager does not hear either: the job fails, or begins again. A hub that has called
-    /// since is there, and reports itself how the job ends. `last_contact` says what is known of a hub that is not forgotten.
+    /// since and has not hung up is there, and reports itself how the job ends. That is decided after some time: the last call
+    /// of a hub that died may be read after the rank's report. `last_contact` says what is known of a hub that is not forgotten.
     pub(crate) fn check_losses(
         &mut self,
         last_contact: impl Fn(u32) -> Option<LastContact>,
@@ -95,9 +96,10 @@ impl Job {
                 continue;
             };
             let began = contact.call;
-            let is_there = began.monotonic > loss.at.monotonic || job_hub.ended;
             let is_gone = contact.has_hung_up || job_hub.unheard.is_some();
-            if !is_there && !is_gone && now.seconds_since(loss.at) < LOST_HUB_CALLS_WITHIN_S {
+            let is_there = job_hub.ended || began.monotonic > loss.at.monotonic && !is_gone;
+            let is_decided = job_hub.ended || is_gone || now.seconds_since(loss.at) >= LOST_HUB_CALLS_WITHIN_S;
+            if !is_decided {
                 continue;
             }
             let Some(ReportedLoss { rank, reason, .. }) = job_hub.lost_by.take() else { continue };

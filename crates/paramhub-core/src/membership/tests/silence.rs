@@ -300,6 +300,18 @@ fn a_rank_that_loses_a_hub_ends_its_job_unless_the_hub_calls() {
     silence.report(SILENT, ended(job, "core 0 of its hub panicked", CauseKind::Known));
     assert_eq!(silence.message_of(job), "core 0 of its hub panicked");
 
+    // The hub has died, and the manager read its last call after the rank's report.
+    let (mut silence, job) = Silence::new();
+    silence.rank_lost(job, 0, "127.0.0.1:2").unwrap();
+    silence.wait(0.25);
+    let now = silence.now();
+    silence.state.admit_hub(SILENT, Some("token"), now).unwrap();
+    silence.wait(0.25);
+    assert_eq!(silence.state_of(job), JobState::Running);
+    let now = silence.now();
+    silence.state.hub_hung_up(SILENT, now);
+    assert_eq!(silence.state_of(job), JobState::Failed);
+
     // Only the rank's way to the hub is cut: the hub itself reports how the job ends.
     let (mut silence, job) = Silence::new();
     silence.rank_lost(job, 0, "127.0.0.1:2").unwrap();
