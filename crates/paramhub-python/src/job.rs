@@ -318,6 +318,21 @@ impl Job {
         Ok(self.job(py)?.last_gradient_norm())
     }
 
+    /// Waits for the norm of the whole mean gradient of a step, in a job with two-phase steps.
+    fn gradient_norm(&self, py: Python<'_>, step: u32) -> PyResult<f64> {
+        let awaited = self.job(py)?.gradient_norm(step).map_err(|error| errors::worker(py, &error))?;
+        let known = interruptible(py, move || awaited.wait())?;
+        known.map(|((), norm)| norm).map_err(|error| errors::worker(py, &error))
+    }
+
+    /// Rank 0, in a job with two-phase steps: has the hubs end a step with its mean gradient times `factor`, or without an
+    /// update if that is None.
+    fn release(&self, py: Python<'_>, step: u32, factor: Option<f32>) -> PyResult<()> {
+        let job = self.job(py)?;
+        let released = factor.map_or_else(|| job.skip(step), |factor| job.release(step, factor));
+        released.map_err(|error| errors::worker(py, &error))
+    }
+
     /// Saves this rank's program state of a step at the hub.
     fn save_program_state(&self, py: Python<'_>, step: u32, state: &[u8]) -> PyResult<Handle> {
         let job = self.job(py)?;

@@ -38,9 +38,10 @@ pub(crate) enum JobCommand {
         step: u32,
         ticket: Ticket,
     },
+    /// Without a factor the step ends without an update.
     Release {
         step: u32,
-        factor: f32,
+        factor: Option<f32>,
     },
     SaveProgramState {
         state: StateInPieces,

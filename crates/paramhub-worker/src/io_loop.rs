@@ -293,9 +293,9 @@ impl IoLoop {
         &mut self.lanes[usize::from(lane)]
     }
 
-    /// Releases a held step: queues a Release for every hub, ahead of all chunks.
-    fn release(&mut self, step: u32, factor: f32) {
-        let wire = Release(factor).encode();
+    /// Ends a held step: queues a Release, or without a factor a Skip, for every hub, ahead of all chunks.
+    fn release(&mut self, step: u32, factor: Option<f32>) {
+        let wire = factor.map(|factor| Release(factor).encode());
         if let Some(failover) = &mut self.failover {
             failover.release = Some((step, wire));
         }
@@ -370,7 +370,7 @@ impl IoLoop {
         lane.has_more = matches!(&received, Ok(received) if received.more && !received.closed);
         self.in_flight.count_received();
         if let Some((step, factor)) = self.in_flight.take_release() {
-            self.release(step, factor);
+            self.release(step, Some(factor));
             self.send_ready(now)?;
         }
         match received {

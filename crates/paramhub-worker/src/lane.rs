@@ -86,11 +86,11 @@ pub(crate) enum ControlFrame {
         first_step: u32,
         wire: Arc<[u8]>,
     },
-    /// The hub may update a held step. One is sent at a time, since the next step is held until this one is
-    /// released.
+    /// The hub ends a held step: with an update that takes this factor, or without one. One is sent at a time, since the next
+    /// step is held until this one is released.
     Release {
         step: u32,
-        wire: [u8; Release::BYTES],
+        wire: Option<[u8; Release::BYTES]>,
     },
     /// Asks for the program state of a step.
     PullProgramState {
@@ -501,10 +501,14 @@ impl ControlFrame {
                 let header = Header { step: *step, ..Header::bare(Operation::PullProgramState) };
                 Outgoing { header, payload: &[] }
             }
-            ControlFrame::Release { step, wire } => {
+            ControlFrame::Release { step, wire: Some(wire) } => {
                 let length = Release::BYTES as u32;
                 let header = Header { step: *step, length, ..Header::bare(Operation::Release) };
                 Outgoing { header, payload: wire }
+            }
+            ControlFrame::Release { step, wire: None } => {
+                let header = Header { step: *step, ..Header::bare(Operation::Skip) };
+                Outgoing { header, payload: &[] }
             }
         }
     }

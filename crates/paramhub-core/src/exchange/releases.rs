@@ -15,6 +15,15 @@ impl Exchange {
     /// updates, a few at a time: see [`Exchange::release_next`]. `false`: it is the last release once more, which rank 0
     /// sends first when a stream of it was replaced.
     pub fn release(&mut self, member: u32, step: u32) -> Result<bool, ProtocolViolation> {
+        self.end_held(member, step, false)
+    }
+
+    /// Does the same as [`Exchange::release`] for a step that ends without an update: the caller runs no optimizer.
+    pub fn skip(&mut self, member: u32, step: u32) -> Result<bool, ProtocolViolation> {
+        self.end_held(member, step, true)
+    }
+
+    fn end_held(&mut self, member: u32, step: u32, skips: bool) -> Result<bool, ProtocolViolation> {
         let is_of_rank_0 = self.rules.rank_0 == Some(member);
         if is_of_rank_0 && std::mem::take(&mut self.release_may_repeat) && self.released == Some(step) {
             return Ok(false);
@@ -22,7 +31,7 @@ impl Exchange {
         if !is_of_rank_0 || self.held_step() != Some(step) {
             return Err(ProtocolViolation::Released(step));
         }
-        (self.held, self.release_at, self.released) = (0, 0, Some(step));
+        (self.held, self.release_at, self.released, self.skips) = (0, 0, Some(step), skips);
         Ok(true)
     }
 
@@ -32,7 +41,15 @@ impl Exchange {
         let (slot, contributors) = (self.release_at, self.contributors());
         let chunk = self.chunks.get_mut(slot as usize)?;
         self.release_at += 1;
-        Some((slot, chunk.update(chunk.version as u32, contributors)))
+        let update = chunk.update(chunk.version as u32, contributors);
+        // The optimizer does not see a step that is skipped.
+        chunk.updates -= u64::from(self.skips);
+        Some((slot, update))
+    }
+
+    /// Returns whether the step that was released last ends without an update.
+    pub fn skips(&self) -> bool {
+        self.skips
     }
 
     /// Returns whether chunks of a released step wait for their update.

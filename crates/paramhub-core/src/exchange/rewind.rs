@@ -38,7 +38,7 @@ impl Exchange {
     #[inline]
     pub fn keeps_version(&mut self, slot: u32) -> bool {
         let Some(every) = self.rules.rewind_every else { return false };
-        let (step, updates) = (self.step(slot).wrapping_sub(1), self.updates(slot) - 1);
+        let (step, updates) = (self.step(slot).wrapping_sub(1), self.updates(slot) - u64::from(!self.skips));
         if step.wrapping_sub(self.start_version.unwrap_or(0)) % every != 0 {
             return false;
         }

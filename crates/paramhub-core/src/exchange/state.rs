@@ -35,6 +35,8 @@ pub struct Exchange {
     pub(super) release_at: u32,
     /// The step that was released last.
     pub(super) released: Option<u32>,
+    /// Whether that step ends without an update.
+    pub(super) skips: bool,
     /// Whether rank 0's next release may be that step's once more, since its stream was replaced.
     pub(super) release_may_repeat: bool,
     /// Whether rank 0 may send parameters and state to start from that are here, since its process was replaced before all
@@ -188,6 +190,7 @@ impl Exchange {
             held: 0,
             release_at: chunks.len() as u32,
             released: None,
+            skips: false,
             release_may_repeat: false,
             start_may_repeat: false,
             start_version: None,

@@ -222,6 +222,29 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
 }
 
 #[test]
+fn a_skipped_step_has_a_version_and_is_no_update_of_the_optimizer() {
+    let mut exchange = two_phases(1);
+    exchange.initialise(0, Some(0), 7).unwrap();
+    answer_all(&mut exchange, 0);
+    let mut updates = 0;
+    for (step, skips) in (7..).zip([true, false, true, true, false]) {
+        for rank in 0..2 {
+            exchange.push(0, rank, step, Answer::Parameters).unwrap();
+        }
+        assert_eq!(exchange.skip(1, step), Err(ProtocolViolation::Released(step)), "from another rank");
+        let ended = if skips { exchange.skip(0, step) } else { exchange.release(0, step) };
+        assert_eq!((ended, exchange.skips()), (Ok(true), skips));
+        assert_eq!(exchange.skip(0, step), Err(ProtocolViolation::Released(step)), "twice");
+        assert_eq!(exchange.skips(), skips, "a refused order changes nothing");
+        let (_, update) = exchange.release_next().unwrap();
+        updates += u64::from(!skips);
+        assert_eq!((update.step, exchange.updates(0), exchange.step(0)), (step, updates, step + 1));
+        assert!(skips || update.number == updates);
+        assert_eq!(answer_all(&mut exchange, 0), 2, "all ranks get the unchanged parameters");
+    }
+}
+
+#[test]
 fn rank_0_may_repeat_its_last_release_once_after_its_stream_was_replaced() {
     let mut exchange = two_phases(1);
     exchange.initialise(0, Some(0), 0).unwrap();

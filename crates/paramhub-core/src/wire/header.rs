@@ -53,6 +53,8 @@ pub enum Operation {
     SaveProgramState = 12,
     /// Worker to hub, no payload: asks for the worker's program state of `step`. The hub answers `ProgramState`.
     PullProgramState = 13,
+    /// Rank 0 to hub, no payload: the chunks held at `step` end it without an update.
+    Skip = 14,
     /// Hub to worker: parameters of version `step`.
     Parameters = 16,
     /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version that
@@ -80,7 +82,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    const ALL: [Operation; 23] = [
+    const ALL: [Operation; 24] = [
         Operation::Push,
         Operation::Pull,
         Operation::PushPull,
@@ -94,6 +96,7 @@ impl Operation {
         Operation::Factors,
         Operation::SaveProgramState,
         Operation::PullProgramState,
+        Operation::Skip,
         Operation::Parameters,
         Operation::Applied,
         Operation::Failure,
@@ -144,6 +147,7 @@ impl Operation {
             | Operation::Leave
             | Operation::Heartbeat
             | Operation::PullProgramState
+            | Operation::Skip
             | Operation::ProgramStateSaved
             | Operation::Applied => 0,
         }
@@ -174,6 +178,7 @@ impl Operation {
             | Operation::Leave
             | Operation::Heartbeat
             | Operation::Release
+            | Operation::Skip
             | Operation::Failure
             | Operation::Notice
             | Operation::Rewound

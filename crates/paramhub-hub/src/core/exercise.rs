@@ -481,7 +481,7 @@ impl FuzzJob {
 
     /// Sends a frame of any kind.
     fn corrupt(&mut self, rank: usize, random: &mut impl FnMut() -> Option<u8>) -> Option<()> {
-        const OPERATIONS: [Operation; 13] = [
+        const OPERATIONS: [Operation; 14] = [
             Operation::Push,
             Operation::PushPull,
             Operation::Pull,
@@ -490,6 +490,7 @@ impl FuzzJob {
             Operation::InitialiseState,
             Operation::Retune,
             Operation::Release,
+            Operation::Skip,
             Operation::Factors,
             Operation::SaveProgramState,
             Operation::PullProgramState,

@@ -295,6 +295,7 @@ impl Shard {
             Operation::InitialiseState => self.initialise_state(port, checked, payload.here()),
             Operation::Retune => self.retune(port, header, payload.here()),
             Operation::Release => self.release(port, header.step, payload.here()),
+            Operation::Skip => self.skip(port, header.step),
             Operation::SaveProgramState => self.save_program_state(port, header, payload.here()),
             Operation::PullProgramState => self.pull_program_state(port, header.step),
             Operation::Leave if checked.side == Side::Serving && header.step > 0 => {
@@ -430,7 +431,9 @@ impl Shard {
             if keeps_version {
                 self.copies.take(at.start, parameters, state);
             }
-            optimizer.apply(&step, parameters, sum, state);
+            if !self.exchange.skips() {
+                optimizer.apply(&step, parameters, sum, state);
+            }
             let parameters = self.model.encode(at, slot.parameter);
             self.arenas.hand_out(&extent, block.start, slot.parameter, parameters, true);
         }

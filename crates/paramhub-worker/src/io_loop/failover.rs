@@ -29,8 +29,8 @@ pub(crate) struct Failover {
     pub(crate) events: Receiver<StreamEvent>,
     pub(crate) event_sender: StreamEventSender,
     pub(crate) retunes: Retunes,
-    /// The last release of a step, which rank 0 has sent on every stream.
-    pub(crate) release: Option<(u32, [u8; Release::BYTES])>,
+    /// The last end of a held step, which rank 0 has sent on every stream; without a factor the step was skipped.
+    pub(crate) release: Option<(u32, Option<[u8; Release::BYTES]>)>,
     /// When to notify this worker's program.
     pub(crate) notices: ResumeNotices,
 }

@@ -45,11 +45,25 @@ impl Job {
     /// Rank 0, in a job with [`Settings::two_phase`](paramhub_core::settings::Settings::two_phase) and no
     /// [`Settings::clip_norm`](paramhub_core::settings::Settings::clip_norm): lets the hubs update `step`
     /// with its mean gradient times `factor`; 1 changes nothing. Pushes of the step end after the update.
-    /// Call it once a step, when the step's [norm](Self::gradient_norm) is known.
+    /// Call it or [`skip`](Self::skip) once a step, when the step's [norm](Self::gradient_norm) is known.
     ///
     /// # Errors
     /// [`WorkerError::Misused`] says which of these does not hold.
     pub fn release(&self, step: u32, factor: f32) -> Result<(), WorkerError> {
+        self.end_held(step, Some(factor))
+    }
+
+    /// Rank 0, as with [`release`](Self::release): lets the hubs end `step` without an update, for instance since its norm
+    /// is not finite. Parameters and the optimizer's state stay as they are, and the optimizer does not count the step (Adam's
+    /// `t`). The version of the parameters goes up by 1 nevertheless.
+    ///
+    /// # Errors
+    /// As for `release`.
+    pub fn skip(&self, step: u32) -> Result<(), WorkerError> {
+        self.end_held(step, None)
+    }
+
+    fn end_held(&self, step: u32, factor: Option<f32>) -> Result<(), WorkerError> {
         self.shared.check_two_phase()?;
         if self.rank() != 0 {
             return Err(self.shared.misused("steps are released by rank 0".into()));

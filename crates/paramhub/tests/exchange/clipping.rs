@@ -19,6 +19,7 @@ over_transports!(
     a_gradient_is_clipped_to_its_global_norm_over_all_hubs_and_cores,
     a_norm_that_is_never_reached_changes_no_bit_and_runs_are_alike,
     rank_zero_releases_by_hand_with_any_factor_and_once,
+    a_skipped_step_changes_nothing_and_adam_does_not_count_it,
     a_norm_that_is_not_finite_does_what_it_does_in_torch,
     a_learning_rate_holds_for_its_step_in_two_phases_too,
     a_step_by_hand_is_held_normed_released_and_answered,
@@ -215,6 +216,55 @@ fn rank_zero_releases_by_hand_with_any_factor_and_once(transports: Transports) {
     });
 }
 
+/// Gradients of a step, scaled by 1,024, with an infinity in some: what a program does that scales its loss.
+fn a_skipped_step_changes_nothing_and_adam_does_not_count_it(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
+    let settings = Settings {
+        optimizer: OptimizerChoice::named("adam"),
+        two_phase: true,
+        ..Settings::new(keys(&[20_000, 3]))
+    };
+    let train = |name: &str, overflows: &[u32]| {
+        let ran = cluster.job(name, 2).run(&settings, |job| {
+            let mut model = vec![vec![1.0_f32; 20_000], vec![-1.0; 3]];
+            job.broadcast(&mut model, 0).unwrap();
+            let mut used = 0;
+            for step in 0..4 + overflows.len() as u32 {
+                let overflows = overflows.contains(&step);
+                let before = model.clone();
+                let handles = [0, 1].map(|key| {
+                    let out = std::mem::take(&mut model[key as usize]);
+                    let mut gradient = vec![1024.0 * (used + 1) as f32; out.len()];
+                    if overflows && job.rank() == 1 && key == 0 {
+                        gradient[19_999] = f32::INFINITY;
+                    }
+                    job.push_pull(key, gradient, out).unwrap()
+                });
+                let (_, norm) = job.gradient_norm(step).unwrap().wait().unwrap();
+                assert_eq!(norm.is_finite(), !overflows, "every rank sees the infinity of one");
+                if job.rank() == 0 {
+                    match overflows {
+                        true => job.skip(step).unwrap(),
+                        false => job.release(step, 1.0 / 1024.0).unwrap(),
+                    }
+                    assert!(job.skip(step).unwrap_err().to_string().contains("release it once"));
+                }
+                model = handles.into_iter().map(|handle| handle.wait().unwrap().1).collect();
+                assert_eq!(model == before, overflows, "step {step}");
+                used += u32::from(!overflows);
+            }
+            model
+        });
+        assert!(ran.iter().all(|model| *model == ran[0]));
+        ran.into_iter().next().unwrap()
+    };
+    assert_eq!(
+        train("plain", &[]),
+        train("skips", &[0, 2, 3]),
+        "Adam's bias correction takes the number of updates"
+    );
+}
+
 fn a_norm_that_is_not_finite_does_what_it_does_in_torch(transports: Transports) {
     let cluster = Cluster::new(transports, 2);
     let settings =
@@ -325,8 +375,12 @@ fn a_step_by_hand_is_held_normed_released_and_answered(transports: Transports) {
 fn offences_against_a_release_fail_their_job_with_the_reason(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let once = "a step is released by rank 0, once, after its norm was sent";
-    let offences: [(&str, usize, Vec<u8>, &str); 7] = [
+    let skip = |step| frame(Operation::Skip, step, &[]);
+    let offences: [(&str, usize, Vec<u8>, &str); 10] = [
         ("from another rank", 1, release(0), once),
+        ("skipped by another rank", 1, skip(0), once),
+        ("skipped and released", 0, [skip(0), release(0)].concat(), once),
+        ("a Skip with a payload", 0, frame(Operation::Skip, 0, &[0; 4]), "announces 4 bytes"),
         ("of another step", 0, release(1), once),
         ("twice", 0, [release(0), release(0)].concat(), once),
         ("cut short", 0, frame(Operation::Release, 0, &[0; 3]), "a Release of 3 bytes, not 4"),

@@ -98,7 +98,8 @@ impl Job {
             let began = contact.call;
             let is_gone = contact.has_hung_up || job_hub.unheard.is_some();
             let is_there = job_hub.ended || began.monotonic > loss.at.monotonic && !is_gone;
-            let is_decided = job_hub.ended || is_gone || now.seconds_since(loss.at) >= LOST_HUB_CALLS_WITHIN_S;
+            let is_decided =
+                job_hub.ended || is_gone || now.seconds_since(loss.at) >= LOST_HUB_CALLS_WITHIN_S;
             if !is_decided {
                 continue;
             }

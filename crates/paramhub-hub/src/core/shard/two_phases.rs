@@ -46,6 +46,11 @@ impl Shard {
         Ok(())
     }
 
+    /// Takes rank 0's order to end a held step without an update.
+    pub(super) fn skip(&mut self, port: u32, step: u32) -> Result<(), Fault> {
+        self.exchange.skip(port, step).map_err(Fault::Release).map(drop)
+    }
+
     /// Sends the last norm once more to a rank whose stream was replaced, since it may have been lost with the old one.
     pub(super) fn repeat_norm(&mut self, port: u32) {
         if let UpdateTiming::OnRelease(HeldStep { last: Some((step, norm)), .. }) = self.timing {
