@@ -71,6 +71,7 @@ class HubTrainer(transformers.Trainer):
             _as_at_hub(kind, arguments),
             params=[group for group in groups if group["params"]],
             max_grad_norm=self.args.max_grad_norm or None,
+            grad_scaler=self.accelerator.scaler,
             find_unused_parameters=bool(self.args.ddp_find_unused_parameters),
             broadcast_buffers=self.args.ddp_broadcast_buffers is not False,
         )

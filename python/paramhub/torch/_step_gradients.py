@@ -16,16 +16,16 @@ NAMED_MAX = 5
 """The most parameters that an error names."""
 AFTER_IT_LEFT = (
     "between backward and step(), when it had left. This step was made with it as it had left. Give HubOptimizer max_grad_norm "
-    "instead of clipping (and max_grad_norm=0 to a trainer that clips by itself), scale the loss instead of gradients, use bf16, "
-    "which needs no GradScaler, and call zero_grad() after step()"
+    "instead of clipping (and max_grad_norm=0 to a trainer that clips by itself), give it grad_scaler instead of calling "
+    "unscale_(), scale the loss instead of gradients, and call zero_grad() after step()"
 )
 
 
 class StepGradients:
     """The gradients of one optimizer's parameters in the step under way.
 
-    ``frozen`` are the parameters that are not exchanged, with their names. ``clips`` says that the hub waits for every gradient
-    before it updates any parameter.
+    ``frozen`` are the parameters that are not exchanged, with their names. ``holds_steps`` says that the hub waits for every
+    gradient before it updates any parameter.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class StepGradients:
         used_parameters: UsedParameters | None,
         frozen: Sequence[tuple[str, torch.nn.Parameter]],
         *,
-        clips: bool,
+        holds_steps: bool,
     ) -> None:
         self._exchanges = exchanges
         self._step = step
         self._schemes = schemes
         self._used_parameters = used_parameters
         self._frozen = frozen
-        self._clips = clips
+        self._holds_steps = holds_steps
 
     def send_remaining(self) -> None:
         """Sends gradients of passes without exchange, and gradients that user code set. Leaves out parameters for which no rank
@@ -54,10 +54,10 @@ class StepGradients:
                 [exchange.parameter.grad is not None for exchange in self._exchanges]
             )
             unused = [e.name for e, is_used in zip(self._exchanges, used, strict=True) if not is_used]
-            if unused and self._clips:
+            if unused and self._holds_steps:
                 raise MisuseError(
-                    f"no rank has a gradient for {some(unused)}: gradients are clipped by the norm of all, so all must be "
-                    "there. Freeze what takes no part before HubOptimizer is made"
+                    f"no rank has a gradient for {some(unused)}: max_grad_norm and grad_scaler need the norm of all gradients. "
+                    "Freeze what takes no part before HubOptimizer is made"
                 )
         if self._step.left == self._step.total:
             return
@@ -106,8 +106,8 @@ class StepGradients:
         if self._used_parameters is not None:
             used = self._used_parameters.used_somewhere([exchange.has_left for exchange in self._exchanges])
         for exchange in self._exchanges:
-            # With clipping the hub waits for every gradient, even for one that no rank has.
-            is_awaited = used[exchange.number] or self._clips
+            # A hub that holds the step waits for every gradient, even for one that no rank has.
+            is_awaited = used[exchange.number] or self._holds_steps
             if is_awaited and exchange.layer is None and not exchange.has_left:
                 exchange.wait()
                 exchange.leave_zeros()

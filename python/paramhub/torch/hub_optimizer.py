@@ -27,6 +27,7 @@ from paramhub.torch._buffer_sync import BufferSync
 from paramhub.torch._exchange import Exchange, StepState
 from paramhub.torch._initialization import world
 from paramhub.torch._log import log
+from paramhub.torch._loss_scaling import LossScaling
 from paramhub.torch._optimizer_job import open_job
 from paramhub.torch._parameter_hooks import ParameterHooks, check_free
 from paramhub.torch._schemes import Schemes, why_no_factors
@@ -67,6 +68,10 @@ class HubOptimizer(BaseOptimizer):
     - ``backward_passes_per_step``: the number of passes whose gradients are added up before they are sent; see also `no_sync`.
     - ``max_grad_norm``: gradients are clipped to this norm of the mean gradient of all parameters together, as
       ``torch.nn.utils.clip_grad_norm_`` does it. The hub updates no parameter before it has the last gradient of all ranks.
+    - ``grad_scaler``: the torch.amp.GradScaler of the loop, which goes on as usual: ``scaler.scale(loss).backward()``,
+      ``scaler.step(optimizer)``, ``scaler.update()``, without ``unscale_``. If a gradient of any rank overflows, no rank makes
+      the step, and the scalers of all ranks reduce their scale. All ranks begin with rank 0's scale; if a scaler's state is
+      loaded later, every rank loads the same. The hub holds its updates as with ``max_grad_norm``, which may be given as well.
     - ``find_unused_parameters``: ranks agree in each step on the parameters for which no rank has a gradient, and leave these
       unchanged. A rank without a gradient that others have contributes zeros. Without this option every parameter needs a
       gradient in each step.
@@ -101,6 +106,7 @@ class HubOptimizer(BaseOptimizer):
         codecs: Mapping[str, str] | None = None,
         backward_passes_per_step: int = 1,
         max_grad_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
         overlap_forward: bool = True,
         broadcast_buffers: bool = True,
@@ -130,10 +136,13 @@ class HubOptimizer(BaseOptimizer):
         super().__init__(model.parameters() if params is None else params, dict(self._names))
         self._is_complete = True
         self._overlaps_forward = overlap_forward
-        self._clips = max_grad_norm is not None
+        self._max_grad_norm = max_grad_norm
+        self._scaling = LossScaling.of(grad_scaler, max_grad_norm)
+        self._holds_steps = max_grad_norm is not None or self._scaling is not None
         self._settings: dict[str, Any] = {"reject_non_finite": reject_non_finite}
         for name, value in (
-            ("clip_norm", max_grad_norm),
+            ("clip_norm", max_grad_norm if self._scaling is None else None),
+            ("two_phase", True if self._scaling is not None else None),
             ("chunk_bytes", chunk_bytes),
             ("reproducible", reproducible),
         ):
@@ -142,13 +151,13 @@ class HubOptimizer(BaseOptimizer):
         self._world = world()
         self._settings["codec"] = self._world.codec(codec)
         self._step = StepState(backward_passes_per_step, self._world.failures)
-        self._step.needs_all = self._clips or find_unused_parameters
+        self._step.needs_all = self._holds_steps or find_unused_parameters
         self._model = model
         self._exchanges = self._make_exchanges(names)
         self._codecs = dict(codecs or {})
         if unknown := self._codecs.keys() - {exchange.name for exchange in self._exchanges}:
             raise MisuseError(f"codecs names {sorted(unknown)}, which are none of the parameters")
-        no_factors = why_no_factors(self._kind, self._clips, reject_non_finite)
+        no_factors = why_no_factors(self._kind, self._holds_steps, reject_non_finite)
         self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, no_factors)
         if find_unused_parameters and (consistency := self._world.hubs.access.job.consistency) not in (
             None,
@@ -168,6 +177,8 @@ class HubOptimizer(BaseOptimizer):
         # If another process of this rank was lost, the other ranks may go on, and have made this exchange before.
         if broadcast_buffers and not self._step.job.joined_running:
             _model_checks.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
+        if self._scaling is not None and not self._step.job.joined_running:
+            self._scaling.share(self._world)
         _trained_models.add(self)
 
     def _connect(
@@ -183,7 +194,12 @@ class HubOptimizer(BaseOptimizer):
         ]
         self._used_parameters = UsedParameters(self._world, self._exchanges) if self._finds_unused else None
         self._gradients = StepGradients(
-            self._exchanges, self._step, self._schemes, self._used_parameters, frozen, clips=self._clips
+            self._exchanges,
+            self._step,
+            self._schemes,
+            self._used_parameters,
+            frozen,
+            holds_steps=self._holds_steps,
         )
         self._step.total = len(self._exchanges)
         self._open_job(states, replaces=replaces)
@@ -310,13 +326,20 @@ class HubOptimizer(BaseOptimizer):
             except MisuseError as error:
                 # All gradients were sent, so the step counts. The other ranks need this rank in the next steps.
                 refusal = error
-            self._end_step()
+            is_refused = False
+            if self._scaling is not None and (of_scaling := self._scaling.refusal(self)) is not None:
+                refusal, is_refused = of_scaling, True
+            self._end_step(is_refused=is_refused)
             if refusal is not None:
                 raise refusal
         return loss
 
-    def _end_step(self) -> None:
-        """Ends a step in which all gradients were sent."""
+    def _end_step(self, *, is_refused: bool = False) -> None:
+        """Ends a step in which all gradients were sent. A step that ``is_refused`` is left out, if its loss was scaled."""
+        if self._scaling is not None:
+            self._scaling.end_step(
+                self, self._job, self._next_step() - 1, self._world.rank, is_refused=is_refused
+            )
         for exchange in self._exchanges:
             exchange.reset_step()
         self._schemes.finish_step()
@@ -341,8 +364,7 @@ class HubOptimizer(BaseOptimizer):
         and zeros are sent for the rest. So other ranks do not wait for this rank, and training goes on with the next batch.
         """
         if self._step.was_interrupted:
-            self._gradients.complete_interrupted()
-            self._end_step()
+            self._complete_interrupted()
         elif self._step.left > 0:
             raise MisuseError(
                 "zero_grad() came between backward and step(), when gradients had left: call it after step(). A backward pass "
@@ -357,6 +379,13 @@ class HubOptimizer(BaseOptimizer):
             self.synchronize()
             self._schemes.forget()
         super().zero_grad(set_to_none)
+
+    def _complete_interrupted(self) -> None:
+        """Ends a step that an exception has cut short."""
+        self._gradients.complete_interrupted()
+        self._end_step()
+        if self._scaling is not None:
+            self._scaling.update()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -391,22 +420,25 @@ class HubOptimizer(BaseOptimizer):
 
     @property
     def last_grad_norm(self) -> float | None:
-        """With ``max_grad_norm``, the norm of the last step's mean gradient before it was clipped."""
-        if not self._clips:
+        """With ``max_grad_norm`` or ``grad_scaler``, the norm of the last step's mean gradient before it was clipped, and without
+        the scale of the loss."""
+        if not self._holds_steps:
             return None
         self.synchronize()
         return self.newest_grad_norm
 
     @property
     def newest_grad_norm(self) -> float | None:
-        """With ``max_grad_norm``, the norm of the newest step of which the hub has told it. It waits for nothing."""
-        last = self._step.job.last_gradient_norm() if self._clips else None
-        return last[1] if last is not None else None
+        """`last_grad_norm` of the newest step of which the hub has told. It waits for nothing."""
+        last = self._step.job.last_gradient_norm() if self._holds_steps else None
+        if last is None:
+            return None
+        return last[1] if self._scaling is None else self._scaling.unscaled(last[1])
 
     @property
     def max_grad_norm(self) -> float | None:
         """The norm to which gradients are clipped."""
-        return self._settings.get("clip_norm")
+        return self._max_grad_norm
 
     def state_dict(self) -> dict[str, Any]:
         """The hub's state after this rank's last step, in the form of torch.optim's optimizer of this kind, which can load it.
@@ -549,8 +581,7 @@ class HubOptimizer(BaseOptimizer):
             return
         try:
             if self._step.was_interrupted:
-                self._gradients.complete_interrupted()
-                self._end_step()
+                self._complete_interrupted()
             self._refuse_within_step("close()")
             self.synchronize()
         except JobFailedError:
@@ -631,10 +662,12 @@ class HubOptimizer(BaseOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler reads this before it unscales. Unscaling does not change the gradients' versions, so no check would see it.
-        raise MisuseError(
-            "GradScaler cannot be used with HubOptimizer: scaled gradients have left when it unscales them, and it leaves steps "
-            "out. bf16 needs none"
-        )
+        if self._scaling is None:
+            raise MisuseError(
+                "the gradients have left for the hub, which must know that they are scaled: give HubOptimizer "
+                "grad_scaler=scaler. bf16 needs no scaler"
+            )
+        return True
 
     def _all(self) -> Iterator[torch.nn.Parameter]:
         return (parameter for _, parameter in self._with_groups())
