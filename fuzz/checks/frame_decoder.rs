@@ -6,7 +6,7 @@
 
 use paramhub_core::wire::{
     Direction, Factors, Failure, HEADER_BYTES, HELLO_HEAD_BYTES, Header, HubHandshake, Norm, Notice,
-    Operation, ProgramState, Release, Retune, State, VERDICT_BYTES, VERSION, Verdict, hello_length,
+    Operation, ProgramState, Release, Retune, State, Tensors, VERDICT_BYTES, VERSION, Verdict, hello_length,
 };
 
 /// Reads `data` as one end of a stream would and counts the frames. The first byte selects the end: an even
@@ -106,16 +106,21 @@ fn check_payload(operation: Operation, payload: &[u8]) {
             }
         }
         Operation::Norm => {
-            if let Some(norm) = Norm::decode(payload) {
-                assert_eq!(norm.encode(), payload);
+            if let Some((norm, tensors)) = Norm::decode(payload) {
+                assert_eq!(with_tensors(norm.encode().to_vec(), tensors), payload);
             }
         }
         Operation::Release => {
-            if let Some(release) = Release::decode(payload) {
-                assert_eq!(release.encode(), payload);
+            if let Some((release, tensors)) = Release::decode(payload) {
+                assert_eq!(with_tensors(release.encode().to_vec(), tensors), payload);
             }
         }
         // Tensor data may be any bytes. The other operations carry nothing.
         _ => {}
     }
+}
+
+fn with_tensors(mut payload: Vec<u8>, tensors: Tensors<'_>) -> Vec<u8> {
+    Tensors::encode(&tensors.iter().collect::<Vec<_>>(), &mut payload);
+    payload
 }

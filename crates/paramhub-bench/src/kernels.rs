@@ -136,7 +136,13 @@ fn operations(isa: Isa) -> Vec<Operation> {
     ];
     for (name, element_bytes, optimizer, hyperparameters) in optimizers {
         let apply = move |a: &mut Arrays| {
-            let step = Step { hyperparameters: &hyperparameters, number: 7, contributions: 4, factor: 1.0 };
+            let step = Step {
+                hyperparameters: &hyperparameters,
+                number: 7,
+                contributions: 4,
+                factor: 1.0,
+                tensor: None,
+            };
             let chunks = a.model.chunks_mut(CHUNK_ELEMENTS).zip(a.sum.chunks(CHUNK_ELEMENTS));
             for ((model, sum), state) in chunks.zip(a.state.chunks_mut(2 * CHUNK_ELEMENTS)) {
                 optimizer.apply(&step, model, sum, state);

@@ -48,25 +48,27 @@ pub struct Hyperparameters {
     /// Step size, `lr` in torch. Default 1e-3; the own defaults of `adagrad` and `rmsprop` are 0.01, of `adadelta` 1, of `nadam`
     /// 2e-3, of `lion` 1e-4.
     pub learning_rate: f64,
-    /// SGD and RMSprop: the share of the momentum buffer that is kept. Default 0, no buffer.
+    /// SGD, RMSprop and LARS: the share of the momentum buffer that is kept. Default 0, no buffer; `lars`' own default is 0.9.
     pub momentum: f64,
     /// SGD: the share of the gradient that does not enter the momentum buffer. Default 0.
     pub dampening: f64,
     /// SGD: Nesterov's momentum; needs `momentum > 0` and `dampening == 0`. Default false.
     pub nesterov: bool,
-    /// Decoupled decay (`adamw`, `lion`) or L2 penalty (the others). Default 0; `adamw`'s own default is 0.01.
+    /// Decoupled decay (`adamw`, `lion`, `lamb`) or L2 penalty (the others). Default 0; the own default of `adamw` and
+    /// `lamb` is 0.01.
     pub weight_decay: f64,
-    /// Adam and Lion: decay of the first moment, `betas[0]` in torch. Default 0.9.
+    /// Adam, LAMB and Lion: decay of the first moment, `betas[0]` in torch. Default 0.9.
     pub beta1: f64,
-    /// Adam: decay of the second moment, `betas[1]` in torch; Lion: decay of the momentum. Default 0.999; `lion`'s own default
+    /// Adam and LAMB: decay of the second moment, `betas[1]` in torch; Lion: decay of the momentum. Default 0.999; `lion`'s own default
     /// is 0.99.
     pub beta2: f64,
-    /// Added to a denominator, `eps` in torch. Default 1e-8; the own default of `adagrad` is 1e-10, that of `adadelta` 1e-6.
+    /// Added to a denominator, `eps` in torch. Default 1e-8; the own default of `adagrad` is 1e-10, that of `adadelta` and
+    /// `lamb` 1e-6.
     pub epsilon: f64,
     /// Up to 8 values with other names of 1 to 23 bytes. `maximize` (0 or 1) and `ema_decay` (by default no average) of all built-in
     /// optimizers with parameters, `amsgrad` (0 or 1) of `adam` and `adamw`, `lr_decay` and `initial_accumulator` of `adagrad`
     /// (0), `alpha` (0.99) and `centered` (0 or 1) of `rmsprop`, `rho` (0.9) of `adadelta`, `momentum_decay` (0.004) and
-    /// `decoupled` (0 or 1) of `nadam`, and those of optimizers registered by users. Default none.
+    /// `decoupled` (0 or 1) of `nadam`, `trust_coefficient` of `lars` (0.001) and `lamb` (1), and those of optimizers registered by users. Default none.
     #[cfg_attr(feature = "openapi", schema(value_type = std::collections::BTreeMap<String, f64>))]
     pub extra: ExtraValues,
 }

@@ -12,6 +12,11 @@ use crate::hyperparameters::Hyperparameters;
 use crate::key::{Key, KeyTable};
 use crate::limits::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, GROUPS_MAX};
 use crate::scheme::{self, LayerError, LayerSettings, SchemeChoice};
+use crate::wire::{Norm, Tensors};
+
+/// The optimizers that need the norms of whole tensors.
+const LARS: &str = "lars";
+const LAMB: &str = "lamb";
 
 /// The optimizer that a hub runs on each chunk, fused with the sum.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -19,7 +24,7 @@ use crate::scheme::{self, LayerError, LayerSettings, SchemeChoice};
 #[serde(deny_unknown_fields)]
 pub struct OptimizerChoice {
     /// `mean` or `sum` (no optimizer: workers receive the mean or the sum of the gradients), `sgd`, `adam`, `adamw`,
-    /// `adagrad`, `rmsprop`, `adadelta`, `nadam`, `lion`, or a name registered at the hub.
+    /// `adagrad`, `rmsprop`, `adadelta`, `nadam`, `lion`, `lars`, `lamb`, or a name registered at the hub.
     pub name: String,
     /// The hyperparameters of group 0 from step 0 on; by default the optimizer's own defaults. A field that is
     /// left out of the object has the common default, not the optimizer's.
@@ -146,7 +151,18 @@ pub fn has_parameters(optimizer: &str) -> bool {
 pub fn is_built_in(optimizer: &str) -> bool {
     matches!(
         optimizer,
-        "mean" | "sum" | "sgd" | "adam" | "adamw" | "adagrad" | "rmsprop" | "adadelta" | "nadam" | "lion"
+        "mean"
+            | "sum"
+            | "sgd"
+            | "adam"
+            | "adamw"
+            | "adagrad"
+            | "rmsprop"
+            | "adadelta"
+            | "nadam"
+            | "lion"
+            | LARS
+            | LAMB
     )
 }
 
@@ -192,6 +208,23 @@ pub enum SettingsError {
     /// A norm to which nothing can be clipped.
     #[error("clip_norm is {0}; it must be a finite number above 0")]
     ClipNorm(f64),
+    /// The norms of all tensors do not fit a frame.
+    #[error(
+        "an optimizer that needs the norms of tensors takes at most {most} keys with chunks of this size, not {keys}: give a larger \
+         chunk_bytes"
+    )]
+    TensorNorms {
+        /// The number of keys.
+        keys: usize,
+        /// The most that fit.
+        most: usize,
+    },
+    /// Gradients that are scaled after LAMB has taken the norm of its update.
+    #[error(
+        "lamb takes the norms of its updates before the hub could clip or scale the gradients: leave clip_norm (max_grad_norm) and \
+         two_phase (grad_scaler) out"
+    )]
+    ScaledLamb,
     /// The ranks disagree.
     #[error(
         "rank {mine} and rank {theirs} disagree on {what}: rank {mine} has {mine_has}, rank {theirs} has {theirs_has}"
@@ -244,6 +277,12 @@ impl Settings {
         if let Some(key) = self.keys.keys().iter().find(|key| usize::from(key.group) >= groups) {
             return Err(SettingsError::Group { key: key.name.clone(), group: key.group, groups });
         }
+        if self.needs_tensor_norms() {
+            self.check_tensor_norms()?;
+            if self.optimizer.name == LAMB && (self.two_phase || self.clip_norm.is_some()) {
+                return Err(SettingsError::ScaledLamb);
+            }
+        }
         if let Some(norm) = self.clip_norm.filter(|norm| !norm.is_finite() || *norm <= 0.0) {
             return Err(SettingsError::ClipNorm(norm));
         }
@@ -256,6 +295,16 @@ impl Settings {
         scheme::check(self)?;
         ChunkMap::count(&self.keys, self.chunk_bytes)?;
         Ok(())
+    }
+
+    /// Checks that the norms of all tensors fit a frame, for an optimizer that needs them. That of a registered one is checked by
+    /// the hub.
+    pub fn check_tensor_norms(&self) -> Result<(), SettingsError> {
+        let most = (self.chunk_bytes as usize).saturating_sub(Norm::BYTES) / Tensors::BYTES_EACH;
+        match self.keys.len() {
+            keys if keys > most => Err(SettingsError::TensorNorms { keys, most }),
+            _ => Ok(()),
+        }
     }
 
     /// The keys in one or two bits, each with its codec.
@@ -271,7 +320,17 @@ impl Settings {
 
     /// Returns whether a complete step waits for its norm and rank 0's release.
     pub fn is_two_phase(&self) -> bool {
-        self.two_phase || self.clip_norm.is_some()
+        self.two_phase || self.releases_by_itself()
+    }
+
+    /// Returns whether rank 0's worker releases held steps without the program.
+    pub fn releases_by_itself(&self) -> bool {
+        self.clip_norm.is_some() || self.needs_tensor_norms() && !self.two_phase
+    }
+
+    /// Returns whether the optimizer is a built-in one that needs the norms of whole tensors.
+    fn needs_tensor_norms(&self) -> bool {
+        [LARS, LAMB].contains(&&*self.optimizer.name)
     }
 
     /// The codec of a key's gradients: its own; else the job's, if that applies to such keys; else that of
@@ -355,6 +414,37 @@ mod tests {
 
     fn settings(shape: u64) -> Settings {
         Settings::new(KeyTable::new(vec![Key::new("w", [shape])]).unwrap())
+    }
+
+    #[test]
+    fn norms_of_tensors_need_two_phases_and_must_fit_a_frame() {
+        let of = |name: &str, keys: usize| Settings {
+            optimizer: OptimizerChoice::named(name),
+            ..Settings::new(
+                KeyTable::new((0..keys).map(|key| Key::new(format!("{key}"), [1])).collect()).unwrap(),
+            )
+        };
+        for name in ["lars", "lamb"] {
+            let settings = of(name, 2047);
+            settings.check().unwrap();
+            assert!(settings.is_two_phase() && settings.releases_by_itself());
+            let refused = of(name, 2048).check().unwrap_err().to_string();
+            assert!(refused.contains("at most 2047 keys") && refused.contains("not 2048"), "{refused}");
+        }
+        assert!(!of("sgd", 1).is_two_phase());
+        let scaled = Settings { two_phase: true, ..of("lars", 1) };
+        scaled.check().unwrap();
+        assert!(!scaled.releases_by_itself(), "the program releases");
+        for scaled in [
+            Settings { two_phase: true, ..of("lamb", 1) },
+            Settings { clip_norm: Some(1.0), ..of("lamb", 1) },
+        ] {
+            let refused = scaled.check().unwrap_err().to_string();
+            assert!(
+                refused.contains("leave clip_norm (max_grad_norm) and two_phase (grad_scaler) out"),
+                "{refused}"
+            );
+        }
     }
 
     #[test]

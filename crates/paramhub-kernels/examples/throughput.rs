@@ -21,7 +21,8 @@ fn main() {
     let nesterov =
         Hyperparameters { momentum: 0.9, nesterov: true, weight_decay: 1e-4, ..Hyperparameters::default() };
     let adam = Hyperparameters::default();
-    let step = |hyperparameters| Step { hyperparameters, number: 7, contributions: 4, factor: 1.0 };
+    let step =
+        |hyperparameters| Step { hyperparameters, number: 7, contributions: 4, factor: 1.0, tensor: None };
 
     println!("GB/s, reads and writes counted; median of {ROUNDS}");
     for (size, bytes) in SIZES_BYTES {

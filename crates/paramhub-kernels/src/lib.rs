@@ -38,7 +38,7 @@
 //! let mut sum = [0.0; 2];
 //! aggregator.assign(&mut sum, &gradients[0], Codec::F32);
 //! aggregator.add(&mut sum, &gradients[1], Codec::F32);
-//! let step = Step { hyperparameters: &hyperparameters, number: 1, contributions: 2, factor: 1.0 };
+//! let step = Step { hyperparameters: &hyperparameters, number: 1, contributions: 2, factor: 1.0, tensor: None };
 //! optimizer.apply(&step, &mut model, &sum, &mut state);
 //! assert_eq!(model, [0.0, 2.0]); // the mean gradient is 2.0
 //! ```
@@ -61,8 +61,8 @@ pub mod sum;
 pub use aggregate::{Aggregator, Sum, TILE_ELEMENTS};
 pub use dispatch::{ISA_VARIABLE, Isa, UnknownIsa};
 pub use optimizer::{
-    Adadelta, Adagrad, Adam, Averaged, Lion, Mean, NAdam, Optimizer, RmsProp, Sgd, Step, Undivided,
-    mean_factor,
+    Adadelta, Adagrad, Adam, Averaged, Lamb, Lars, Lion, Mean, NAdam, Optimizer, RmsProp, Sgd, Step,
+    TensorSquares, Undivided, mean_factor,
 };
 pub use registry::{Registry, RegistryError};
 

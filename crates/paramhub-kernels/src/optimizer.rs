@@ -5,6 +5,8 @@ mod adadelta;
 mod adagrad;
 mod adam;
 mod averaged;
+mod lamb;
+mod lars;
 mod lion;
 mod mean;
 mod nadam;
@@ -17,6 +19,8 @@ pub use adadelta::Adadelta;
 pub use adagrad::Adagrad;
 pub use adam::Adam;
 pub use averaged::Averaged;
+pub use lamb::Lamb;
+pub use lars::Lars;
 pub use lion::Lion;
 pub use mean::Mean;
 pub use nadam::NAdam;
@@ -27,6 +31,7 @@ pub use undivided::Undivided;
 use std::sync::Arc;
 
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
+pub use paramhub_core::norms::TensorSquares;
 
 /// One update of one chunk.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +44,9 @@ pub struct Step<'a> {
     pub contributions: u32,
     /// The factor for the mean gradient: 1, unless the job clips or scales it.
     pub factor: f32,
+    /// The [sums of squares](Optimizer::squares) of the tensor that the chunk belongs to, for an optimizer that
+    /// [needs](Optimizer::needs_tensor_norms) them.
+    pub tensor: Option<TensorSquares>,
 }
 
 /// The factor that makes a mean of a sum of this many contributions: the quotient, rounded to f32.
@@ -94,6 +102,14 @@ pub trait Optimizer: Send + Sync {
     /// groups of keys there are as many as the most demanding group needs.
     fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]);
 
+    /// Updates a whole tensor at once: takes its sums of squares first, if this optimizer needs them. The arguments are as for
+    /// [`apply`](Self::apply).
+    fn apply_to_tensor(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
+        let norms = Step { factor: 1.0, ..*step };
+        let tensor = self.needs_tensor_norms().then(|| self.squares(&norms, model, sum, state));
+        self.apply(&Step { tensor, ..*step }, model, sum, state);
+    }
+
     /// The hyperparameters of a job that sets none.
     fn defaults(&self) -> Hyperparameters {
         Hyperparameters::default()
@@ -103,6 +119,20 @@ pub trait Optimizer: Send + Sync {
     /// into blocks that stay in the first cache between several passes.
     fn needs_whole_chunks(&self) -> bool {
         false
+    }
+
+    /// Returns whether the update of a chunk needs the norms of the tensor to which it belongs, as those of LARS and LAMB do. A step
+    /// then has two phases: when the sums of all chunks are complete, the hub asks for the [squares](Self::squares) of
+    /// each chunk, and calls [`apply`](Self::apply) when it has those of all tensors. By default it needs none.
+    fn needs_tensor_norms(&self) -> bool {
+        false
+    }
+
+    /// The chunk's part of its tensor's sums of squares. `step.factor` is 1 here whatever it is in `apply`. The other arguments
+    /// are as there.
+    fn squares(&self, step: &Step<'_>, model: &[f32], sum: &[f32], state: &[f32]) -> TensorSquares {
+        let _ = (step, model, sum, state);
+        TensorSquares::default()
     }
 
     /// Returns whether this optimizer can run with `hyperparameters`. By default it can run with any.
@@ -150,6 +180,14 @@ impl<O: Optimizer + ?Sized> Optimizer for Arc<O> {
         (**self).needs_whole_chunks()
     }
 
+    fn needs_tensor_norms(&self) -> bool {
+        (**self).needs_tensor_norms()
+    }
+
+    fn squares(&self, step: &Step<'_>, model: &[f32], sum: &[f32], state: &[f32]) -> TensorSquares {
+        (**self).squares(step, model, sum, state)
+    }
+
     fn check(&self, hyperparameters: &Hyperparameters) -> Result<(), HyperparameterError> {
         (**self).check(hyperparameters)
     }
@@ -179,6 +217,22 @@ pub fn slots_mut<const N: usize>(state: &mut [f32], len: usize) -> [&mut [f32]; 
         rest = tail;
         slot
     })
+}
+
+/// The extra hyperparameter of optimizers that scale the updates of a tensor by the ratio of its norms.
+const TRUST_COEFFICIENT: &str = "trust_coefficient";
+
+/// The ratio by which an optimizer scales the updates of a tensor whose parameters and update have these norms: 1 if either is
+/// 0, as for a tensor that begins with zeros, or if the coefficient is, which turns the scaling off.
+fn trust_ratio(coefficient: f64, parameters: f64, update: f64) -> f64 {
+    let is_scaled = coefficient > 0.0 && parameters > 0.0 && update > 0.0;
+    if is_scaled { coefficient * parameters / update } else { 1.0 }
+}
+
+/// The sums of squares that an optimizer which needs them was given.
+#[track_caller]
+fn tensor_squares(step: &Step<'_>) -> TensorSquares {
+    step.tensor.expect("an optimizer that needs the sums of a tensor is given them")
 }
 
 /// Whether an extra hyperparameter is there and not 0.

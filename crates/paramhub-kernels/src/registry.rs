@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::aggregate::{Aggregator, Sum};
 use crate::optimizer::{
-    Adadelta, Adagrad, Adam, Averaged, Lion, Mean, NAdam, Optimizer, RmsProp, Sgd, Undivided,
+    Adadelta, Adagrad, Adam, Averaged, Lamb, Lars, Lion, Mean, NAdam, Optimizer, RmsProp, Sgd, Undivided,
 };
 
 /// Optimizers and aggregators by the names that jobs ask for.
@@ -24,7 +24,7 @@ impl Registry {
 
     /// A registry with the built-in optimizers and the aggregator `sum`.
     pub fn with_builtins() -> Self {
-        let optimizers: [(&str, Arc<dyn Optimizer>); 10] = [
+        let optimizers: [(&str, Arc<dyn Optimizer>); 12] = [
             ("mean", Arc::new(Mean::new())),
             ("sum", Arc::new(Undivided::new())),
             ("sgd", Arc::new(Averaged::new(Sgd::new()))),
@@ -35,6 +35,8 @@ impl Registry {
             ("adadelta", Arc::new(Averaged::new(Adadelta::new()))),
             ("nadam", Arc::new(Averaged::new(NAdam::new()))),
             ("lion", Arc::new(Averaged::new(Lion::new()))),
+            ("lars", Arc::new(Averaged::new(Lars::new()))),
+            ("lamb", Arc::new(Averaged::new(Lamb::new()))),
         ];
         let aggregators: [(&str, Arc<dyn Aggregator>); 1] = [("sum", Arc::new(Sum::new()))];
         Self {

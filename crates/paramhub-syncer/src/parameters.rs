@@ -123,6 +123,7 @@ impl LayerParameters {
             number: self.updates,
             contributions: update.contributions,
             factor: 1.0,
+            tensor: None,
         };
         let [of_weight, of_bias] = update.hyperparameters;
         let (step, bias_step) = (step(of_weight), step(of_bias));

@@ -191,6 +191,7 @@ fn every_rank_gets_the_dense_step_with_the_same_bits() {
                     number: step as u64 + 1,
                     contributions: workers as u32,
                     factor: 1.0,
+                    tensor: None,
                 };
                 kernel.apply(&step(&first), &mut weight, &gradient, &mut state);
                 if layer == 0 {

@@ -102,8 +102,9 @@ impl Exchange for LocalExchange {
             number: local.updates,
             contributions: workers as u32,
             factor: 1.0,
+            tensor: None,
         };
-        self.optimizer.apply(&step, parameters, &local.sum, &mut local.state);
+        self.optimizer.apply_to_tensor(&step, parameters, &local.sum, &mut local.state);
         local.contributions = 0;
         Ok(())
     }

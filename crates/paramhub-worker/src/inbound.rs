@@ -139,8 +139,11 @@ impl FrameSink for InboundSink<'_> {
                 self.take_answer(header, expected, payload)
             }
             Operation::Norm => {
-                let Norm(squares) = payload.and_then(Norm::decode).ok_or_else(unreadable)?;
-                let told = self.in_flight.norm_part(self.lane, header.step, squares);
+                let (Norm(squares), tensors) = payload.and_then(Norm::decode).ok_or_else(unreadable)?;
+                if !tensors.is_empty() && tensors.len() != self.in_flight.shared.settings.keys.len() {
+                    return Err(unreadable());
+                }
+                let told = self.in_flight.norm_part(self.lane, header.step, squares, tensors);
                 let told = told.map_err(|unasked| FrameFault::Protocol(unasked.to_string()))?;
                 told.map_err(FrameFault::Callback)
             }

@@ -13,7 +13,6 @@ use paramhub_core::chunk::ChunkId;
 use paramhub_core::liveness::{LivenessChange, LivenessRules, OwnPauses};
 use paramhub_core::placement::Placement;
 use paramhub_core::resuming::ResumeTerms;
-use paramhub_core::wire::Release;
 use paramhub_core::worker_job::{CommandsTaken, FailureCause, WorkerJob};
 use paramhub_transport::runtime::{become_io_thread, panic_message};
 use paramhub_transport::{Events, Interest, Poller, ReceiveError, Scratch, Stream, Waker};
@@ -295,12 +294,12 @@ impl IoLoop {
 
     /// Ends a held step: queues a Release, or without a factor a Skip, for every hub, ahead of all chunks.
     fn release(&mut self, step: u32, factor: Option<f32>) {
-        let wire = factor.map(|factor| Release(factor).encode());
+        let wire = factor.map(|factor| self.in_flight.release_payload(step, factor));
         if let Some(failover) = &mut self.failover {
-            failover.release = Some((step, wire));
+            failover.release = Some((step, wire.clone()));
         }
         for lane in &mut self.lanes {
-            lane.queue_control(ControlFrame::Release { step, wire });
+            lane.queue_control(ControlFrame::Release { step, wire: wire.clone() });
         }
     }
 

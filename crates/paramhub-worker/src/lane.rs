@@ -13,7 +13,7 @@ use paramhub_core::program_states::StateInPieces;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::requests::{ExpectedAnswer, PieceId};
 use paramhub_core::resuming::Cuts;
-use paramhub_core::wire::{Header, Operation, Release, State};
+use paramhub_core::wire::{Header, Operation, State};
 use paramhub_transport::{Connection, Outgoing, Stream, StreamError, WRITE_BYTES_MAX};
 
 use crate::command::RETUNES_MAX;
@@ -86,11 +86,11 @@ pub(crate) enum ControlFrame {
         first_step: u32,
         wire: Arc<[u8]>,
     },
-    /// The hub ends a held step: with an update that takes this factor, or without one. One is sent at a time, since the next
+    /// The hub ends a held step: with an update that takes the factor in this payload, or without one. One is sent at a time, since the next
     /// step is held until this one is released.
     Release {
         step: u32,
-        wire: Option<[u8; Release::BYTES]>,
+        wire: Option<Arc<[u8]>>,
     },
     /// Asks for the program state of a step.
     PullProgramState {
@@ -502,7 +502,7 @@ impl ControlFrame {
                 Outgoing { header, payload: &[] }
             }
             ControlFrame::Release { step, wire: Some(wire) } => {
-                let length = Release::BYTES as u32;
+                let length = wire.len() as u32;
                 let header = Header { step: *step, length, ..Header::bare(Operation::Release) };
                 Outgoing { header, payload: wire }
             }

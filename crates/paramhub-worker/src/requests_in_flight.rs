@@ -11,7 +11,7 @@ use paramhub_core::norms::{Norms, UnexpectedNorm, clip_factor};
 use paramhub_core::placement::Placement;
 use paramhub_core::requests::{PieceId, Request, Requests};
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{FACTORS_HEAD_BYTES, Factors, Header, Operation, State};
+use paramhub_core::wire::{FACTORS_HEAD_BYTES, Factors, Header, Operation, Release, State, Tensors};
 
 use crate::arena::WorkerArena;
 use crate::command::KeyRequest;
@@ -291,21 +291,21 @@ impl RequestsInFlight {
     }
 
     /// Takes the part of a step's norm, a sum of squares, that the stream of this lane brings. With the last
-    /// part every waiting request gets the norm, and rank 0 releases the step if the settings have a norm to
-    /// clip to. The inner result fails with a callback's panic.
+    /// part every waiting request gets the norm, and rank 0 releases the step unless the program does. The inner
+    /// result fails with a callback's panic.
     pub(crate) fn norm_part(
         &mut self,
         lane: usize,
         step: u32,
         squares: f64,
+        tensors: Tensors<'_>,
     ) -> Result<Result<(), Arc<str>>, UnexpectedNorm> {
         let norms = self.norms.as_mut().ok_or(UnexpectedNorm(step))?;
-        let Some(norm) = norms.part(lane, step, squares)? else { return Ok(Ok(())) };
+        let Some(norm) = norms.part(lane, step, squares, tensors.iter())? else { return Ok(Ok(())) };
         self.shared.norms.keep(norm);
-        if let Some(clip_norm) = self.shared.settings.clip_norm
-            && self.shared.who.rank == 0
-        {
-            self.release = Some((step, clip_factor(clip_norm, norm.norm)));
+        if self.shared.settings.releases_by_itself() && self.shared.who.rank == 0 {
+            let clips_to = self.shared.settings.clip_norm;
+            self.release = Some((step, clips_to.map_or(1.0, |most| clip_factor(most, norm.norm))));
         }
         let mut outcome = Ok(());
         while let Some(position) = self.norm_waits.iter().position(|&(wanted, _)| wanted <= step) {
@@ -333,6 +333,15 @@ impl RequestsInFlight {
         };
         self.shared.norms.end_wait();
         ticket.finish(outcome)
+    }
+
+    /// The payload of a release of the step whose norm is the newest.
+    pub(crate) fn release_payload(&self, step: u32, factor: f32) -> Arc<[u8]> {
+        let mut payload = Release(factor).encode().to_vec();
+        if let Some(norms) = &self.norms {
+            Tensors::encode(&norms.tensors(step), &mut payload);
+        }
+        payload.into()
     }
 
     /// Takes the step that is to be released on every stream, with its factor. The next call returns `None`.

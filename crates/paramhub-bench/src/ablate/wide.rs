@@ -148,7 +148,13 @@ mod tests {
             let copy = sum.clone();
             sum_rule.add_f32(&mut sum, &copy);
             rule.apply(
-                &Step { hyperparameters: &hyperparameters, number, contributions: 4, factor: 1.0 },
+                &Step {
+                    hyperparameters: &hyperparameters,
+                    number,
+                    contributions: 4,
+                    factor: 1.0,
+                    tensor: None,
+                },
                 &mut model,
                 &sum,
                 &mut state,

@@ -141,7 +141,13 @@ mod tests {
         let (mut sum, mut model) = ([3.0], [1.0]);
         for number in 1..=contributions {
             sum_rule.assign(&mut sum, &1.0_f32.to_le_bytes(), Codec::F32);
-            let step = Step { hyperparameters: &hyperparameters, number, contributions: 1, factor: 1.0 };
+            let step = Step {
+                hyperparameters: &hyperparameters,
+                number,
+                contributions: 1,
+                factor: 1.0,
+                tensor: None,
+            };
             rule.apply(&step, &mut model, &sum, &mut []);
         }
         (sum[0], model[0])

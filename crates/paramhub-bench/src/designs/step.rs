@@ -141,6 +141,7 @@ impl Step<'_> {
                         number,
                         contributions: updater.ranks,
                         factor: 1.0,
+                        tensor: None,
                     };
                     sum.read(|bytes| {
                         updater.optimizer.apply(&step, &mut parameters, bytemuck::cast_slice(bytes), &mut [])

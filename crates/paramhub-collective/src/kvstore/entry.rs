@@ -84,15 +84,16 @@ impl Entry {
             number: *updates,
             contributions: updater.ranks,
             factor: 1.0,
+            tensor: None,
         };
         self.buffer.read(|bytes| match bytemuck::try_cast_slice(bytes) {
             Ok(sum) if self.buffer.dtype() == Dtype::F32 => {
-                updater.optimizer.apply(&step, values, sum, state)
+                updater.optimizer.apply_to_tensor(&step, values, sum, state)
             }
             _ => {
                 gradient.resize(values.len(), 0.0);
                 convert::decode(bytes, gradient, self.buffer.dtype().codec());
-                updater.optimizer.apply(&step, values, gradient, state);
+                updater.optimizer.apply_to_tensor(&step, values, gradient, state);
             }
         });
     }

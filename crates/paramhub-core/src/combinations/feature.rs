@@ -34,7 +34,7 @@ features! {
     Asynchronous, "asynchronous", "asynchronous consistency";
     BoundedStaleness, "bounded-staleness", "bounded staleness";
     Reproducible, "reproducible", "`reproducible`";
-    TwoPhase, "two-phase", "a step in two phases, as clipping by the global norm needs";
+    TwoPhase, "two-phase", "a step in two phases, as clipping by the global norm, LARS and LAMB need";
     RejectNonFinite, "reject-non-finite", "`reject_non_finite`";
     NoOptimizer, "no-optimizer", "the optimizer `mean` or `sum`";
     RegisteredOptimizer, "registered-optimizer", "an optimizer that is registered at hubs";

@@ -14,7 +14,7 @@ use thiserror::Error;
 use crate::chunk::ChunkId;
 use crate::codec::Codec;
 use crate::limits::{CHUNK_BYTES_MAX, CONTROL_BYTES_MAX};
-use crate::wire::{FACTORS_HEAD_BYTES, Norm, PROGRAM_STATE_HEAD_BYTES, Release, STATE_HEAD_BYTES};
+use crate::wire::{FACTORS_HEAD_BYTES, PROGRAM_STATE_HEAD_BYTES, STATE_HEAD_BYTES};
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 16;
@@ -43,7 +43,7 @@ pub enum Operation {
     /// Rank 0 to hub: the initial values of optimizer state slot `step`. The hub answers `Applied`.
     InitialiseState = 9,
     /// Rank 0 to hub: the chunks held at `step` may be updated, with their mean gradients times the factor in
-    /// the payload.
+    /// the payload, and perhaps with the norms of whole tensors.
     Release = 10,
     /// Worker to hub: a piece of its factors of the layer whose weight begins with `chunk`. The hub answers
     /// the last piece with `Parameters` for every chunk of the layer.
@@ -68,7 +68,7 @@ pub enum Operation {
     /// Hub to worker: the values of optimizer state slot `step`.
     State = 20,
     /// Hub to worker: all chunks of the route are held at `step`; the payload is the sum of the squares of
-    /// their mean gradients.
+    /// their mean gradients, and perhaps each tensor's sums of squares.
     Norm = 21,
     /// Hub to a hub below: the sum of all workers' gradients, in f32; `step` is the version that it makes.
     Total = 22,
@@ -131,7 +131,9 @@ impl Operation {
             | Operation::PushPull
             | Operation::Initialise
             | Operation::Parameters
-            | Operation::Total => CHUNK_BYTES_MAX,
+            | Operation::Total
+            | Operation::Norm
+            | Operation::Release => CHUNK_BYTES_MAX,
             Operation::InitialiseState | Operation::State => CHUNK_BYTES_MAX + STATE_HEAD_BYTES as u32,
             Operation::Factors => CHUNK_BYTES_MAX + FACTORS_HEAD_BYTES as u32,
             Operation::SaveProgramState | Operation::ProgramState => {
@@ -140,8 +142,6 @@ impl Operation {
             Operation::Retune | Operation::Failure | Operation::Notice | Operation::Rewound => {
                 CONTROL_BYTES_MAX
             }
-            Operation::Release => Release::BYTES as u32,
-            Operation::Norm => Norm::BYTES as u32,
             Operation::Pull
             | Operation::PullState
             | Operation::Leave

@@ -16,6 +16,6 @@ pub use handshake::{
     Refusal, VERDICT_BYTES, VERSION, VERSION_OLDEST, Verdict, VerdictError, Welcome, hello_length,
 };
 pub use header::{Direction, FrameError, HEADER_BYTES, Header, Operation};
-pub use phases::{Norm, Release};
+pub use phases::{Norm, Release, Tensors};
 pub use program_state::{PROGRAM_STATE_HEAD_BYTES, ProgramState};
 pub use state::{STATE_HEAD_BYTES, State};

@@ -113,7 +113,13 @@ pub(super) fn check(spec: &Spec, exchanges: u64, tensors: &[&[u8]]) -> anyhow::R
                     }
                 }
                 let (number, contributions) = (exchange, spec.workers);
-                let step = Step { hyperparameters: &hyperparameters, number, contributions, factor: 1.0 };
+                let step = Step {
+                    hyperparameters: &hyperparameters,
+                    number,
+                    contributions,
+                    factor: 1.0,
+                    tensor: None,
+                };
                 optimizer.apply(&step, model, sum, state);
                 if codec.is_quantised() {
                     quantised.answer(model, &mut wire[..codec.payload_bytes(length)], codec);

@@ -1,11 +1,12 @@
 //! The frames that are to leave by one port of a route.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use paramhub_core::exchange::Answer;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::ready_set::ReadySet;
-use paramhub_core::wire::{Header, Norm, Operation};
+use paramhub_core::wire::{Header, Operation};
 
 /// Answers and messages for one worker, most urgent first: messages, the norm, then acknowledgements, then
 /// parameters by slot, then optimizer state, then a program state. For another site: messages, the initial state of chunks, then
@@ -31,7 +32,7 @@ pub(crate) struct Outbox {
     messages_max: usize,
     /// The route's part of the norm of the held step. There is at most one: the next step is not complete
     /// without this rank, which does not push it before the answer that follows this norm.
-    pub(crate) norm: Option<(Header, [u8; Norm::BYTES])>,
+    pub(crate) norm: Option<(Header, Arc<[u8]>)>,
     /// The frame whose first bytes have left and whose last bytes have not.
     pub(crate) begun: Option<Begun>,
     /// For a site above: whether Leave was sent, so that nothing more will leave by this stream.
@@ -158,10 +159,10 @@ impl Outbox {
         self.start.contains(slot) || self.start_at.is_some_and(|(at, _)| at == slot)
     }
 
-    /// Adds the norm of a held step's chunks on this route.
-    pub(crate) fn send_norm(&mut self, step: u32, norm: Norm) {
-        let header = Header { step, length: Norm::BYTES as u32, ..Header::bare(Operation::Norm) };
-        self.norm = Some((header, norm.encode()));
+    /// Adds the payload of the Norm of a held step's chunks on this route.
+    pub(crate) fn send_norm(&mut self, step: u32, norm: Arc<[u8]>) {
+        let header = Header { step, length: norm.len() as u32, ..Header::bare(Operation::Norm) };
+        self.norm = Some((header, norm));
     }
 
     /// Returns whether `source` is that of the frame that has begun.

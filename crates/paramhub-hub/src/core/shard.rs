@@ -411,6 +411,7 @@ impl Shard {
             number: update.number,
             contributions: update.contributions,
             factor: self.timing.factor(),
+            tensor: self.timing.tensor(slot.key),
         };
         let has_part = self.sums.end_step(index);
         let uses_merge = has_part || self.model.is_by_chunk();

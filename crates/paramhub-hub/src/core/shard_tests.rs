@@ -6,11 +6,12 @@ use paramhub_core::composition::{Composed, Composition, Neighbour};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::norms::TensorSquares;
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::ports::Ports;
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::stragglers::Stragglers;
-use paramhub_core::wire::{HEADER_BYTES, Header, Norm, Release, State};
+use paramhub_core::wire::{HEADER_BYTES, Header, Norm, Release, State, Tensors};
 use paramhub_kernels::Registry;
 use paramhub_transport::encryption::Encryption;
 
@@ -217,7 +218,7 @@ fn a_held_step_sends_its_norm_and_is_updated_a_few_chunks_at_a_time() {
             let norm = Norm(f64::from(CHUNKS * 256) * 4.0).encode();
             for outbox in &mut shard.outboxes {
                 let (header, payload) = outbox.norm.take().expect("every port gets the norm");
-                assert_eq!((header.operation, header.step, payload), (Operation::Norm, step, norm));
+                assert_eq!((header.operation, header.step, &payload[..]), (Operation::Norm, step, &norm[..]));
                 assert!(outbox.is_empty(), "nothing is answered before the release");
             }
             assert!(!shard.is_releasing());
@@ -247,14 +248,51 @@ fn a_held_step_sends_its_norm_and_is_updated_a_few_chunks_at_a_time() {
 }
 
 #[test]
+fn the_norms_of_tensors_go_with_the_norm_and_come_back_with_the_release() {
+    let keys = vec![Key::new("v", [256]), Key::new("w", [512])];
+    let mut shard = shard(1, keys, |settings| {
+        let rate = Hyperparameters { learning_rate: 1.0, ..Default::default() };
+        let one = rate.with("trust_coefficient", 1.0).unwrap();
+        settings.optimizer = OptimizerChoice { hyperparameters: Some(one), ..OptimizerChoice::named("lars") };
+    });
+    for (chunk, value) in [(0, 1.0), (1, 2.0), (2, 2.0)] {
+        let values = wire(&[value; 256]);
+        take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &values), &values).unwrap();
+        let slot = shard.outboxes[0].applied.pop_first().expect("an acknowledgement is owed");
+        shard.answer_begun(0, slot);
+    }
+    for chunk in [2, 0, 1] {
+        push_pull(&mut shard, 0, chunk, 0, &[0.5; 256]).unwrap();
+    }
+    let (_, payload) = shard.outboxes[0].norm.take().expect("all chunks are held");
+    let (norm, tensors) = Norm::decode(&payload).unwrap();
+    let of = |parameters, update| TensorSquares { parameters, update };
+    assert_eq!(norm, Norm(768.0 * 0.25));
+    assert_eq!(tensors.iter().collect::<Vec<_>>(), [of(256.0, 64.0), of(2048.0, 128.0)]);
+    // Another route has as much of each tensor.
+    let mut release = Release(1.0).encode().to_vec();
+    for (length, tensors) in
+        [(20, &[of(512.0, 128.0)][..]), (36, &[of(512.0, 128.0), of(4096.0, 65536.0)][..])]
+    {
+        release.truncate(4);
+        Tensors::encode(tensors, &mut release);
+        let taken = take(&mut shard, 0, &header(Operation::Release, 0, 0, &release), &release);
+        assert_eq!(taken.is_ok(), length == 36, "{taken:?}");
+    }
+    shard.update_released(usize::MAX);
+    let models: Vec<_> = (0..3).map(|_| answer(&mut shard, 0).1).collect();
+    assert_eq!(models, [[0.0; 256], [1.875; 256], [1.875; 256]]);
+}
+
+#[test]
 fn a_norm_that_has_begun_to_leave_outlives_its_job() {
     let mut shard = shard(1, vec![Key::new("w", [1])], |_| {});
-    shard.outboxes[0].send_norm(3, Norm(1.0));
-    let (header, payload) = shard.outboxes[0].norm.unwrap();
+    shard.outboxes[0].send_norm(3, Norm(1.0).encode().as_slice().into());
+    let (header, payload) = shard.outboxes[0].norm.clone().unwrap();
     shard.outboxes[0].begun = Some(Begun { header, source: Source::Norm });
     shard.close();
     while shard.free_some(4096) {}
-    assert_eq!(shard.of_source(0, Source::Norm), payload);
+    assert_eq!(shard.of_source(0, Source::Norm), &payload[..]);
     shard.outboxes[0].begun = None;
     shard.outboxes[0].forget();
     assert!(shard.outboxes[0].is_empty());

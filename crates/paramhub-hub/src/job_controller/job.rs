@@ -245,6 +245,14 @@ impl UpdateMethod {
                 .check(hyperparameters)
                 .map_err(|error| format!("optimizer `{named}`{of_group}: {error}"))?;
         }
+        if optimizer.needs_tensor_norms() {
+            settings.check_tensor_norms().map_err(|error| error.to_string())?;
+            if !settings.is_two_phase() {
+                return Err(format!(
+                    "optimizer `{named}` needs the norms of tensors: give two_phase or clip_norm"
+                ));
+            }
+        }
         let state_slots =
             groups.iter().map(|group| optimizer.state_slots(group)).max().expect("there is a group 0");
         let state_slots = u8::try_from(state_slots).map_err(|_| {

@@ -1,6 +1,6 @@
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
-use super::{Optimizer, Step};
+use super::{Optimizer, Step, TensorSquares};
 use crate::dispatch::{Isa, kernel};
 
 /// An optimizer that also keeps an exponential moving average of each parameter, if the extra hyperparameter `ema_decay` is given.
@@ -56,6 +56,14 @@ impl<O: Optimizer> Optimizer for Averaged<O> {
 
     fn needs_whole_chunks(&self) -> bool {
         self.optimizer.needs_whole_chunks()
+    }
+
+    fn needs_tensor_norms(&self) -> bool {
+        self.optimizer.needs_tensor_norms()
+    }
+
+    fn squares(&self, step: &Step<'_>, model: &[f32], sum: &[f32], state: &[f32]) -> TensorSquares {
+        self.optimizer.squares(step, model, sum, state)
     }
 
     fn check(&self, h: &Hyperparameters) -> Result<(), HyperparameterError> {

@@ -70,7 +70,7 @@ fn a_custom_optimizer_runs_by_its_name() {
     let mut model = [5.0, 5.0, 5.0];
     let mut state = vec![0.0; optimizer.state_slots(&h) * model.len()];
     for number in 1..=2 {
-        let step = Step { hyperparameters: &h, number, contributions: 2, factor: 1.0 };
+        let step = Step { hyperparameters: &h, number, contributions: 2, factor: 1.0, tensor: None };
         optimizer.apply(&step, &mut model, &[8.0, -2.0, 0.5], &mut state);
     }
     // It keeps no history, so each step is the gradient's sign.
@@ -105,16 +105,19 @@ fn names_are_taken_once_and_unknown_ones_are_answered_with_the_known() {
     assert!(registry.register_aggregator("", Arc::new(SumOfSquares)).is_err());
     assert!(registry.register_aggregator("sum", Arc::new(SumOfSquares)).is_err());
 
-    let unknown = registry.optimizer("lamb").err().unwrap();
+    let unknown = registry.optimizer("sophia").err().unwrap();
     assert_eq!(
         unknown.to_string(),
-        "no optimizer is called \"lamb\"; there are: adadelta, adagrad, adam, adamw, lion, mean, nadam, rmsprop, sgd, sum"
+        "no optimizer is called \"sophia\"; there are: adadelta, adagrad, adam, adamw, lamb, lars, lion, mean, nadam, rmsprop, sgd, sum"
     );
     let unknown = registry.aggregator("max").err().unwrap();
     assert_eq!(unknown.to_string(), "no aggregator is called \"max\"; there are: sum");
     assert_eq!(
         registry.optimizer_names().collect::<Vec<_>>(),
-        ["adadelta", "adagrad", "adam", "adamw", "lion", "mean", "nadam", "rmsprop", "sgd", "sum"]
+        [
+            "adadelta", "adagrad", "adam", "adamw", "lamb", "lars", "lion", "mean", "nadam", "rmsprop",
+            "sgd", "sum"
+        ]
     );
     assert_eq!(registry.aggregator_names().collect::<Vec<_>>(), ["sum"]);
 }

@@ -58,7 +58,7 @@ fn compare<R: Optimizer + Clone>(name: &str, rule: R, hyperparameters: &Hyperpar
             let mut found_state = expected_state.clone();
             for number in 1..=3 {
                 let sum = random.numbers(len);
-                let step = Step { hyperparameters, number, contributions: 3, factor: 1.0 };
+                let step = Step { hyperparameters, number, contributions: 3, factor: 1.0, tensor: None };
                 rule.apply(&step, &mut expected[shift..], &sum, &mut expected_state[shift..]);
                 streamed.apply(&step, &mut found[shift..], &sum, &mut found_state[shift..]);
             }

@@ -1,12 +1,15 @@
 use paramhub_kernels::{
-    Adadelta, Adagrad, Adam, Averaged, HyperparameterError, Hyperparameters, Isa, Lion, Mean, NAdam,
-    Optimizer, Registry, RmsProp, Sgd, Step, Undivided,
+    Adadelta, Adagrad, Adam, Averaged, HyperparameterError, Hyperparameters, Isa, Lamb, Lars, Lion, Mean,
+    NAdam, Optimizer, Registry, RmsProp, Sgd, Step, TensorSquares, Undivided,
 };
 use proptest::prelude::*;
 
 use crate::support::{Random, assert_same, lengths};
 
 const STEPS: u64 = 3;
+
+/// The sums of a tensor whose parameters have the norm 3, and whose gradient or update has the norm 1.5.
+const TENSOR: Option<TensorSquares> = Some(TensorSquares { parameters: 9.0, update: 2.25 });
 
 /// One step of one element, written as in the optimizers' documentation.
 type Reference = fn(&Step<'_>, f32, f32, &mut [f32; 3]) -> f32;
@@ -32,8 +35,13 @@ fn infinite_and_absent_gradients_go_through_as_in_the_reference() {
             let mut state = vec![0.0; optimizer.state_slots(&case.hyperparameters) * model.len()];
             let mut wanted_state = [[0.0; 3]; 9];
             for number in 1..=STEPS {
-                let step =
-                    Step { hyperparameters: &case.hyperparameters, number, contributions: 3, factor: 1.0 };
+                let step = Step {
+                    hyperparameters: &case.hyperparameters,
+                    number,
+                    contributions: 3,
+                    factor: 1.0,
+                    tensor: TENSOR,
+                };
                 optimizer.apply(&step, &mut model, &sums, &mut state);
                 for ((parameter, sum), state) in want.iter_mut().zip(sums).zip(&mut wanted_state) {
                     *parameter = (case.reference)(&step, *parameter, sum, state);
@@ -75,7 +83,7 @@ fn a_momentum_set_to_zero_for_a_while_keeps_its_buffer_as_torch_does() {
     for (number, h, parameter, velocity) in
         [(1, &momentum, -1.0, 1.0), (2, &plain, -2.0, 1.0), (3, &momentum, -3.5, 1.5)]
     {
-        let step = Step { hyperparameters: h, number, contributions: 1, factor: 1.0 };
+        let step = Step { hyperparameters: h, number, contributions: 1, factor: 1.0, tensor: None };
         Sgd::new().apply(&step, &mut model, &[1.0], &mut buffer);
         assert_eq!((model, buffer), ([parameter], [velocity]), "step {number}");
     }
@@ -97,6 +105,10 @@ fn values_out_of_range_are_named() {
         ("rmsprop", "alpha", -1.0, "alpha is -1; it must be 0 or more"),
         ("adadelta", "rho", 1.0, "rho is 1; it must be 0 or more and less than 1"),
         ("nadam", "momentum_decay", -1.0, "momentum_decay is -1; it must be 0 or more"),
+        ("lars", "nesterov", 1.0, "nesterov is 1; it must be 0, for LARS has none"),
+        ("lars", "dampening", 0.5, "dampening is 0.5; it must be 0, for LARS has none"),
+        ("lars", "trust_coefficient", -1.0, "trust_coefficient is -1; it must be 0 or more"),
+        ("lamb", "beta2", 1.0, "beta2 is 1; it must be 0 or more and less than 1"),
         ("lion", "beta1", 1.0, "beta1 is 1; it must be 0 or more and less than 1"),
     ] {
         let optimizer = registry.optimizer(optimizer).unwrap();
@@ -114,7 +126,7 @@ fn values_out_of_range_are_named() {
 #[should_panic(expected = "0 state values do not hold 1 slots of 2")]
 fn momentum_without_its_buffer_is_a_bug_of_the_caller() {
     let h = Hyperparameters { momentum: 0.9, ..Hyperparameters::default() };
-    let step = Step { hyperparameters: &h, number: 1, contributions: 1, factor: 1.0 };
+    let step = Step { hyperparameters: &h, number: 1, contributions: 1, factor: 1.0, tensor: None };
     Sgd::new().apply(&step, &mut [0.0; 2], &[0.0; 2], &mut []);
 }
 
@@ -139,7 +151,7 @@ proptest! {
         let (mut head, mut tail) = (vec![0.0; slots * cut], vec![0.0; slots * (len - cut)]);
         for number in 1..=STEPS {
             let sum = random.numbers(len);
-            let step = Step { hyperparameters: &case.hyperparameters, number, contributions, factor: 1.0 };
+            let step = Step { hyperparameters: &case.hyperparameters, number, contributions, factor: 1.0, tensor: TENSOR };
             optimizer.apply(&step, &mut whole, &sum, &mut state);
             optimizer.apply(&step, &mut pieces[..cut], &sum[..cut], &mut head);
             optimizer.apply(&step, &mut pieces[cut..], &sum[cut..], &mut tail);
@@ -150,8 +162,8 @@ proptest! {
 
 #[test]
 fn a_factor_scales_the_gradient_before_anything_is_made_of_it() {
-    // `sum` returns what it gets: scaled steps have an optimizer.
-    for case in cases().iter().filter(|case| case.name != "sum") {
+    // `sum` returns what it gets: scaled steps have an optimizer. Jobs with LAMB have no scaled steps.
+    for case in cases().iter().filter(|case| case.name != "sum" && !case.name.starts_with("lamb")) {
         let optimizer = (case.optimizer)(Isa::best());
         let mut random = Random(5);
         let mut scaled = random.numbers(1000);
@@ -161,10 +173,15 @@ fn a_factor_scales_the_gradient_before_anything_is_made_of_it() {
             // A power of two, so that both ways are exact.
             let sum = random.numbers(1000);
             let quarter: Vec<f32> = sum.iter().map(|value| value / 4.0).collect();
-            let step =
-                Step { hyperparameters: &case.hyperparameters, number, contributions: 3, factor: 0.25 };
-            optimizer.apply(&step, &mut scaled, &sum, &mut states[0]);
-            optimizer.apply(&Step { factor: 1.0, ..step }, &mut smaller, &quarter, &mut states[1]);
+            let step = Step {
+                hyperparameters: &case.hyperparameters,
+                number,
+                contributions: 3,
+                factor: 0.25,
+                tensor: None,
+            };
+            optimizer.apply_to_tensor(&step, &mut scaled, &sum, &mut states[0]);
+            optimizer.apply_to_tensor(&Step { factor: 1.0, ..step }, &mut smaller, &quarter, &mut states[1]);
             assert_same(&scaled, &smaller, &case.name);
         }
     }
@@ -223,6 +240,18 @@ fn cases() -> Vec<Case> {
         hyperparameters,
         reference: reference_nadam,
     };
+    let lars = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(Lars::with_isa(isa)),
+        hyperparameters,
+        reference: reference_lars,
+    };
+    let lamb = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(Lamb::with_isa(isa)),
+        hyperparameters,
+        reference: reference_lamb,
+    };
     let lion = |name, hyperparameters| Case {
         name,
         optimizer: |isa| Box::new(Lion::with_isa(isa)),
@@ -279,6 +308,14 @@ fn cases() -> Vec<Case> {
             "nadam, small beta1, decoupled decay",
             with(Hyperparameters { beta1: 0.3, ..decay }, "decoupled"),
         ),
+        lars("lars", plain),
+        lars("lars, momentum, decay", Hyperparameters { weight_decay: 0.1, ..momentum }),
+        lars(
+            "lars, another coefficient, maximize",
+            with(momentum.with("trust_coefficient", 0.3).unwrap(), "maximize"),
+        ),
+        lamb("lamb", plain),
+        lamb("lamb, decay, maximize", with(decay, "maximize")),
         lion("lion", plain),
         lion("lion, decay, maximize", with(decay, "maximize")),
     ]
@@ -294,7 +331,13 @@ fn compare(case: &Case, len: usize, shift: usize) {
         let mut want = start.clone();
         let mut wanted_state = vec![[0.0; 3]; len];
         for (number, sum) in (1..).zip(&sums) {
-            let step = Step { hyperparameters: &case.hyperparameters, number, contributions, factor: 1.0 };
+            let step = Step {
+                hyperparameters: &case.hyperparameters,
+                number,
+                contributions,
+                factor: 1.0,
+                tensor: TENSOR,
+            };
             for ((parameter, sum), state) in want.iter_mut().zip(&sum[shift..]).zip(&mut wanted_state) {
                 *parameter = (case.reference)(&step, *parameter, *sum, state);
             }
@@ -307,8 +350,13 @@ fn compare(case: &Case, len: usize, shift: usize) {
             let mut model = start.clone();
             let mut state = vec![0.0; shift + slots * len];
             for (number, sum) in (1..).zip(&sums) {
-                let step =
-                    Step { hyperparameters: &case.hyperparameters, number, contributions, factor: 1.0 };
+                let step = Step {
+                    hyperparameters: &case.hyperparameters,
+                    number,
+                    contributions,
+                    factor: 1.0,
+                    tensor: TENSOR,
+                };
                 optimizer.apply(&step, &mut model, &sum[shift..], &mut state[shift..]);
             }
             let what = format!("{}, {len} elements, {contributions} contributions, {isa}", case.name);
@@ -458,6 +506,93 @@ fn reference_nadam(step: &Step<'_>, parameter: f32, sum: f32, [m, v, _]: &mut [f
     value + of_gradient * gradient / denominator + of_moment * *m / denominator
 }
 
+fn reference_lars(step: &Step<'_>, parameter: f32, sum: f32, [buffer, ..]: &mut [f32; 3]) -> f32 {
+    let h = step.hyperparameters;
+    let ratio = h.value("trust_coefficient").unwrap_or(0.001) * (3.0 / (1.5 + h.weight_decay * 3.0));
+    let rate = (h.learning_rate * ratio) as f32;
+    let update = rate * (mean(step, sum) + h.weight_decay as f32 * parameter);
+    if h.momentum == 0.0 {
+        return parameter - update;
+    }
+    *buffer = h.momentum as f32 * *buffer + update;
+    parameter - *buffer
+}
+
+fn reference_lamb(step: &Step<'_>, parameter: f32, sum: f32, [m, v, _]: &mut [f32; 3]) -> f32 {
+    let h = step.hyperparameters;
+    let gradient = mean(step, sum);
+    *m = h.beta1 as f32 * *m + (1.0 - h.beta1) as f32 * gradient;
+    *v = h.beta2 as f32 * *v + (1.0 - h.beta2) as f32 * gradient * gradient;
+    let correction = |beta: f64| (1.0 - (0..step.number).fold(1.0, |power, _| power * beta)) as f32;
+    let denominator = (*v / correction(h.beta2)).sqrt() + h.epsilon as f32;
+    let update = *m / correction(h.beta1) / denominator + h.weight_decay as f32 * parameter;
+    parameter - (h.learning_rate * (3.0 / 1.5)) as f32 * update
+}
+
+#[test]
+fn sums_of_squares_of_chunks_add_up_to_those_of_the_tensor() {
+    let h = Hyperparameters { weight_decay: 0.1, momentum: 0.9, ..Hyperparameters::default() };
+    let makes: [fn(Isa) -> Box<dyn Optimizer>; 2] =
+        [|isa| Box::new(Lars::with_isa(isa)), |isa| Box::new(Lamb::with_isa(isa))];
+    for (make, is_lamb) in makes.into_iter().zip([false, true]) {
+        for (isa, len) in Isa::available().flat_map(|isa| lengths().map(move |len| (isa, len))) {
+            let optimizer = make(isa);
+            assert!(optimizer.needs_tensor_norms());
+            let mut random = Random(len as u64);
+            let (model, sum) = (random.numbers(len), random.numbers(len));
+            let slots = optimizer.state_slots(&h);
+            let state: Vec<f32> = random.numbers(slots * len).iter().map(|value| value.abs()).collect();
+            let step = Step { hyperparameters: &h, number: 3, contributions: 4, factor: 1.0, tensor: None };
+            let whole = optimizer.squares(&step, &model, &sum, &state);
+            let square = |value: f32| f64::from(value) * f64::from(value);
+            let updates = (0..len).map(|at| match is_lamb {
+                true => {
+                    let mut of = [state[at], state[len + at], 0.0];
+                    let step = Step { tensor: TENSOR, ..step };
+                    let next = reference_lamb(&step, model[at], sum[at], &mut of);
+                    (model[at] - next) / (h.learning_rate * 2.0) as f32
+                }
+                false => mean(&step, sum[at]),
+            });
+            let expected = TensorSquares {
+                parameters: model.iter().map(|&value| square(value)).sum(),
+                update: updates.map(square).sum(),
+            };
+            // The update of LAMB is found here from two parameters that are close to each other.
+            let tolerance = if is_lamb { 1e-2 } else { 1e-12 };
+            let is_close = |got: f64, want: f64, tolerance: f64| (got - want).abs() <= tolerance * want;
+            assert!(is_close(whole.parameters, expected.parameters, 1e-12), "{isa}, {len}");
+            assert!(
+                is_close(whole.update, expected.update, tolerance),
+                "{isa}, {len}: {whole:?}, {expected:?}"
+            );
+            let mut parts = TensorSquares::default();
+            for range in [0..len / 3, len / 3..len] {
+                let state: Vec<f32> =
+                    (0..slots).flat_map(|slot| state[slot * len..][range.clone()].to_vec()).collect();
+                parts += optimizer.squares(&step, &model[range.clone()], &sum[range], &state);
+            }
+            assert!(
+                is_close(parts.parameters, whole.parameters, 1e-12)
+                    && is_close(parts.update, whole.update, 1e-12)
+            );
+        }
+    }
+}
+
+#[test]
+fn a_tensor_of_zeros_has_the_plain_rate_and_so_has_one_without_a_coefficient() {
+    let plain = Hyperparameters { learning_rate: 0.5, ..Hyperparameters::default() };
+    let zeros = Some(TensorSquares { parameters: 0.0, update: 1.0 });
+    for (h, tensor) in [(plain, zeros), (plain.with("trust_coefficient", 0.0).unwrap(), TENSOR)] {
+        let step = Step { hyperparameters: &h, number: 1, contributions: 1, factor: 1.0, tensor };
+        let (mut lars, mut lamb) = ([0.0], [0.0]);
+        Lars::new().apply(&step, &mut lars, &[1.0], &mut []);
+        Lamb::new().apply(&step, &mut lamb, &[1.0], &mut [0.0; 2]);
+        assert_eq!((lars, lamb), ([-0.5], [-0.5]));
+    }
+}
+
 fn reference_lion(step: &Step<'_>, parameter: f32, sum: f32, [momentum, ..]: &mut [f32; 3]) -> f32 {
     let h = step.hyperparameters;
     let gradient = mean(step, sum);
@@ -481,7 +616,7 @@ fn averages_follow_the_parameters_beside_any_state() {
             let (mut state, mut average) = (vec![0.0; 2 * len], vec![0.0; len]);
             for number in 1..=STEPS {
                 let sum = random.numbers(len);
-                let step = Step { hyperparameters: &h, number, contributions: 2, factor: 1.0 };
+                let step = Step { hyperparameters: &h, number, contributions: 2, factor: 1.0, tensor: None };
                 optimizer.apply(&step, &mut model, &sum, &mut state);
                 Sgd::new().apply(&step, &mut plain, &sum, &mut buffer);
                 for (average, parameter) in average.iter_mut().zip(&plain) {

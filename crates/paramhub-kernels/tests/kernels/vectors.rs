@@ -30,9 +30,14 @@ fn optimizers_follow_torch_optim() {
             optimizer.check(&hyperparameters).unwrap();
             let sum: Vec<f32> =
                 numbers(&given["gradient"]).map(|value| value as f32 * CONTRIBUTIONS as f32).collect();
-            let step =
-                Step { hyperparameters: &hyperparameters, number, contributions: CONTRIBUTIONS, factor: 1.0 };
-            optimizer.apply(&step, &mut model, &sum, &mut state);
+            let step = Step {
+                hyperparameters: &hyperparameters,
+                number,
+                contributions: CONTRIBUTIONS,
+                factor: 1.0,
+                tensor: None,
+            };
+            optimizer.apply_to_tensor(&step, &mut model, &sum, &mut state);
 
             assert_close(&model, &given["model"], &format!("{name}: model after step {number}"));
             let wanted_state = given["state"].as_array().unwrap();

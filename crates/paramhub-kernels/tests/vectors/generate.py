@@ -1,7 +1,7 @@
 """Writes optimizers.json: what torch.optim's formulas give for a few small problems.
 
 The formulas are the ones in the documentation of torch.optim's optimizers
-(https://docs.pytorch.org/docs/stable/optim.html) and Lion's in its paper, evaluated in 64-bit floats by the standard library alone, so
+(https://docs.pytorch.org/docs/stable/optim.html), and those of Lion, LARS and LAMB in their papers, evaluated in 64-bit floats by the standard library alone, so
 that they share no code and no rounding with the kernels. Inputs are exact 32-bit floats.
 
     python3 generate.py                 # writes optimizers.json
@@ -76,6 +76,14 @@ CASES = [
      dict(learning_rate=0.02, beta1=0.8, weight_decay=0.1, momentum_decay=0.5, maximize=True), lambda t: 1.0 / t),
     ("nadam, decoupled weight decay", "nadam",
      dict(learning_rate=0.02, beta1=0.3, beta2=0.9, weight_decay=0.1, epsilon=1e-3, decoupled=True), None),
+    ("lars", "lars", dict(learning_rate=2.0, momentum=0.9), None),
+    ("lars, no momentum", "lars", dict(learning_rate=2.0, trust_coefficient=0.02), None),
+    ("lars, weight decay, maximize, falling learning rate", "lars",
+     dict(learning_rate=4.0, momentum=0.8, weight_decay=0.1, trust_coefficient=0.01, maximize=True), lambda t: 1.0 / t),
+    ("lamb", "lamb", dict(learning_rate=0.02, weight_decay=0.01, epsilon=1e-6), None),
+    ("lamb, no decay, falling learning rate", "lamb",
+     dict(learning_rate=0.1, beta1=0.8, beta2=0.95, epsilon=1e-3), lambda t: 1.0 / t),
+    ("lamb, maximize", "lamb", dict(learning_rate=0.02, weight_decay=0.1, maximize=True), None),
 ]
 
 
@@ -180,8 +188,42 @@ def lion(h, t, p, g, state):
     return p, [h["beta2"] * m + (1 - h["beta2"]) * g]
 
 
+def lars(h, t, p, g, state):
+    v = (state[0] if state else 0.0) * h["momentum"] + h["learning_rate"] * h["ratio"] * (g + h["weight_decay"] * p)
+    return p - v, [v] if state else []
+
+
+def lars_ratio(h, t, values, gradient, states):
+    p, g = norm(values), norm(gradient)
+    return h.get("trust_coefficient", 0.001) * p / (g + h["weight_decay"] * p)
+
+
+def lamb_update(h, t, p, g, state):
+    m, v = state
+    m = h["beta1"] * m + (1 - h["beta1"]) * g
+    v = h["beta2"] * v + (1 - h["beta2"]) * g * g
+    m_hat = m / (1 - h["beta1"] ** t)
+    v_hat = v / (1 - h["beta2"] ** t)
+    return m_hat / (v_hat ** 0.5 + h["epsilon"]) + h["weight_decay"] * p, [m, v]
+
+
+def lamb(h, t, p, g, state):
+    update, state = lamb_update(h, t, p, g, state)
+    return p - h["learning_rate"] * h["ratio"] * update, state
+
+
+def lamb_ratio(h, t, values, gradient, states):
+    updates = [lamb_update(h, t, p, g, state)[0] for p, g, state in zip(values, gradient, states)]
+    return norm(values) / norm(updates)
+
+
+def norm(values):
+    return math.sqrt(math.fsum(value * value for value in values))
+
+
+RATIOS = dict(lars=lars_ratio, lamb=lamb_ratio)
 RULES = dict(mean=mean, sgd=sgd, adam=adam, adamw=adamw, adagrad=adagrad, rmsprop=rmsprop,
-             adadelta=adadelta, lion=lion, nadam=nadam)
+             adadelta=adadelta, lion=lion, nadam=nadam, lars=lars, lamb=lamb)
 
 
 def slots_of(optimizer, h):
@@ -189,9 +231,9 @@ def slots_of(optimizer, h):
         return 2 + bool(h.get("amsgrad"))
     if optimizer == "rmsprop":
         return 1 + bool(h["momentum"]) + bool(h.get("centered"))
-    if optimizer == "sgd":
+    if optimizer in ("sgd", "lars"):
         return int(h["momentum"] != 0)
-    return dict(mean=0, adagrad=1, adadelta=2, lion=1, nadam=2)[optimizer]
+    return dict(mean=0, adagrad=1, adadelta=2, lion=1, nadam=2, lamb=2)[optimizer]
 
 
 def run(name, optimizer, changes, schedule, rng):
@@ -206,9 +248,12 @@ def run(name, optimizer, changes, schedule, rng):
             h["learning_rate"] *= schedule(t)
         # From gradients near 1 to gradients near 1e-4, so that epsilon matters in some.
         gradient = [f32(rng.gauss(0, 10.0 ** -(i % 5))) for i in range(PARAMETERS)]
-        for i, g in enumerate(gradient):
-            g = -g if h.get("maximize") else g
-            values[i], states[i] = RULES[optimizer](h, t, values[i], g, states[i])
+        signed = [-g if h.get("maximize") else g for g in gradient]
+        of_step = h
+        if optimizer in RATIOS:
+            of_step = {**h, "ratio": RATIOS[optimizer](h, t, values, signed, states)}
+        for i, g in enumerate(signed):
+            values[i], states[i] = RULES[optimizer](of_step, t, values[i], g, states[i])
         case["steps"].append(dict(
             hyperparameters=h,
             gradient=gradient,
@@ -223,7 +268,7 @@ def check_torch(cases):
 
     worst = 0.0
     for case in cases:
-        if case["optimizer"] in ("mean", "lion"):
+        if case["optimizer"] in ("mean", "lion", "lars", "lamb"):
             continue
         first = case["steps"][0]["hyperparameters"]
         p = torch.tensor(case["model"], dtype=torch.float32, requires_grad=True)

@@ -160,11 +160,12 @@ impl Keys {
                         number: *updates,
                         contributions: updater.workers,
                         factor: 1.0,
+                        tensor: None,
                     };
                     from.read(|bytes| {
                         let sum = bytemuck::cast_slice(bytes);
                         parameters.update(|parameters| {
-                            updater.optimizer.apply(&step, parameters, sum, values);
+                            updater.optimizer.apply_to_tensor(&step, parameters, sum, values);
                         });
                     });
                 });

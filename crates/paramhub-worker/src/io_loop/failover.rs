@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::liveness::PeerLiveness;
 use paramhub_core::resuming::{BrokenPath, RESUME, ResumeNotices, Retunes, StreamEnd};
-use paramhub_core::wire::{Refusal, Release};
+use paramhub_core::wire::Refusal;
 use paramhub_core::worker_job::{Consequence, FailureCause, Reopening};
 use paramhub_transport::runtime::panic_message;
 use paramhub_transport::{Interest, StreamError};
@@ -30,7 +30,7 @@ pub(crate) struct Failover {
     pub(crate) event_sender: StreamEventSender,
     pub(crate) retunes: Retunes,
     /// The last end of a held step, which rank 0 has sent on every stream; without a factor the step was skipped.
-    pub(crate) release: Option<(u32, Option<[u8; Release::BYTES]>)>,
+    pub(crate) release: Option<(u32, Option<Arc<[u8]>>)>,
     /// When to notify this worker's program.
     pub(crate) notices: ResumeNotices,
 }
@@ -226,8 +226,8 @@ impl IoLoop {
         let failover = self.failover.as_ref().expect("only such jobs resume streams");
         let lane = &mut self.lanes[index];
         lane.replace_stream(resumed, &failover.retunes, now);
-        if let Some((step, wire)) = failover.release {
-            lane.requeue(ControlFrame::Release { step, wire });
+        if let Some((step, wire)) = &failover.release {
+            lane.requeue(ControlFrame::Release { step: *step, wire: wire.clone() });
         }
         self.in_flight.norms_resume(index);
         let slots = self.in_flight.requests.resend_route(&self.in_flight.placement, lane.route);

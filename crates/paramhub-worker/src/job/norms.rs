@@ -68,9 +68,12 @@ impl Job {
         if self.rank() != 0 {
             return Err(self.shared.misused("steps are released by rank 0".into()));
         }
-        if let Some(norm) = self.settings().clip_norm {
-            let reason = format!("steps are released by themselves in a job that clips gradients to {norm}");
-            return Err(self.shared.misused(reason));
+        if self.settings().releases_by_itself() {
+            let why = self.settings().clip_norm.map_or_else(
+                || format!("with the optimizer {}", self.settings().optimizer.name),
+                |norm| format!("in a job that clips gradients to {norm}"),
+            );
+            return Err(self.shared.misused(format!("steps are released by themselves {why}")));
         }
         if !self.shared.norms.release(step) {
             let reason = format!("step {step} cannot be released: wait for its norm, and release it once");

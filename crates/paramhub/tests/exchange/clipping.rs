@@ -20,6 +20,7 @@ over_transports!(
     a_norm_that_is_never_reached_changes_no_bit_and_runs_are_alike,
     rank_zero_releases_by_hand_with_any_factor_and_once,
     a_skipped_step_changes_nothing_and_adam_does_not_count_it,
+    lars_and_lamb_scale_each_tensor_by_its_norms,
     a_norm_that_is_not_finite_does_what_it_does_in_torch,
     a_learning_rate_holds_for_its_step_in_two_phases_too,
     a_step_by_hand_is_held_normed_released_and_answered,
@@ -88,6 +89,11 @@ fn train(ticket: &Ticket, settings: &Settings) -> Trained {
 
 /// Computes the same here with the kernels, from the norms that the job reported, which must be right.
 fn check(settings: &Settings, trained: &Trained, factor: impl Fn(f64) -> f32) {
+    check_to(settings, trained, factor, 0.0);
+}
+
+/// The same, where parameters may differ by this share of the largest one: norms of tensors are added up in another order here.
+fn check_to(settings: &Settings, trained: &Trained, factor: impl Fn(f64) -> f32, tolerance: f32) {
     let optimizer = Registry::with_builtins().optimizer(&settings.optimizer.name).unwrap();
     let hyperparameters = settings.optimizer.hyperparameters.unwrap();
     let mut model = start();
@@ -113,14 +119,24 @@ fn check(settings: &Settings, trained: &Trained, factor: impl Fn(f64) -> f32) {
             number: u64::from(step) + 1,
             contributions: WORKERS,
             factor: factor(reported),
+            tensor: None,
         };
         for ((model, sum), state) in model.iter_mut().zip(&sums).zip(&mut state) {
-            optimizer.apply(&step, model, sum, state);
+            optimizer.apply_to_tensor(&step, model, sum, state);
         }
     }
     for (reached, reported) in trained {
         assert_eq!(reported, norms, "every rank gets the same");
-        assert!(*reached == model, "{:?} reached other parameters", settings.optimizer);
+        assert!(trained[0].0 == *reached, "all ranks have the same parameters");
+        for (reached, model) in reached.iter().zip(&model) {
+            let largest = model.iter().fold(0.0_f32, |largest, value| largest.max(value.abs()));
+            let is_close = |(a, b): (&f32, &f32)| a == b || (a - b).abs() <= tolerance * largest;
+            assert!(
+                reached.iter().zip(model).all(is_close),
+                "{:?} reached other parameters",
+                settings.optimizer
+            );
+        }
     }
 }
 
@@ -214,6 +230,34 @@ fn rank_zero_releases_by_hand_with_any_factor_and_once(transports: Transports) {
         let message = job.initialise(1, vec![0.0_f32; 3], 4).unwrap_err().to_string();
         assert!(message.contains("all parameters start from one version"), "{message}");
     });
+}
+
+/// The norms of whole tensors, which lie at two hubs with several cores, decide each update.
+fn lars_and_lamb_scale_each_tensor_by_its_norms(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
+    let second =
+        RunningHub::start(cluster.client.clone(), HubConfig { cores: 2, ..Default::default() }).unwrap();
+    let lars =
+        Hyperparameters { learning_rate: 2.0, momentum: 0.9, weight_decay: 0.01, ..Default::default() };
+    let lamb = Hyperparameters { learning_rate: 0.01, weight_decay: 0.01, ..Default::default() };
+    for (name, hyperparameters, clip_norm) in
+        [("lars", lars, None), ("lars", lars, Some(400.0)), ("lamb", lamb, None)]
+    {
+        let optimizer =
+            OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named(name) };
+        let settings = Settings { optimizer, clip_norm, ..Settings::new(keys(&SIZES)) };
+        let factor = |norm| clip_norm.map_or(1.0, |most| clip_factor(most, norm));
+        let trained = train(&cluster.job(&format!("{name}-{}", clip_norm.is_some()), WORKERS), &settings);
+        check_to(&settings, &trained, factor, 1e-6);
+    }
+    let refused = Settings {
+        optimizer: OptimizerChoice::named("lamb"),
+        clip_norm: Some(1.0),
+        ..Settings::new(keys(&[4]))
+    };
+    let message = cluster.job("scaled-lamb", 1).join(0, refused).err().unwrap().to_string();
+    assert!(message.contains("lamb takes the norms of its updates before"), "{message}");
+    second.stop();
 }
 
 /// Gradients of a step, scaled by 1,024, with an infinity in some: what a program does that scales its loss.
@@ -352,7 +396,8 @@ fn held(cluster: &Cluster, ticket: &Ticket) -> [Raw; 2] {
     }
     for raw in [&mut zero, &mut one] {
         let (header, payload) = raw.await_frame(Operation::Norm);
-        assert_eq!((header.step, header.chunk, Norm::decode(&payload)), (0, 0, Some(Norm(25.0))));
+        let norm = Norm::decode(&payload).map(|(norm, tensors)| (norm, tensors.len()));
+        assert_eq!((header.step, header.chunk, norm), (0, 0, Some((Norm(25.0), 0))));
     }
     [zero, one]
 }
@@ -384,7 +429,7 @@ fn offences_against_a_release_fail_their_job_with_the_reason(transports: Transpo
         ("of another step", 0, release(1), once),
         ("twice", 0, [release(0), release(0)].concat(), once),
         ("cut short", 0, frame(Operation::Release, 0, &[0; 3]), "a Release of 3 bytes, not 4"),
-        ("too long", 0, frame(Operation::Release, 0, &[0; 5]), "announces 5 bytes"),
+        ("too long", 0, frame(Operation::Release, 0, &[0; 20]), "a Release of 20 bytes, not 4"),
         ("the hub's", 0, frame(Operation::Norm, 0, &[0; 8]), "does not go this way"),
         ("a gradient behind one that is held", 1, raw::push(1), "before the first was answered"),
     ];

@@ -137,6 +137,7 @@ pub(crate) fn expected(settings: &Settings, workers: u32, steps: u32) -> Vec<Vec
                 number: u64::from(step) + 1,
                 contributions: workers,
                 factor: 1.0,
+                tensor: None,
             };
             optimizer.apply(&step, model, &sum, &mut state);
         }

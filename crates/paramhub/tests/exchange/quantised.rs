@@ -81,8 +81,13 @@ fn expected(settings: &Settings, workers: u32) -> Vec<Vec<f32>> {
                 }
             }
             let number = u64::from(step) + 1;
-            let step =
-                Step { hyperparameters: &hyperparameters, number, contributions: workers, factor: 1.0 };
+            let step = Step {
+                hyperparameters: &hyperparameters,
+                number,
+                contributions: workers,
+                factor: 1.0,
+                tensor: None,
+            };
             optimizer.apply(&step, &mut model, &sum, &mut state);
             if !codec.is_quantised() {
                 seen.copy_from_slice(&model);

@@ -236,6 +236,7 @@ impl Chunks {
                 number: update.number,
                 contributions: update.contributions,
                 factor: 1.0,
+                tensor: None,
             };
             let mut model = chunk.model.write().unwrap_or_else(PoisonError::into_inner);
             self.optimizer.apply(&step, &mut model.values, &work.sum, &mut work.state);

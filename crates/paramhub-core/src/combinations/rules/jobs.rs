@@ -32,7 +32,7 @@ pub(super) const SETTINGS: &[Rule] = &[
         those: &[Asynchronous, BoundedStaleness],
         verdict: Refused,
         why: "a norm is that of a step of all workers, and no step ends for all of them at once",
-        remedy: "use synchronous consistency, or do without clipping by the global norm",
+        remedy: "use synchronous consistency, or do without clipping, LARS and LAMB",
         callers: &[Settings],
     },
     Rule {
@@ -214,7 +214,7 @@ pub(super) const SITES: &[Rule] = &[
         those: &[TwoPhase],
         verdict: Refused,
         why: "the norm takes the parts of all hubs, each of which must then serve all workers",
-        remedy: "use the reduction flat, or do without clipping by the global norm",
+        remedy: "use the reduction flat, or do without clipping, LARS and LAMB",
         callers: &[InitService, Python],
     },
     Rule {
@@ -333,7 +333,7 @@ pub(super) const STRAGGLERS: &[Rule] = &[
         those: &[TwoPhase],
         verdict: Refused,
         why: "the norm, as clipping needs it, is that of the same workers' gradients in every chunk",
-        remedy: "use `stragglers = wait`, or do without clipping by the global norm",
+        remedy: "use `stragglers = wait`, or do without clipping, LARS and LAMB",
         callers: &[InitService],
     },
 ];

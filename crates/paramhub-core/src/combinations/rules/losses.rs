@@ -72,7 +72,7 @@ pub(super) const WORKER_LOSS: &[Rule] = &[
         those: &[TwoPhase],
         verdict: Refused,
         why: "rank 0 releases such steps, and nobody else could if it is lost",
-        remedy: "do without clipping by the global norm, or use `on_worker_loss = fail`",
+        remedy: "do without clipping, LARS and LAMB, or use `on_worker_loss = fail`",
         callers: &[InitService],
     },
     Rule {
@@ -235,7 +235,7 @@ pub(super) const REPLICAS: &[Rule] = &[
         those: &[TwoPhase],
         verdict: Refused,
         why: "a standby takes no part in the norm of a step and its release",
-        remedy: "do without clipping by the global norm, or leave `replicas` out",
+        remedy: "do without clipping, LARS and LAMB, or leave `replicas` out",
         callers: &[InitService],
     },
     Rule {

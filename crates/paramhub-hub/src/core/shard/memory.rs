@@ -3,6 +3,7 @@
 use paramhub_core::exchange::Exchange;
 use paramhub_core::hyperparameters::{ChangesOfMembers, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
+use paramhub_core::norms::TensorSquares;
 use paramhub_core::wire::HEADER_BYTES;
 use paramhub_transport::encryption::Encryption;
 
@@ -29,7 +30,10 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
         + Copies::arrays(plan, &layout);
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
     let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
-    let slots = layout.slots.len() as u64 * (size_of::<ChunkPlace>() + squares) as u64;
+    let of_tensors = if plan.optimizer.needs_tensor_norms() { size_of::<TensorSquares>() } else { 0 };
+    let slots = layout.slots.len() as u64 * (size_of::<ChunkPlace>() + squares + of_tensors) as u64
+        // The sums of all keys, and the payload of the Norm.
+        + (2 * plan.settings.keys.len() * of_tensors) as u64;
     // Each stream has the frame that it may spill, and the one that a read has cut off.
     let frame_bytes_max = plan.frame_bytes_max();
     let encryption = if plan.encrypts { Encryption::memory_bytes(frame_bytes_max + HEADER_BYTES) } else { 0 };

@@ -1,8 +1,9 @@
 //! This decides when the sum of a step becomes an update.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use paramhub_core::wire::Norm;
+use paramhub_core::norms::TensorSquares;
 
 use crate::core::deadlines::Deadlines;
 use crate::core::layout::Layout;
@@ -23,10 +24,15 @@ pub(super) enum UpdateTiming {
 pub(super) struct HeldStep {
     /// For each held slot: the sum of the squares of its mean gradient.
     pub(super) squares: Vec<f64>,
+    /// For each held slot: its part of the sums of its tensor. Empty if the optimizer needs no norms of tensors.
+    pub(super) parts: Vec<TensorSquares>,
+    /// The sums of each key: first those of the chunks on this route, then those of whole tensors, with which the step is
+    /// released.
+    pub(super) tensors: Vec<TensorSquares>,
     /// The factor for the mean gradient of the step that is being released.
     pub(super) factor: f32,
-    /// The last step whose norm was sent, and the norm.
-    pub(super) last: Option<(u32, Norm)>,
+    /// The last step whose norm was sent, and the payload of the Norm.
+    pub(super) last: Option<(u32, Arc<[u8]>)>,
 }
 
 /// The state of steps that end without late ranks.
@@ -40,7 +46,17 @@ impl UpdateTiming {
     pub(super) fn new(plan: &ShardPlan, layout: &Layout, now: Instant) -> UpdateTiming {
         let slots = layout.slots.len();
         if layout.rules.two_phase {
-            return UpdateTiming::OnRelease(HeldStep { squares: vec![0.0; slots], factor: 1.0, last: None });
+            let (parts, tensors) = match plan.optimizer.needs_tensor_norms() {
+                true => (slots, plan.settings.keys.len()),
+                false => (0, 0),
+            };
+            return UpdateTiming::OnRelease(HeldStep {
+                squares: vec![0.0; slots],
+                parts: vec![TensorSquares::default(); parts],
+                tensors: vec![TensorSquares::default(); tensors],
+                factor: 1.0,
+                last: None,
+            });
         }
         if plan.stragglers.leaves_out() {
             return UpdateTiming::WithQuorum(LateRanks {
@@ -56,6 +72,14 @@ impl UpdateTiming {
         match self {
             UpdateTiming::OnRelease(held) => held.factor,
             UpdateTiming::WhenComplete | UpdateTiming::WithQuorum(_) => 1.0,
+        }
+    }
+
+    /// The sums of squares of the tensor with this key in the step that ends, if the optimizer needs them.
+    pub(super) fn tensor(&self, key: u32) -> Option<TensorSquares> {
+        match self {
+            UpdateTiming::OnRelease(held) => held.tensors.get(key as usize).copied(),
+            UpdateTiming::WhenComplete | UpdateTiming::WithQuorum(_) => None,
         }
     }
 

@@ -1,9 +1,12 @@
 //! Steps in two phases: complete chunks are held until rank 0, which gets the norm of all gradients, releases
 //! their step.
 
-use paramhub_core::wire::{Norm, Release};
-use paramhub_kernels::mean_factor;
+use std::sync::Arc;
+
+use paramhub_core::norms::TensorSquares;
+use paramhub_core::wire::{Norm, Release, Tensors};
 use paramhub_kernels::squares::squares;
+use paramhub_kernels::{Step, mean_factor};
 
 use super::Shard;
 use super::timing::{HeldStep, UpdateTiming};
@@ -16,18 +19,33 @@ impl Shard {
         let UpdateTiming::OnRelease(held) = &mut self.timing else {
             unreachable!("chunks are held in two phases only")
         };
-        let factor = mean_factor(self.exchange.contributors());
+        let contributions = self.exchange.contributors();
+        let factor = mean_factor(contributions);
         let blocks = slot.blocks(BLOCK_ELEMENTS);
         let total = blocks.map(|block| {
             squares(self.sums.part(slot.array_offset + block.start..slot.array_offset + block.end), factor)
         });
         held.squares[index as usize] = total.sum();
+        if let Some(part) = held.parts.get_mut(index as usize) {
+            let step = Step {
+                hyperparameters: self.schedules[usize::from(slot.group)].at(self.exchange.step(index)),
+                number: self.exchange.updates(index) + 1,
+                contributions,
+                factor: 1.0,
+                tensor: None,
+            };
+            *part = TensorSquares::default();
+            for block in slot.blocks(self.model.block_elements) {
+                let at = slot.array_offset + block.start..slot.array_offset + block.end;
+                let (parameters, state) = self.model.block_mut(at.clone());
+                *part += self.plan.optimizer.squares(&step, parameters, self.sums.part(at), state);
+            }
+        }
         if let Some(step) = self.exchange.held_step() {
-            // The norm is added up in the order of slots, whatever the order of arrival.
-            let norm = Norm(held.squares.iter().sum());
-            held.last = Some((step, norm));
+            let norm = held.norm(&self.slots);
+            held.last = Some((step, Arc::clone(&norm)));
             for (outbox, port) in self.outboxes.iter_mut().zip(0..) {
-                outbox.send_norm(step, norm);
+                outbox.send_norm(step, Arc::clone(&norm));
                 self.dirty.insert(port);
             }
         }
@@ -35,13 +53,21 @@ impl Shard {
 
     /// Takes rank 0's release of a step, with the factor for its mean gradient.
     pub(super) fn release(&mut self, port: u32, step: u32, payload: &[u8]) -> Result<(), Fault> {
-        let short = || Fault::Frame(format!("a Release of {} bytes, not {}", payload.len(), Release::BYTES));
-        let Release(factor) = Release::decode(payload).ok_or_else(short)?;
+        let keys = match &self.timing {
+            UpdateTiming::OnRelease(held) => held.tensors.len(),
+            UpdateTiming::WhenComplete | UpdateTiming::WithQuorum(_) => 0,
+        };
+        let read = Release::decode(payload).filter(|(_, tensors)| tensors.len() == keys);
+        let (Release(factor), tensors) = read.ok_or_else(|| {
+            let expected = Release::BYTES + keys * Tensors::BYTES_EACH;
+            Fault::Frame(format!("a Release of {} bytes, not {expected}", payload.len()))
+        })?;
         let is_new = self.exchange.release(port, step).map_err(Fault::Release)?;
         if let UpdateTiming::OnRelease(held) = &mut self.timing
             && is_new
         {
             held.factor = factor;
+            held.tensors.iter_mut().zip(tensors.iter()).for_each(|(held, whole)| *held = whole);
         }
         Ok(())
     }
@@ -53,8 +79,8 @@ impl Shard {
 
     /// Sends the last norm once more to a rank whose stream was replaced, since it may have been lost with the old one.
     pub(super) fn repeat_norm(&mut self, port: u32) {
-        if let UpdateTiming::OnRelease(HeldStep { last: Some((step, norm)), .. }) = self.timing {
-            self.outboxes[port as usize].send_norm(step, norm);
+        if let UpdateTiming::OnRelease(HeldStep { last: Some((step, norm)), .. }) = &self.timing {
+            self.outboxes[port as usize].send_norm(*step, Arc::clone(norm));
             self.dirty.insert(port);
         }
     }
@@ -83,5 +109,19 @@ impl Shard {
             self.optimise(index, slot, update);
             done += slot.elements as usize;
         }
+    }
+}
+
+impl HeldStep {
+    /// The payload of the Norm of a step whose chunks are all held. Sums are added up in the order of slots, whatever the order of
+    /// arrival.
+    fn norm(&mut self, slots: &[ChunkPlace]) -> Arc<[u8]> {
+        let mut payload = Norm(self.squares.iter().sum()).encode().to_vec();
+        self.tensors.fill(TensorSquares::default());
+        for (part, slot) in self.parts.iter().zip(slots) {
+            self.tensors[slot.key as usize] += *part;
+        }
+        Tensors::encode(&self.tensors, &mut payload);
+        payload.into()
     }
 }
