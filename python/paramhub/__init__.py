@@ -32,6 +32,8 @@ from paramhub._launch import run
 from paramhub._native import Handle, Tensor
 from paramhub.errors import ConnectError, JobFailedError, MisuseError, ParamhubError, Rewound
 from paramhub.optimizers import (
+    LAMB,
+    LARS,
     SGD,
     Adadelta,
     Adagrad,
@@ -48,6 +50,8 @@ from paramhub.optimizers import (
 
 __version__ = _native.__version__
 __all__ = [
+    "LAMB",
+    "LARS",
     "SGD",
     "Adadelta",
     "Adagrad",

@@ -262,6 +262,57 @@ class Lion(Optimizer):
         )
 
 
+class LARS(Optimizer):
+    """LARS (You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017): SGD with momentum whose rate each
+    tensor scales by ``trust_coefficient`` times the ratio of the norms of its parameters and its gradient. Parameter groups with
+    a ``trust_coefficient`` of 0, mostly biases and norms, are not scaled."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            "lars",
+            learning_rate=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            **_asked(maximize=maximize),
+        )
+
+
+class LAMB(Optimizer):
+    """LAMB (You et al., "Large batch optimization for deep learning", 2020): Adam whose update each tensor scales by
+    ``trust_coefficient`` times the ratio of the norms of its parameters and its update. Parameter groups with a
+    ``trust_coefficient`` of 0, mostly biases and norms, are not scaled."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        trust_coefficient: float = 1.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            "lamb",
+            learning_rate=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            epsilon=eps,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            **_asked(maximize=maximize),
+        )
+
+
 def _asked(**options: bool) -> dict[str, bool]:
     """The options that are asked for. A hub has the others off, and their names take room in each job's settings."""
     return {name: True for name, is_asked in options.items() if is_asked}
@@ -269,9 +320,12 @@ def _asked(**options: bool) -> dict[str, bool]:
 
 BY_NAME: dict[str, type[Any]] = {
     "sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad, "rmsprop": RMSprop, "adadelta": Adadelta, "nadam": NAdam,
-    "lion": Lion,
+    "lion": Lion, "lars": LARS, "lamb": LAMB,
 }  # fmt: skip
 """The optimizers with parameters that every hub has, by their names there."""
+
+NEED_TENSOR_NORMS = frozenset(("lars", "lamb"))
+"""Those whose updates need the norms of whole tensors, for which the hub waits for all gradients of a step."""
 
 
 def named(name: str, /, **arguments: Any) -> Optimizer:

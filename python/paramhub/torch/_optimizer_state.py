@@ -22,6 +22,8 @@ NAMES = {
     "adadelta": ("square_avg", "acc_delta"),
     "nadam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
+    "lars": ("momentum_buffer",),
+    "lamb": ("exp_avg", "exp_avg_sq"),
 }
 """torch.optim's names of the hub's state tensors, in the order of the hub's. Some may be left out: see `_names`."""
 
@@ -106,7 +108,7 @@ def as_torch_has_it(optimizer: str, state: State, group: Mapping[str, Any]) -> d
         entry = {"mu_product": torch.tensor(_product_of_momenta(state.updates, group)), **entry}
     if state.average is not None:
         entry[AVERAGE] = state.average
-    return entry if optimizer == "sgd" else {"step": torch.tensor(float(state.updates)), **entry}
+    return entry if optimizer in ("sgd", "lars") else {"step": torch.tensor(float(state.updates)), **entry}
 
 
 def from_torch(

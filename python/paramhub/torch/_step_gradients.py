@@ -56,7 +56,7 @@ class StepGradients:
             unused = [e.name for e, is_used in zip(self._exchanges, used, strict=True) if not is_used]
             if unused and self._holds_steps:
                 raise MisuseError(
-                    f"no rank has a gradient for {some(unused)}: max_grad_norm and grad_scaler need the norm of all gradients. "
+                    f"no rank has a gradient for {some(unused)}: max_grad_norm, grad_scaler, LARS and LAMB need all gradients. "
                     "Freeze what takes no part before HubOptimizer is made"
                 )
         if self._step.left == self._step.total:

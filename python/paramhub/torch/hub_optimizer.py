@@ -12,7 +12,7 @@ import torch
 
 from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError, Rewound
-from paramhub.optimizers import BY_NAME, Optimizer
+from paramhub.optimizers import BY_NAME, NEED_TENSOR_NORMS, Optimizer
 from paramhub.torch import (
     _hyperparameters,
     _memory,
@@ -138,7 +138,9 @@ class HubOptimizer(BaseOptimizer):
         self._overlaps_forward = overlap_forward
         self._max_grad_norm = max_grad_norm
         self._scaling = LossScaling.of(grad_scaler, max_grad_norm)
-        self._holds_steps = max_grad_norm is not None or self._scaling is not None
+        self._holds_steps = (
+            max_grad_norm is not None or self._scaling is not None or self._kind in NEED_TENSOR_NORMS
+        )
         self._settings: dict[str, Any] = {"reject_non_finite": reject_non_finite}
         for name, value in (
             ("clip_norm", max_grad_norm if self._scaling is None else None),
@@ -420,8 +422,8 @@ class HubOptimizer(BaseOptimizer):
 
     @property
     def last_grad_norm(self) -> float | None:
-        """With ``max_grad_norm`` or ``grad_scaler``, the norm of the last step's mean gradient before it was clipped, and without
-        the scale of the loss."""
+        """With ``max_grad_norm``, ``grad_scaler``, LARS or LAMB, the norm of the last step's mean gradient before it was clipped,
+        and without the scale of the loss."""
         if not self._holds_steps:
             return None
         self.synchronize()

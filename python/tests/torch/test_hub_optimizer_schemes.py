@@ -154,7 +154,7 @@ def refusals(rank: Rank) -> None:
 
     for options, message in [
         ({"scheme": "ps"}, "scheme is 'hub', 'factors' or 'auto', not 'ps'"),
-        ({"scheme": "factors", "max_grad_norm": 1.0}, "as clipping by the global norm needs"),
+        ({"scheme": "factors", "max_grad_norm": 1.0}, "as clipping by the global norm, LARS and LAMB need"),
         ({"scheme": "factors", "reject_non_finite": True}, "hubs look at every gradient"),
         ({"scheme": "auto", "samples": {"left": 3}}, r"samples names \['left'\]"),
         ({"scheme": "auto", "samples": 0}, "samples are numbers from 1"),
