@@ -171,6 +171,32 @@ def late_key(rank: Rank, ticket: paramhub.JobTicket) -> None:
         kv.pushpull("a", floats(10)).wait(TIMEOUT)
 
 
+def whole_tensors(rank: Rank, ticket: paramhub.JobTicket, kind: str) -> None:
+    with open_store(rank, ticket, kind) as kv:
+        if kind == "hub":
+            with pytest.raises(
+                paramhub.MisuseError, match="the optimizer lamb: at a hub it updates no key before"
+            ):
+                kv.set_optimizer(paramhub.LAMB())
+            kv.set_optimizer(paramhub.SGD(lr=0.1))
+        else:
+            # Where ranks have whole tensors themselves, their norms are at hand.
+            kv.set_optimizer(paramhub.LARS(lr=1.0, momentum=0.0, trust_coefficient=0.5))
+        kv.init("w", numpy.full(4, 2.0, "f4"))
+        kv.init("v", floats(4))
+        found = numpy.ones(4, "f4")
+        kv.pushpull("w", numpy.full(4, 8.0, "f4"), out=found).wait(TIMEOUT)
+        # The norm of the parameters is 4, that of the gradient 16: the rate is 0.5 * 4 / 16.
+        assert (found == (2.0 - 0.1 * 8.0 if kind == "hub" else 1.0)).all(), found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_of_whole_tensors_need_a_store_without_hubs(
+    hub: paramhub.Hub, team: Team, kind: str
+) -> None:
+    team(whole_tensors, new_job(hub, 2), kind, ranks=2)
+
+
 def test_a_hub_knows_all_keys_before_the_first_push(hub: paramhub.Hub, team: Team) -> None:
     team(late_key, new_job(hub, 2), ranks=2)
 

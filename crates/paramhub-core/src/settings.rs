@@ -166,6 +166,12 @@ pub fn is_built_in(optimizer: &str) -> bool {
     )
 }
 
+/// Returns whether an optimizer of this name is a built-in one that needs the norms of whole tensors, so that a step updates no
+/// key before all keys have been pushed to it.
+pub fn needs_tensor_norms(optimizer: &str) -> bool {
+    matches!(optimizer, LARS | LAMB)
+}
+
 fn default_aggregator() -> String {
     "sum".into()
 }
@@ -328,9 +334,8 @@ impl Settings {
         self.clip_norm.is_some() || self.needs_tensor_norms() && !self.two_phase
     }
 
-    /// Returns whether the optimizer is a built-in one that needs the norms of whole tensors.
     fn needs_tensor_norms(&self) -> bool {
-        [LARS, LAMB].contains(&&*self.optimizer.name)
+        needs_tensor_norms(&self.optimizer.name)
     }
 
     /// The codec of a key's gradients: its own; else the job's, if that applies to such keys; else that of

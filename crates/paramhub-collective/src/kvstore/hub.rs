@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::key::{Key as TableKey, KeyTable};
-use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::settings::{OptimizerChoice, Settings, needs_tensor_norms};
 use paramhub_kernels::Hyperparameters;
 use paramhub_syncer::{PeerAddresses, PeerListener, PortRange};
 use paramhub_transport::{BufferSlot, ReceiveRegion, SendRegion};
@@ -289,6 +289,11 @@ impl KvStore for HubStore {
         let mut state = self.state();
         if state.job.is_some() {
             return Err(StoreError::Sequence(super::entry_table::TOO_LATE));
+        }
+        if needs_tensor_norms(name) {
+            // The push of a key could not end before all other keys are pushed, too.
+            let reason = "at a hub it updates no key before all keys are pushed, and a store's keys are pushed one by one";
+            return Err(StoreError::Options(format!("a hub's store cannot have the optimizer {name}: {reason}")));
         }
         let named = OptimizerChoice::named(name);
         state.optimizer = Some(OptimizerChoice { hyperparameters: Some(hyperparameters), ..named });
