@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from embeddings import STEPS, train
 from tcp_traffic import bytes_sent
 from team import Died, Rank, Team
 from torch import nn
@@ -19,7 +20,6 @@ import paramhub
 import paramhub.torch
 
 TCP = {"PARAMHUB_TRANSPORT": "tcp"}
-STEPS = 5
 
 
 def sample(
@@ -170,46 +170,6 @@ def test_a_rank_that_is_lost_or_late_is_named(team: Team, ending: str) -> None:
         )
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.words = nn.Embedding(500, 16, sparse=True)
-        self.bags = nn.EmbeddingBag(400, 16, mode="sum", sparse=True)
-        self.last = nn.Linear(16, 4)
-        self.other = nn.Linear(16, 4)
-
-    def forward(self, numbers: torch.Tensor, other: bool) -> torch.Tensor:
-        hidden = torch.tanh(self.words(numbers).sum(1) + self.bags(numbers % 400))
-        return (self.other if other else self.last)(hidden)
-
-
-def train(rank: Rank, group: Any, options: dict[str, Any]) -> tuple[nn.Module, list[torch.Tensor]]:
-    torch.manual_seed(3)
-    model = Net()
-    has_unused = options.get("find_unused_parameters", False)
-    model.other.requires_grad_(has_unused)
-    ddp = DistributedDataParallel(model, process_group=group, **options)
-    rows = [model.words.weight, model.bags.weight]
-    optimizers = [
-        torch.optim.SparseAdam(rows, lr=0.01),
-        torch.optim.SGD([p for n, p in model.named_parameters() if "s.weight" not in n], lr=0.1),
-    ]
-    gradients = []
-    for step in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(100 * step + rank.rank)
-        # The ranks' rows differ in number, and some come several times.
-        numbers = torch.randint(0, 500, (3 + 4 * rank.rank, 5), generator=generator)
-        ddp(numbers, has_unused and (step + rank.rank) % 2 == 0).pow(2).sum().backward()
-        gradients += [weight.grad.clone() for weight in rows if weight.grad is not None]
-        for optimizer in optimizers:
-            optimizer.step()
-    assert all(gradient.is_sparse for gradient in gradients) and len(gradients) == 2 * STEPS
-    return model, gradients
-
-
 def train_on_both(rank: Rank) -> list[torch.Tensor]:
     dist.init_process_group("paramhub")
     gloo = dist.new_group(backend="gloo")
@@ -220,8 +180,8 @@ def train_on_both(rank: Rank) -> list[torch.Tensor]:
         {"static_graph": True},
         {"find_unused_parameters": True},
     ):
-        model, gradients = train(rank, None, options)
-        other, expected = train(rank, gloo, options)
+        model, gradients = train(rank.rank, None, options)
+        other, expected = train(rank.rank, gloo, options)
         for own, its in zip(gradients, expected, strict=True):
             assert torch.equal(own.coalesce().indices(), its.coalesce().indices())
             torch.testing.assert_close(own.to_dense(), its.to_dense(), rtol=1e-4, atol=1e-6)
