@@ -10,6 +10,7 @@ job is opened again with its key table in the order of the buckets.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -146,7 +147,7 @@ class Buckets:
             )
         # DDP without a hook divides first, too.
         rows = gradient / self._group.size
-        return self._group.sum_sparse(rows), rows, name
+        return self._group.sum_sparse(rows, timeout=math.inf), rows, name
 
     def _open(self, order: list[str]) -> _native.Job:
         world = self._world

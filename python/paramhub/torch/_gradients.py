@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,10 +17,6 @@ from paramhub.torch._sparse_gradients import Kinds, SparseSum, may_be_sparse
 from paramhub.torch._staged_handle import StagedHandle
 from paramhub.torch._staging import Stage
 from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
-
-if TYPE_CHECKING:
-    from paramhub.torch._collectives import Group
-    from paramhub.torch._join import JoinableGroup
 
 NAMED_MAX = 5
 """The most parameters that an error names."""
@@ -196,7 +191,7 @@ class GradientExchange:
             self._agree(self._kinds)
         # Operations pair by their order, which is that of the parameters here.
         sums = [
-            SparseSum(gradient, self._group(), self._divisor)
+            (gradient.parameter, self._sum(gradient.parameter))
             for gradient in self._gradients
             if gradient.is_sparse
         ]
@@ -207,8 +202,11 @@ class GradientExchange:
                     self._wait(gradient.handle)
             else:
                 self._wait(gradient.handle)
-        for each in sums:
-            each.wait()
+        for parameter, each in sums:
+            mean = each.wait()
+            # A parameter that was frozen meanwhile gets no gradient, or the optimizer would update it.
+            if parameter.requires_grad:
+                parameter.grad = mean
 
     def _agree(self, kinds: Kinds) -> None:
         """Learns which gradients are sparse, as far as any rank has had one. Exchanges those that are dense."""
@@ -221,10 +219,10 @@ class GradientExchange:
             if gradient.parameter.requires_grad:
                 gradient.parameter.grad = gradient.empty().zero_()
 
-    def _group(self) -> Group | JoinableGroup:
-        if self._process_set is global_process_set:
-            return self._world.joins.group()
-        return self._process_set.group()
+    def _sum(self, parameter: torch.Tensor) -> SparseSum:
+        is_global = self._process_set is global_process_set
+        group = self._world.joins.group() if is_global else self._process_set.group()
+        return SparseSum(parameter, parameter.grad if parameter.requires_grad else None, group, self._divisor)
 
     def check_frozen(self) -> None:
         """Raises MisuseError for gradients that no exchange averages."""

@@ -401,8 +401,8 @@ class JoinableGroup:
         description = ("allreduce", tensor.numel(), tensor.dtype, op)
         return self._joins.note(work, description, is_meeting=tensor.numel() > 0)
 
-    def sum_sparse(self, tensor: torch.Tensor) -> JoinableWork:
-        work = self._group.sum_sparse(tensor)
+    def sum_sparse(self, tensor: torch.Tensor, *, timeout: float | None = None) -> JoinableWork:
+        work = self._group.sum_sparse(tensor, timeout=timeout)
         return self._joins.note(work, ("sum_sparse", list(tensor.shape), tensor.sparse_dim(), tensor.dtype))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> JoinableWork:

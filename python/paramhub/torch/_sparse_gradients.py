@@ -7,6 +7,7 @@ has a gradient of the parameter, whether theirs is dense or sparse.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,25 +71,30 @@ class Kinds:
 
 
 class SparseSum:
-    """The sum or mean of one parameter's sparse gradients over all ranks, under way."""
+    """The sum of one parameter's sparse gradients over all ranks, divided by a number, under way. It has no timeout, as exchanges
+    through the hub have none: a rank may compute for long. ``gradient`` is this rank's, if it has one."""
 
-    def __init__(self, gradient: Gradient, group: Group | JoinableGroup, divisor: int) -> None:
-        parameter = gradient.parameter
-        held = parameter.grad if parameter.requires_grad else None
-        self._parameter = parameter
-        self._rows = (rows_of(held) if held is not None else _no_rows(parameter)).cpu()
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor | None,
+        group: Group | JoinableGroup,
+        divisor: int,
+    ) -> None:
+        self._device = parameter.device
+        # The sum is written into a tensor of its own, for the gradient may be used in other ways meanwhile.
+        self._rows = (rows_of(gradient) if gradient is not None else _no_rows(parameter)).cpu()
         self._divisor = divisor
-        self._work = group.sum_sparse(self._rows)
+        self._work = group.sum_sparse(self._rows, timeout=math.inf)
 
     @torch.no_grad()
-    def wait(self) -> None:
-        """Waits for the end. The result is ``parameter.grad`` then, coalesced."""
+    def wait(self) -> torch.Tensor:
+        """Waits for the end. Returns the result, which is coalesced."""
         self._work.wait()
         if self._divisor > 1:
             self._rows.div_(self._divisor)
-        # A parameter that was frozen meanwhile gets no gradient, or the optimizer would update it.
-        if self._parameter.requires_grad:
-            self._parameter.grad = self._rows.to(self._parameter.device)
+            self._divisor = 1
+        return self._rows.to(self._device)
 
 
 def rows_of(gradient: torch.Tensor) -> torch.Tensor:
