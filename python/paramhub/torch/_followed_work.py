@@ -17,7 +17,7 @@ class FollowedWork(Work):
 
     def __init__(self, first: Work, follow: Callable[[], Work]) -> None:
         """``follow()`` begins the second part. What it raises is the operation's error."""
-        self.name = first.name
+        super().__init__(())
         self._first = first
         self._follow: Callable[[], Work] | None = follow
         self._second: Work | None = None

@@ -154,6 +154,7 @@ class GradientExchange:
         grad = gradient.parameter.grad
         if gradient.is_sparse or (gradient.is_sparse is None and grad is not None and grad.is_sparse):
             gradient.hold()
+            self.is_synchronized = False
         else:
             self._send([gradient])
 

@@ -80,9 +80,11 @@ class Watchdog:
         deadline = time.monotonic() + timeout
         waiting = list(self._pending)
         for pending in waiting:
-            for handle in pending.handles:
-                with contextlib.suppress(Exception):
-                    handle.wait(max(0.0, deadline - time.monotonic()))
+            # An operation in two parts has handles of the second when those of the first have ended.
+            while not pending.is_over() and time.monotonic() < deadline:
+                for handle in pending.handles:
+                    with contextlib.suppress(Exception):
+                        handle.wait(max(0.0, deadline - time.monotonic()))
         return all(pending.is_over() for pending in waiting)
 
     def fail(self, message: str, culprit: int | None) -> None:

@@ -92,9 +92,12 @@ def sum_without_waiting(rank: Rank) -> None:
         torch.testing.assert_close(tensor.to_dense(), total)
         future.wait()
         assert future.value()[0] is tensor
-    # Those of the user's own with any tag are others.
-    dist.all_reduce(tensors[0], async_op=True)
+    # One for which nobody waits ends before the group.
+    last = dist.all_reduce(tensors[0], async_op=True)
     dist.destroy_process_group()
+    assert last.is_completed()
+    last.wait()
+    torch.testing.assert_close(tensors[0].to_dense(), rank.size * expected[0])
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

@@ -229,6 +229,13 @@ def misuse(rank: Rank) -> None:
         optimizer.step()
     moved = (before - model.weight.detach())[:, 0]
     torch.testing.assert_close(moved, torch.tensor([0.1, 0.1, 0.0, 0.0, 0.0]))
+    # Gradients that follow a synchronize() without a step are exchanged, too.
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.synchronize()
+    model(numbers).sum().backward()
+    optimizer.step()
+    assert model.weight.grad.to_dense()[:, 0].tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
 
 
 def test_misuse_is_refused_with_a_reason(team: Team) -> None:
