@@ -204,6 +204,23 @@ def refusals(rank: Rank) -> None:
     optimizer.step()
     optimizer.close()
 
+    # Parameters that are trained later: a dense one is added, one with a sparse gradient is not.
+    model = make()
+    model.bags.requires_grad_(False)
+    model.last.bias.requires_grad_(False)
+    optimizer = hub(model, sgd)
+    train(model, optimizer, rank.rank, range(1))
+    model.bags.requires_grad_(True)
+    refuses("cannot add 'bags.weight'", lambda: optimizer.add_param_group({"params": [model.bags.weight]}))
+    model.bags.requires_grad_(False)
+    model.last.bias.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.last.bias]})
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train(model, optimizer, rank.rank, range(4, 5))
+    same = [torch.equal(own, its) for own, its in zip(model.parameters(), before, strict=True)]
+    assert same == [False, True, False, False], "all but the frozen one are trained"
+    optimizer.close()
+
     # The functional form shows itself only in its gradient.
     plain = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1))
     optimizer = hub(plain, sgd)
