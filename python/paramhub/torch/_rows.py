@@ -126,6 +126,8 @@ class Rows:
         self._sums: list[SparseSum] | None = None
         self._numbers: list[tuple[Work, torch.Tensor]] = []
         """For each parameter the hyperparameters of the step under way, as they come from rank 0."""
+        self._versions: list[int | None] = [None] * len(self._parameters)
+        """The version that each parameter has if this process has not modified it since all ranks had the same."""
         _updated.update(dict.fromkeys(self.names, self))
 
     def check_hyperparameters(self, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -145,8 +147,11 @@ class Rows:
         interrupted, a second call goes on with the same exchange."""
         if self._sums is None:
             self.check_hyperparameters(groups)
+            if contributes:
+                self._check_unmodified()
             self._begin(groups, contributes)
         assert self._sums is not None
+        is_same = self._is_unmodified()
         try:
             means = [each.wait() for each in self._sums]
             for work, _ in self._numbers:
@@ -170,6 +175,27 @@ class Rows:
         finally:
             for parameter, gradient in zip(self._parameters, own, strict=True):
                 parameter.grad = gradient
+        self._versions = [
+            parameter._version if same else None
+            for parameter, same in zip(self._parameters, is_same, strict=True)
+        ]
+
+    def _is_unmodified(self) -> list[bool]:
+        return [
+            parameter._version == version
+            for parameter, version in zip(self._parameters, self._versions, strict=True)
+        ]
+
+    def _check_unmodified(self) -> None:
+        """Raises MisuseError if this process has modified a parameter, which then differs from that of other ranks."""
+        for parameter, is_same in zip(self._parameters, self._is_unmodified(), strict=True):
+            if not is_same:
+                raise MisuseError(
+                    f"{self.names[id(parameter)]!r} was modified by this process, but all ranks are to have the same: call "
+                    "optimizer.zero_grad() and optimizer.broadcast_parameters() on every rank after such changes "
+                    "(load_state_dict(), an initialisation), and leave out what changes parameters in every step (max_norm of an "
+                    "embedding, clamping)"
+                )
 
     def _begin(self, groups: Sequence[Mapping[str, Any]], contributes: bool) -> None:
         of = {id(parameter): group for group in groups for parameter in group["params"]}
@@ -201,6 +227,7 @@ class Rows:
                 for name in KEPT:
                     state.setdefault(name, torch.zeros_like(parameter))
                     self._receive(state[name])
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def _receive(self, tensor: torch.Tensor) -> None:
         host = tensor.detach().cpu()

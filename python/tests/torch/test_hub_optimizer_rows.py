@@ -312,6 +312,44 @@ def test_a_wait_for_rows_answers_ctrl_c(team: Team) -> None:
     assert all(torch.equal(own, its) for own, its in zip(first, second, strict=True))
 
 
+def modified(rank: Rank) -> list[torch.Tensor]:
+    """A parameter that one rank has modified is noticed in each step, and all ranks have the same after a broadcast."""
+    model = make()
+    optimizer = hub_optimizer(model, "sgd")
+    refusal = r"'words.weight' was modified by this process.*broadcast_parameters\(\).*max_norm"
+    if rank.rank == 1:
+        with torch.no_grad():
+            model.words.weight.add_(0.5)
+    for step in (0, 4):
+        optimizer.zero_grad()
+        loss_of(model, step, rank.rank).backward()
+        if rank.rank == 0:
+            # The other rank ends the step by zero_grad().
+            optimizer.step()
+            continue
+        for _ in range(2):
+            with pytest.raises(paramhub.MisuseError, match=refusal):
+                optimizer.step()
+    optimizer.zero_grad()
+    optimizer.broadcast_parameters()
+    loss_of(model, 5, rank.rank).backward()
+    optimizer.step()
+    optimizer.close()
+    # Such an embedding changes the weights that it looks up.
+    bounded = nn.Sequential(nn.Embedding(60, 8, max_norm=0.1, sparse=True), nn.Linear(8, 1))
+    optimizer = paramhub.torch.HubOptimizer(bounded, paramhub.SGD(lr=0.1))
+    bounded(torch.tensor([rank.rank])).sum().backward()
+    with pytest.raises(paramhub.MisuseError, match=r"'0.weight' was modified by this process.*max_norm"):
+        optimizer.step()
+    optimizer.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_parameters_that_a_rank_has_modified_are_noticed(team: Team) -> None:
+    first, second = team(modified, ranks=2)
+    assert all(torch.equal(own, its) for own, its in zip(first, second, strict=True))
+
+
 def beside_another(rank: Rank) -> list[torch.Tensor]:
     """HubOptimizer for the dense parameters, and DistributedOptimizer for the rows, as the refusals propose."""
     model, expected = make(), make()
