@@ -1,5 +1,7 @@
 """This module exchanges DDP's buckets of gradients, parameter by parameter.
 
+A sparse gradient has a bucket of its own, which is no part of the job: the ranks exchange its rows themselves.
+
 Each parameter is one key, so DDP may regroup buckets, as it does after the first pass. If a bucket's keys are consecutive in the
 key table and the hub is on this host, all ranks of the host read the mean from one shared copy. So when DDP has regrouped, the
 job is opened again with its key table in the order of the buckets.
@@ -8,6 +10,7 @@ job is opened again with its key table in the order of the buckets.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,9 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
+from paramhub.torch._collectives import Group
 from paramhub.torch._staged_handle import StagedHandle
 from paramhub.torch._staging import Stage
 from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
+from paramhub.torch._work import Work
 from paramhub.torch._world import World
 
 LAYOUTS_MAX = 4096
@@ -65,12 +70,21 @@ class Buckets:
         self._ranks = ranks
         self._codec = codec
         exchanged = {id(parameter) for parameter in ddp._module_parameters if parameter.requires_grad}
-        self._parameters = {
+        trained = {
             name: parameter
             for name, parameter in ddp.module.named_parameters()
             if id(parameter) in exchanged and parameter.numel() > 0
         }
-        self.device = check_same_device(self._parameters.items())
+        self.device = check_same_device(trained.items())
+        # DDP goes by the modules, too.
+        sparse = {
+            id(module.weight)
+            for module in ddp.module.modules()
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+        }
+        self._sparse_names = {id(each): name for name, each in trained.items() if id(each) in sparse}
+        self._parameters = {name: each for name, each in trained.items() if id(each) not in sparse}
+        self._group = self._make_group() if self._sparse_names else None
         # The stage of an accelerator always writes the means over the gradients in the bucket.
         self._in_place = in_place or needs_stage(self.device)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -80,16 +94,23 @@ class Buckets:
         self._next_order: list[str] | None = None
         self._reorderings = 0
         self._stage: Stage | None = None
-        self._job = self._open(list(self._parameters))
+        self._job = self._open(list(self._parameters)) if self._parameters else None
         # Traces the passes of this module.
         self.watch = trace.watch(ddp)
 
-    def exchange(self, bucket: dist.GradBucket) -> tuple[_native.Handle | StagedHandle, torch.Tensor, str]:
+    def exchange(
+        self, bucket: dist.GradBucket
+    ) -> tuple[_native.Handle | StagedHandle | Work, torch.Tensor, str]:
         """Submits a bucket's gradients. Returns the handle, the tensor that has their mean when the handle has ended, and the
         bucket's name. The tensor has the bucket's shape."""
         if self._next_order is not None:
             self._reopen()
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            work, rows, name = self._sum_rows(bucket, buffer)
+            self._collect_order(bucket, [])
+            return work, rows, name
+        assert self._job is not None
         layout = self._layout(bucket, buffer)
         handle: _native.Handle | StagedHandle
         if self._stage is not None:
@@ -100,9 +121,33 @@ class Buckets:
             handle = self._job.push_pull_shared(layout.keys, layout.ranges, buffer)
         if trace.active:
             trace.request(layout.name, handle)
-        if self._reorderings < REORDERINGS_MAX and not self._in_place:
-            self._collect_order(bucket, layout)
+        self._collect_order(bucket, layout.keys)
         return handle, buffer if layout.shared is None else layout.shared, layout.name
+
+    def _make_group(self) -> Group:
+        """The ranks of the DDP instance, for sums of sparse gradients."""
+        world = self._world
+        if self._ranks is None:
+            return world.group()
+        name = world.label(f"ddp-rows-{_digest(self._ranks)}")
+        return Group(name, world, world.store(name), members=self._ranks, timeout=world.options.timeout)
+
+    def _sum_rows(self, bucket: dist.GradBucket, gradient: torch.Tensor) -> tuple[Work, torch.Tensor, str]:
+        """Submits a sparse gradient, as `exchange` does."""
+        name = self._sparse_names.get(id(bucket.parameters()[0]))
+        if self._group is None or name is None:
+            raise UnknownParameter(
+                f"hub_hook: DDP hands over a sparse gradient of shape {list(gradient.shape)} that is of no Embedding or "
+                "EmbeddingBag with sparse=True, or whose module was changed after DDP was constructed: make it dense"
+            )
+        if gradient.device.type != "cpu":
+            raise MisuseError(
+                f"hub_hook: the gradient of {name!r} is sparse and on {gradient.device}, where rows cannot be exchanged yet: "
+                "use sparse=False in its module, or leave the module on the host"
+            )
+        # DDP without a hook divides first, too.
+        rows = gradient / self._group.size
+        return self._group.sum_sparse(rows, timeout=math.inf), rows, name
 
     def _open(self, order: list[str]) -> _native.Job:
         world = self._world
@@ -129,17 +174,19 @@ class Buckets:
         self._layouts.clear()
         return job
 
-    def _collect_order(self, bucket: dist.GradBucket, layout: _Layout) -> None:
+    def _collect_order(self, bucket: dist.GradBucket, keys: list[int]) -> None:
         """Stores the order in which buckets arrive. After the last bucket of a pass, it requests a key table in this order if the
         keys of some bucket are not consecutive.
 
         It uses nothing that differs between ranks, so either all ranks open the job again, or none.
         """
+        if self._reorderings >= REORDERINGS_MAX or self._in_place:
+            return
         for parameter in bucket.parameters():
             name = self._names.get(id(parameter))
             if name is not None:
                 self._names_in_pass.append(name)
-        self._has_scattered_keys = self._has_scattered_keys or not _are_consecutive(layout.keys)
+        self._has_scattered_keys = self._has_scattered_keys or not _are_consecutive(keys)
         if bucket.is_last():
             if self._has_scattered_keys:
                 left_out = self._parameters.keys() - set(self._names_in_pass)
@@ -151,7 +198,7 @@ class Buckets:
     def _reopen(self) -> None:
         """Opens the job again, with its key table in the buckets' order. No request is under way between two passes."""
         order, self._next_order = self._next_order, None
-        assert order is not None
+        assert order is not None and self._job is not None
         self._reorderings += 1
         # The old job is closed first, because the hub may not have the memory for both.
         self._world.jobs.close(self._job)
@@ -161,9 +208,6 @@ class Buckets:
         """Returns the layout of a bucket. A bucket is identified by its parameters, because DDP renumbers buckets when it
         regroups."""
         parameters = bucket.parameters()
-        if buffer.is_sparse:
-            name = self._names.get(id(parameters[0]))
-            raise MisuseError(f"hub_hook: the gradient of {name!r} is sparse: use sparse=False in its module")
         identity = tuple(map(id, parameters))
         layout = self._layouts.get(identity)
         if layout is None or layout.address != buffer.data_ptr():
@@ -211,6 +255,7 @@ class Buckets:
         if filled_bytes != buffer.numel() * buffer.element_size():
             raise MisuseError("hub_hook: a bucket has more than its gradients. Please report this")
         shared = None
+        assert self._job is not None
         if self._job.shares_parameters and keys and _are_consecutive(keys):
             shared = torch.from_dlpack(self._job.shared_parameters(keys[0], keys[-1] + 1))
         name = (

@@ -156,8 +156,22 @@ class Collectives:
         if factor is not None:
             for tensor in tensors:
                 tensor.mul_(factor)
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._sum_sparse(tensors, op, opts)
         works = [self._group.allreduce(tensor, op, timeout=_limit(opts)) for tensor in tensors]
         return self._made(works, tensors)
+
+    def _sum_sparse(self, tensors: list[torch.Tensor], op: str, opts: Any) -> C10dWork:
+        if op != "sum":
+            raise MisuseError(
+                f"allreduce of sparse tensors only sums, and has no {op!r}: use ReduceOp.SUM, and divide by the number of ranks "
+                "for a mean"
+            )
+        if len(tensors) > 1 or self._coalescing is not None:
+            raise MisuseError(
+                "allreduce takes one sparse tensor in a call: call it for each, without coalescing"
+            )
+        return self._made([self._group.sum_sparse(tensors[0], timeout=_limit(opts))], tensors)
 
     def reduce(self, tensors: Any, opts: Any) -> C10dWork:
         tensors = _listed(tensors)

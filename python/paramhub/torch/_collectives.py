@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError
+from paramhub.torch import _sparse_sums
 from paramhub.torch._host_memory import overlap, staged, together
 from paramhub.torch._hub_sums import HubSums
 from paramhub.torch._log import log
@@ -78,6 +79,8 @@ class Group:
         self.timeout = timeout
         self.world = world
         self._mesh = self._connect(store)
+        self._sparse_sums = 0
+        """The number of sums of sparse tensors so far."""
         self._sums = HubSums(name, world, self.members, shares_memory=self._mesh.shares_memory)
         self._failure: JobFailedError | None = None
         watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
@@ -118,6 +121,13 @@ class Group:
             handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
             work = Work((handle,), finish)
         return self._issued("allreduce", host, work, timeout)
+
+    def sum_sparse(self, tensor: torch.Tensor, *, timeout: float | None = None) -> Work:
+        """Sums all ranks' sparse COO tensors, at every rank. The numbers of their elements may differ, and the result is
+        coalesced. The work raises MisuseError, on every rank, if ranks' tensors differ in type or shape; the group goes on."""
+        work = _sparse_sums.begin(self._connected(), self.members, tensor, self._sparse_sums)
+        self._sparse_sums += 1
+        return self._issued("sum_sparse", None, work, timeout)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Op = "sum", *, timeout: float | None = None

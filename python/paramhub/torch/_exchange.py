@@ -243,7 +243,8 @@ class Exchange:
             raise MisuseError(
                 f"the gradient of {self.name!r} is {gradient.layout} of {gradient.dtype}, where dense {self.dtype} was agreed "
                 "on: use the module's option for dense gradients (sparse=False), and convert the model before HubOptimizer "
-                "is made"
+                "is made. HubOptimizer exchanges the rows of Embedding and EmbeddingBag modules that had sparse=True when it was "
+                "made; DistributedOptimizer and DDP over the backend those of all sparse gradients"
             )
         self.renew_version()
         self.gradient, self.gradient_version = gradient, gradient._version

@@ -24,15 +24,20 @@ def staged(
         raise MisuseError(
             f"a {tensor.layout} tensor cannot be exchanged: pass a dense one, for example tensor.to_dense()"
         )
+    check_on_host(tensor)
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor, None
+    host = _copied(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return host, (lambda: _copy(tensor, host)) if writes else None
+
+
+def check_on_host(tensor: torch.Tensor) -> None:
+    """Raises MisuseError for a tensor of a device."""
     if tensor.device.type != "cpu":
         raise MisuseError(
             f"a tensor on {tensor.device} cannot be exchanged yet: move it to the host, or give its device another "
             f'backend, for example init_process_group("cpu:paramhub,{tensor.device.type}:nccl") with torch 2.14 or newer'
         )
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor, None
-    host = _copied(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
-    return host, (lambda: _copy(tensor, host)) if writes else None
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

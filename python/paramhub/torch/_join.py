@@ -401,6 +401,10 @@ class JoinableGroup:
         description = ("allreduce", tensor.numel(), tensor.dtype, op)
         return self._joins.note(work, description, is_meeting=tensor.numel() > 0)
 
+    def sum_sparse(self, tensor: torch.Tensor, *, timeout: float | None = None) -> JoinableWork:
+        work = self._group.sum_sparse(tensor, timeout=timeout)
+        return self._joins.note(work, ("sum_sparse", list(tensor.shape), tensor.sparse_dim(), tensor.dtype))
+
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> JoinableWork:
         work = self._group.reduce_scatter(output, inputs, op)
         lengths = [each.numel() for each in inputs]
@@ -444,6 +448,11 @@ class JoinableGroup:
     def _serve_allreduce(self, _: int, length: int, dtype: str, op: str) -> Work:
         return self._group.allreduce(_neutral(length, dtype, op), op)
 
+    def _serve_sum_sparse(self, _: int, shape: list[int], sparse_dimensions: int, dtype: str) -> Work:
+        indices = torch.empty(sparse_dimensions, 0, dtype=torch.int64)
+        values = torch.empty(0, *shape[sparse_dimensions:], dtype=_dtype(dtype))
+        return self._group.sum_sparse(torch.sparse_coo_tensor(indices, values, shape, check_invariants=False))
+
     def _serve_reduce_scatter(self, _: int, lengths: list[int], dtype: str, op: str) -> Work:
         output = _neutral(lengths[self.rank], dtype, op)
         return self._group.reduce_scatter(output, [_neutral(length, dtype, op) for length in lengths], op)
@@ -469,8 +478,13 @@ class JoinableGroup:
 
 def _neutral(length: int, dtype_name: str, op: str) -> torch.Tensor:
     """A tensor that changes no result of the reduction. ``dtype_name`` is ``torch.float32`` or another type's."""
-    dtype: torch.dtype = getattr(torch, dtype_name.removeprefix("torch."))
+    dtype = _dtype(dtype_name)
     return torch.full((length,), _neutral_element(dtype, op), dtype=dtype)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
 
 
 def _neutral_element(dtype: torch.dtype, op: str) -> Any:

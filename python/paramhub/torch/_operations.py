@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +10,12 @@ import torch
 
 from paramhub.errors import MisuseError
 from paramhub.torch._collectives import Group
+from paramhub.torch._descriptions import DESCRIPTION_LENGTH, describe, text_of
 from paramhub.torch._join import JoinableGroup, JoinableWork
 from paramhub.torch._process_sets import ProcessSet
 from paramhub.torch._reductions import Adasum, Average, Reduction, Sum
 from paramhub.torch._work import Work
 
-DIMENSIONS_MAX = 8
-"""The number of dimensions by which ranks compare shapes. All that follow count as one."""
-DESCRIPTION_LENGTH = 3 + DIMENSIONS_MAX
 REFUSED = 2
 """The first number of a rank's descriptions if the rank does not take part in the operation."""
 
@@ -126,13 +123,13 @@ def gather_all(
     """
     group = process_set.group()
     rows = [_as_rows(tensor) for tensor in tensors]
-    whole = [] if sparse is None else _description(sparse)
+    whole = [] if sparse is None else describe(sparse)
     described = _exchange_descriptions(group, "allgather", rows, whole)
     for rank, descriptions in zip(group.members, described, strict=True):
         if descriptions[-1] != described[0][-1]:
             raise MisuseError(
-                f"sparse_allreduce_async: rank {group.members[0]} has {_text(described[0][-1])}, and rank {rank} "
-                f"{_text(descriptions[-1])}: all ranks give sparse tensors of one type and shape"
+                f"sparse_allreduce_async: rank {group.members[0]} has {text_of(described[0][-1])}, and rank {rank} "
+                f"{text_of(descriptions[-1])}: all ranks give sparse tensors of one type and shape"
             )
     pending, all_counts = [], []
     for place, tensor in enumerate(rows):
@@ -282,7 +279,7 @@ def _exchange_descriptions(
     """For each rank the shapes of its tensors, and behind them its ``further`` numbers. Raises MisuseError, on every rank, if
     a rank has joined, or ranks' tensors differ in more than the first dimension, or a rank has a ``problem``, which that rank
     raises itself."""
-    descriptions = [_description(tensor) for tensor in tensors]
+    descriptions = [describe(tensor) for tensor in tensors]
     own = torch.tensor([*(number for each in descriptions for number in each), *further])
     if problem is not None:
         own[0] = REFUSED
@@ -310,26 +307,7 @@ def _exchange_descriptions(
             # The first dimension is behind the type and the number of dimensions.
             if other[:3] != first[:3] or other[4:] != first[4:]:
                 raise MisuseError(
-                    f"{name}: rank {group.members[0]} has {_text(first)}, and rank {rank} {_text(other)}: only the first "
+                    f"{name}: rank {group.members[0]} has {text_of(first)}, and rank {rank} {text_of(other)}: only the first "
                     "dimension may differ"
                 )
     return [[each[3:] for each in lines[:-1]] + [lines[-1]] for lines in found]
-
-
-def _text(description: list[int]) -> str:
-    known = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-    names = {_type_number(each): str(each) for each in known}
-    kind, count = description[1:3]
-    return f"{names.get(kind, 'another type')} of shape {description[3 : 3 + count]}"
-
-
-def _description(tensor: torch.Tensor) -> list[int]:
-    """A 1, for a tensor that is there; its type; the number of its dimensions; and its dimensions."""
-    shape = list(tensor.shape[: DIMENSIONS_MAX - 1])
-    rest = tensor.shape[DIMENSIONS_MAX - 1 :]
-    shape += [rest.numel()] if rest else []
-    return [1, _type_number(tensor.dtype), len(shape), *shape, *[0] * (DIMENSIONS_MAX - len(shape))]
-
-
-def _type_number(dtype: torch.dtype) -> int:
-    return zlib.crc32(str(dtype).encode())

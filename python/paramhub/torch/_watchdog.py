@@ -28,7 +28,11 @@ class _Pending(NamedTuple):
     nbytes: int | None
     began: float
     limit: float
-    handles: tuple[Handle, ...]
+    work: Work
+
+    @property
+    def handles(self) -> tuple[Handle, ...]:
+        return self.work.handles
 
     def is_over(self) -> bool:
         return all(handle.done() for handle in self.handles)
@@ -66,19 +70,21 @@ class Watchdog:
 
     def add_collective(self, name: str, nbytes: int | None, work: Work, limit: float) -> None:
         self.number = next(self._numbers)
-        self._pending.append(_Pending(self.number, name, nbytes, time.monotonic(), limit, work.handles))
+        self._pending.append(_Pending(self.number, name, nbytes, time.monotonic(), limit, work))
 
     def add_message(self, name: str, work: Work, limit: float) -> None:
-        self._pending.append(_Pending(None, name, None, time.monotonic(), limit, work.handles))
+        self._pending.append(_Pending(None, name, None, time.monotonic(), limit, work))
 
     def wait(self, timeout: float) -> bool:
         """Waits until the operations under way have ended, well or not. Returns whether all have ended."""
         deadline = time.monotonic() + timeout
         waiting = list(self._pending)
         for pending in waiting:
-            for handle in pending.handles:
-                with contextlib.suppress(Exception):
-                    handle.wait(max(0.0, deadline - time.monotonic()))
+            # An operation in two parts has handles of the second when those of the first have ended.
+            while not pending.is_over() and time.monotonic() < deadline:
+                for handle in pending.handles:
+                    with contextlib.suppress(Exception):
+                        handle.wait(max(0.0, deadline - time.monotonic()))
         return all(pending.is_over() for pending in waiting)
 
     def fail(self, message: str, culprit: int | None) -> None:

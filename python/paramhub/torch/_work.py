@@ -104,7 +104,7 @@ class Work:
 
     def awaited_ranks(self) -> list[int]:
         """The ranks that the operation waits for, as far as this rank knows."""
-        return sorted({rank for handle in self._handles for rank in handle.awaited_ranks()})
+        return sorted({rank for handle in self.handles for rank in handle.awaited_ranks()})
 
     def _after_handles(self, call: Callable[[], object]) -> None:
         if len(self._handles) == 1:

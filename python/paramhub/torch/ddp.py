@@ -17,6 +17,7 @@ from paramhub.torch._buckets import Buckets, UnknownParameter
 from paramhub.torch._ddp_instances import ddp_instances
 from paramhub.torch._initialization import world
 from paramhub.torch._staged_handle import StagedHandle
+from paramhub.torch._work import Work
 from paramhub.torch._world import World
 
 
@@ -29,6 +30,9 @@ class HubState:
     that requires a gradient, by name. Gradients become their mean, as with DDP itself. ``codec`` is the encoding of f32
     gradients in frames: ``f16``, ``bf16``, or for matrices ``one-bit`` or ``two-bit``, which also encode the results. Sums are
     made in f32 in any case. ``ddp`` is the model of this state; without it the model's first forward pass sets it.
+
+    Of the gradients of ``Embedding(sparse=True)`` and ``EmbeddingBag(sparse=True)`` the ranks exchange the rows, without a hub
+    and without a codec.
 
     On the hub's host all ranks read one copy of the mean, which is read-only. The mean is written into the bucket instead if
     ``in_place=True``, or if another hook is registered that calls `hub_hook` and may change the result of its future.
@@ -116,7 +120,7 @@ class _Exchange:
     """
 
     def __init__(
-        self, handle: _native.Handle | StagedHandle, result: torch.Tensor, name: str, buckets: Buckets
+        self, handle: _native.Handle | StagedHandle | Work, result: torch.Tensor, name: str, buckets: Buckets
     ) -> None:
         self._handle = handle
         self._name = name
@@ -140,7 +144,7 @@ class _Exchange:
             self._handle.wait()
         self._complete(self._handle)
 
-    def _complete(self, handle: _native.Handle | StagedHandle) -> None:
+    def _complete(self, handle: _native.Handle | StagedHandle | Work) -> None:
         try:
             future = self._uncompleted.pop()
         except IndexError:

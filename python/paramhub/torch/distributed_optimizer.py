@@ -57,10 +57,15 @@ def DistributedOptimizer(
     ``two_bit`` for matrices). Sums are made in f32, and the result has the parameter's type.
     ``backward_passes_per_step`` is the number of backward passes whose gradients are added up before the exchange; their
     sum is not divided. ``gradient_predivide_factor``, ``num_groups`` and ``groups`` are checked as Horovod does, and have
-    no effect: sums are made in f32, where f16 does not overflow, and tensors are not packed. ``sparse_as_dense`` exchanges
-    sparse gradients as dense ones, after which they are sparse again; without it they raise MisuseError. With
+    no effect: sums are made in f32, where f16 does not overflow, and tensors are not packed. With
     ``process_set`` gradients are exchanged among its ranks only; other ranks may leave the optimizer alone, or construct
     it, too, and step with their own gradients.
+
+    Of sparse gradients, as of ``torch.nn.Embedding(sparse=True)``, ranks exchange the rows, in ``synchronize()`` or ``step()``,
+    uncompressed. All ranks get the rows of all, so a rank's may differ in number, or be missing in a step. A parameter whose
+    gradient is dense on any rank, in the first step in which one has a gradient, has dense gradients from then on. The hub
+    has memory for a parameter with sparse gradients, too, except where the optimizer is SparseAdam. ``sparse_as_dense``
+    exchanges sparse gradients as dense ones, after which they are sparse again.
 
     A parameter without a gradient on this rank contributes zeros, and its gradient becomes the mean. A parameter without
     a gradient on any rank gets zeros, as with Horovod, and not None as with an optimizer alone, so weight decay and

@@ -18,6 +18,7 @@ from paramhub.torch import (
     _memory,
     _model_checks,
     _optimizer_state,
+    _rows,
     _tensors,
     _trained_models,
     trace,
@@ -30,6 +31,7 @@ from paramhub.torch._log import log
 from paramhub.torch._loss_scaling import LossScaling
 from paramhub.torch._optimizer_job import open_job
 from paramhub.torch._parameter_hooks import ParameterHooks, check_free
+from paramhub.torch._rows import Rows
 from paramhub.torch._schemes import Schemes, why_no_factors
 from paramhub.torch._step_gradients import StepGradients
 from paramhub.torch._unused_parameters import UsedParameters
@@ -81,6 +83,8 @@ class HubOptimizer(BaseOptimizer):
       `paramhub.torch.State`.
     - ``sync_buffers``: every rank receives rank 0's buffers, such as BatchNorm's running statistics, before each forward pass in
       training mode, as with DDP. All ranks call the model equally often.
+    - ``sparse_adam``: with Adam or AdamW, embeddings with ``sparse=True`` are updated as torch.optim.SparseAdam does, with the
+      lr, betas and eps of their groups, and without weight decay.
     - ``ema_decay``: the hub also keeps an exponential moving average of each parameter, as torch.optim.swa_utils'
       ``get_ema_multi_avg_fn(ema_decay)`` after each step; see `ema_parameters`.
     - ``chunk_bytes``, ``reproducible`` and ``reject_non_finite`` are as for `paramhub.Job.init`.
@@ -89,6 +93,12 @@ class HubOptimizer(BaseOptimizer):
       can be is. The first step goes through the hub, and the optimizer observes it. Rank 0 then prints the scheme of each layer
       and the reason; `schemes` has them, too. ``samples`` is the most rows that a rank puts through a Linear in a step, for all
       Linears or by name. Give it if later steps have more rows than the first.
+
+    Of ``Embedding(sparse=True)`` and ``EmbeddingBag(sparse=True)`` the ranks exchange the rows that a step has used, in
+    ``step()``, and each rank updates these rows itself, with SGD without momentum and weight decay, or with ``sparse_adam``. A
+    rank may have no gradient for them in a step, and rows that no rank has used stay as they are. This cannot be had with
+    ``max_grad_norm``, ``grad_scaler``, ``ema_decay``, ``reject_non_finite``, checkpoints of the hub, or
+    ``init(on_worker_loss=)``.
 
     Raises MisuseError for arguments that cannot work, and if ranks disagree on any; ConnectError if a rank does not arrive.
     """
@@ -115,6 +125,7 @@ class HubOptimizer(BaseOptimizer):
         chunk_bytes: int | None = None,
         reproducible: bool | None = None,
         reject_non_finite: bool = False,
+        sparse_adam: bool = False,
         scheme: str = "hub",
         samples: int | Mapping[str, int] | None = None,
     ) -> None:
@@ -155,6 +166,8 @@ class HubOptimizer(BaseOptimizer):
         self._step = StepState(backward_passes_per_step, self._world.failures)
         self._step.needs_all = self._holds_steps or find_unused_parameters
         self._model = model
+        self._sparse_adam = sparse_adam
+        self._rows: Rows | None = None
         self._exchanges = self._make_exchanges(names)
         self._codecs = dict(codecs or {})
         if unknown := self._codecs.keys() - {exchange.name for exchange in self._exchanges}:
@@ -176,9 +189,13 @@ class HubOptimizer(BaseOptimizer):
         self._syncs_buffers = sync_buffers
         self._buffer_sync: BufferSync | None = None
         self._connect(names, None)
+        if self._rows is not None:
+            self._rows.broadcast(with_state=False)
         # If another process of this rank was lost, the other ranks may go on, and have made this exchange before.
         if broadcast_buffers and not self._step.job.joined_running:
-            _model_checks.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
+            exchanged = {id(exchange.parameter) for exchange in self._exchanges}
+            own_rows = set() if self._rows is None else self._rows.names.keys()
+            _model_checks.broadcast_rest(self._world, model, exchanged | own_rows)
         if self._scaling is not None and not self._step.job.joined_running:
             self._scaling.share(self._world)
         _trained_models.add(self)
@@ -238,6 +255,7 @@ class HubOptimizer(BaseOptimizer):
         named = [(name, given[at]) for at, name in names.items() if at in given and given[at].requires_grad]
         for name, parameter in named:
             _model_checks.check(name, parameter)
+        named = self._without_sparse(named, is_first=not former)
         named = [(name, parameter) for name, parameter in named if parameter.numel() > 0]
         self._step.is_staged = _tensors.check_same_device(named).type != "cpu" or self._stages_all
         known = {id(exchange.parameter) for exchange in former}
@@ -247,6 +265,38 @@ class HubOptimizer(BaseOptimizer):
             _memory.make_dense(parameter)
         _memory.check_apart(named)
         return [Exchange(number, *pair, self._step) for number, pair in enumerate(named)]
+
+    def _without_sparse(
+        self, named: list[tuple[str, torch.nn.Parameter]], *, is_first: bool
+    ) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters whose gradients are dense. The first call makes the `Rows` of the others."""
+        dense, sparse = _rows.divided(self._model, named)
+        if is_first and sparse and not dense:
+            raise MisuseError(
+                "all gradients of the model are sparse, and a hub has nothing to do for it: use "
+                "paramhub.torch.DistributedOptimizer with torch.optim.SparseAdam or SGD, which exchanges rows"
+            )
+        if is_first and sparse:
+            features = {
+                "max_grad_norm": self._max_grad_norm is not None,
+                "grad_scaler": self._scaling is not None,
+                "ema_decay": self._has_averages,
+                "reject_non_finite": bool(self._settings["reject_non_finite"]),
+            }
+            _rows.check(self._model, sparse, self._kind, self._sparse_adam)
+            _rows.check_features(sparse[0][0], features, self._world.hubs.access.job)
+            self._rows = Rows(self._world, sparse, self._step.failures, sparse_adam=self._sparse_adam)
+            self._rows.check_hyperparameters(self.param_groups)
+        elif is_first and self._sparse_adam:
+            raise MisuseError(
+                "sparse_adam is for Embedding and EmbeddingBag modules with sparse=True, and none of their parameters is trained"
+            )
+        known = {} if self._rows is None else self._rows.names
+        if added := [name for name, parameter in sparse if id(parameter) not in known]:
+            raise MisuseError(
+                f"add_param_group() cannot add {added[0]!r}, whose gradient is sparse: close() the optimizer and make another one"
+            )
+        return dense
 
     def _open_job(
         self,
@@ -269,6 +319,11 @@ class HubOptimizer(BaseOptimizer):
             self._world, self._exchanges, groups, settings, states, self._codecs, former, replaces=replaces
         )
         self._schemes.opened(self._step.job)
+        if self._rows is not None and self._step.job.has_checkpoints:
+            raise MisuseError(
+                "the hubs write checkpoints, which would lack the parameters whose gradients are sparse: use sparse=False in "
+                "their modules"
+            )
         if self._step.job.resumed_step is not None:
             self._resumed_step = self._step.job.resumed_step
         members: list[list[Exchange]] = [[] for _ in self.param_groups]
@@ -301,8 +356,8 @@ class HubOptimizer(BaseOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends a step: sends the gradients that no hook has sent, and checks all of them.
 
-        It does not wait for the new values (unless ``overlap_forward`` is off); code that reads a parameter waits for it.
-        ``closure`` is called first, and its result returned.
+        It does not wait for the new values (unless ``overlap_forward`` is off), but for the rows of embeddings with
+        ``sparse=True``; code that reads a parameter waits for it. ``closure`` is called first, and its result returned.
 
         Raises MisuseError if a parameter has no gradient, or if gradients or values of ``param_groups`` were changed after
         gradients were sent, and JobFailedError if the job has failed. If all gradients were sent before the error, the step is
@@ -317,6 +372,9 @@ class HubOptimizer(BaseOptimizer):
             try:
                 self._gradients.send_remaining()
                 self._schemes.flush()
+                if self._rows is not None:
+                    self._step.hand_over()
+                    self._rows.step(self.param_groups)
             except BaseException:
                 self._step.is_interrupted = self._step.left > 0
                 raise
@@ -383,8 +441,10 @@ class HubOptimizer(BaseOptimizer):
         super().zero_grad(set_to_none)
 
     def _complete_interrupted(self) -> None:
-        """Ends a step that an exception has cut short."""
+        """Ends a step that an exception has interrupted after a part of the gradients was sent."""
         self._gradients.complete_interrupted()
+        if self._rows is not None:
+            self._rows.step(self.param_groups, contributes=False)
         self._end_step()
         if self._scaling is not None:
             self._scaling.update()
@@ -455,6 +515,8 @@ class HubOptimizer(BaseOptimizer):
                 entry = _optimizer_state.as_torch_has_it(self._kind, state_of[id(parameter)], group)
                 if entry:
                     saved["state"][index] = entry
+            elif self._rows is not None and (entry := self._rows.state_of(parameter)):
+                saved["state"][index] = entry
         return saved
 
     def ema_parameters(self) -> dict[str, torch.Tensor]:
@@ -492,9 +554,14 @@ class HubOptimizer(BaseOptimizer):
                 states[exchange.number] = _optimizer_state.from_torch(
                     self._kind, entry, exchange, group, has_averages=self._has_averages
                 )
+        if self._rows is not None:
+            entries = [state_dict["state"].get(at) for at, _ in saved]
+            self._rows.load(dict(zip(map(id, self._all()), entries, strict=True)))
         super().load_state_dict({**state_dict, "state": {}})
         self._resumed_step = None
         self._reopen_job(states)
+        if self._rows is not None:
+            self._rows.broadcast(with_state=True)
 
     def _with_own_average(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The saved state, in which groups have this optimizer's ``ema_decay`` if the state was saved without one, and none if
@@ -513,6 +580,8 @@ class HubOptimizer(BaseOptimizer):
         has changed parameters: ``model.load_state_dict()``, a new initialisation, and the like."""
         self._refuse_within_step("broadcast_parameters()")
         self._reopen_job(self._pull_states())
+        if self._rows is not None:
+            self._rows.broadcast(with_state=False)
 
     def _pull_states(self) -> Sequence[_optimizer_state.State] | None:
         """The optimizer's state, from which rank 0 opens the next job; None on other ranks."""
@@ -595,6 +664,8 @@ class HubOptimizer(BaseOptimizer):
     def _release_model(self) -> None:
         self._released.detach()
         _trained_models.remove(self)
+        if self._rows is not None:
+            self._rows.close()
         self._parameter_hooks.remove()
         if self._buffer_sync is not None:
             self._buffer_sync.remove()

@@ -99,7 +99,7 @@ def reduce_without_gloo(rank: Rank) -> None:
     odd = torch.full((3,), float("nan") if rank.rank == 2 else 1.0)
     dist.all_reduce(odd, dist.ReduceOp.MAX)
     assert odd.isnan().all()
-    for refused in (torch.zeros(3, dtype=torch.float8_e4m3fn), torch.eye(3).to_sparse()):
+    for refused in (torch.zeros(3, dtype=torch.float8_e4m3fn), torch.eye(3).to_sparse_csr()):
         with pytest.raises((ValueError, RuntimeError)):
             dist.all_reduce(refused)
     with pytest.raises(ValueError, match="average"):

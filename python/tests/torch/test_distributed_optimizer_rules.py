@@ -154,9 +154,6 @@ def misused(rank: Rank) -> dict[str, str]:
     refused("lbfgs", lambda: wrap(torch.optim.LBFGS(plain.parameters()), named))
     double = nn.Linear(1, 1).double()
     refused("double", lambda: wrap(torch.optim.SGD(double.parameters(), lr=0.1), double.named_parameters()))
-    embedding = nn.Embedding(3, 2, sparse=True)
-    optimizer = wrap(torch.optim.SGD(embedding.parameters(), lr=0.1))
-    refused("sparse", lambda: embedding(torch.tensor([0])).sum().backward())
     disagrees()
     return messages
 
@@ -186,7 +183,6 @@ def test_misuse_is_refused_with_a_reason(team: Team) -> None:
             "compression": "none, fp16, bf16, one_bit and two_bit",
             "lbfgs": "LBFGS decides by the loss",
             "double": "'weight' has elements of torch.float64",
-            "sparse": "'allreduce.noname.0.0' is sparse",
         }
         assert messages.keys() == expected.keys()
         for name, part in expected.items():
