@@ -21,8 +21,9 @@ pub(super) enum UpdateTiming {
 
 /// The state of a step whose complete chunks wait for their release.
 pub(super) struct HeldStep {
-    /// For each held slot: the sum of the squares of its mean gradient.
-    pub(super) squares: Vec<f64>,
+    /// For each slot: the sum of the squares of its mean gradient of step `s`, at `s % 2`. Among sites a chunk may be held at
+    /// the next step before another is at this one.
+    pub(super) squares: Vec<[f64; 2]>,
     /// The factor for the mean gradient of the step that is being released.
     pub(super) factor: f32,
     /// The last step whose norm was sent, and the norm.
@@ -40,7 +41,8 @@ impl UpdateTiming {
     pub(super) fn new(plan: &ShardPlan, layout: &Layout, now: Instant) -> UpdateTiming {
         let slots = layout.slots.len();
         if layout.rules.two_phase {
-            return UpdateTiming::OnRelease(HeldStep { squares: vec![0.0; slots], factor: 1.0, last: None });
+            let squares = vec![[0.0; 2]; slots];
+            return UpdateTiming::OnRelease(HeldStep { squares, factor: 1.0, last: None });
         }
         if plan.stragglers.leaves_out() {
             return UpdateTiming::WithQuorum(LateRanks {
