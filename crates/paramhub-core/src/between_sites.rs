@@ -68,7 +68,7 @@ pub fn hub_waits(terms: &ResumeTerms, side: Side, end: StreamEnd) -> Option<HubW
 /// this had arrived: over the next stream it sends once more what goes before it, and it.
 pub fn repeats_after_leave(side: Side, operation: Operation) -> bool {
     match operation {
-        Operation::Retune | Operation::Leave => true,
+        Operation::Retune | Operation::Release | Operation::Skip | Operation::Leave => true,
         Operation::Initialise | Operation::InitialiseState => matches!(side, Side::Below(_) | Side::Serving),
         _ => false,
     }

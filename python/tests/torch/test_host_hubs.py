@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 
+import pytest
 import torch
-from hub_training import begin, compare, made
+from hub_training import Reference, begin, compare, loss_of, made
 from team import Rank, Team
 
 import paramhub
@@ -15,20 +17,21 @@ from paramhub.torch import HubOptimizer, _initialization
 SGD = {"lr": 0.05, "momentum": 0.9}
 
 
-def train(rank: Rank, host_hub: bool | None, clip: float | None) -> tuple[bool, list[bytes]]:
-    """Trains with ranks 0 and 1 on one host, and 2 and 3 on another."""
+def train(
+    rank: Rank, host_hub: bool | None, clip: float | None = None, scales: bool = False
+) -> tuple[bool, list[bytes]]:
+    """Trains with ranks 0 and 1 on one host, and 2 and 3 on another, with steps in two phases if it clips or scales."""
     os.environ["PARAMHUB_HOST"] = f"host-{rank.rank // 2}"
     torch.manual_seed(5)
     local_rank = rank.rank % 2
     hub_torch.init(rank=rank.rank, size=4, local_rank=local_rank, local_size=2, host_hub=host_hub)
     model = begin(rank)
-    optimizer = HubOptimizer(model, paramhub.SGD(**SGD), max_grad_norm=clip)
-    if clip is None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scales else None
+    optimizer = HubOptimizer(model, paramhub.SGD(**SGD), max_grad_norm=clip, grad_scaler=scaler)
+    if clip is None and scaler is None:
         compare(rank, model, optimizer, made(torch.optim.SGD, SGD), steps=5)
     else:
-        optimizer.zero_grad()
-        model(torch.ones(8, 3, 4, 4)).sum().backward()
-        optimizer.step()
+        train_in_two_phases(rank, model, optimizer, clip or math.inf, scaler)
     parameters = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
     world = _initialization.current()
     assert world is not None
@@ -36,21 +39,72 @@ def train(rank: Rank, host_hub: bool | None, clip: float | None) -> tuple[bool, 
     return sums_here, parameters
 
 
+def train_in_two_phases(
+    rank: Rank,
+    model: torch.nn.Module,
+    optimizer: HubOptimizer,
+    clip: float,
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    """Compares every step with torch's in one process. With a scaler the gradients of rank 3 overflow in step 2."""
+    reference = Reference(model, rank.size, made(torch.optim.SGD, SGD))
+    norms = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank.rank, step)
+        overflows = scaler is not None and step == 2
+        if overflows and rank.rank == 3:
+            loss = loss * math.inf
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if not overflows:
+            reference.backward(step)
+            norm = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), clip).item()
+            assert optimizer.last_grad_norm == pytest.approx(norm, rel=1e-5)
+            norms.append(norm)
+            reference.optimizer.step()
+        reference.check(model, 1e-5)
+    assert clip == math.inf or min(norms) < clip < max(norms), f"some steps are to be clipped, of {norms}"
+
+
 def test_each_host_sums_its_ranks_first(team: Team, hub: paramhub.Hub) -> None:
-    results = team(train, True, None, env={"PARAMHUB_URL": hub.url})
+    results = team(train, True, env={"PARAMHUB_URL": hub.url})
     assert [sums_here for sums_here, _ in results] == [True, False, True, False]
     assert all(parameters == results[0][1] for _, parameters in results)
 
 
 def test_a_hub_on_the_same_host_needs_no_other(team: Team, hub: paramhub.Hub) -> None:
-    results = team(train, None, None, env={"PARAMHUB_URL": hub.url})
+    results = team(train, None, env={"PARAMHUB_URL": hub.url})
     assert not any(sums_here for sums_here, _ in results)
 
 
-def test_steps_of_two_phases_go_past_the_hosts_hubs(team: Team, hub: paramhub.Hub) -> None:
-    results = team(train, True, 0.5, env={"PARAMHUB_URL": hub.url})
-    assert not any(sums_here for sums_here, _ in results)
+@pytest.mark.parametrize(("clip", "scales"), [(3.0, False), (None, True), (3.0, True)])
+def test_steps_of_two_phases_are_summed_by_host_too(
+    team: Team, hub: paramhub.Hub, clip: float | None, scales: bool
+) -> None:
+    results = team(train, True, clip, scales, env={"PARAMHUB_URL": hub.url})
+    assert [sums_here for sums_here, _ in results] == [True, False, True, False]
     assert all(parameters == results[0][1] for _, parameters in results)
+
+
+def with_owners(rank: Rank) -> str:
+    os.environ["PARAMHUB_HOST"] = f"host-{rank.rank // 2}"
+    hub_torch.init(
+        rank=rank.rank, size=4, local_rank=rank.rank % 2, local_size=2, host_hub=True, optimize_at="owner"
+    )
+    with pytest.raises(paramhub.ParamhubError) as refused:
+        HubOptimizer(torch.nn.Linear(4, 4), paramhub.SGD(**SGD), max_grad_norm=1.0)
+    return str(refused.value)
+
+
+def test_steps_of_two_phases_are_refused_where_owners_optimise(team: Team, hub: paramhub.Hub) -> None:
+    for refused in team(with_owners, env={"PARAMHUB_URL": hub.url}):
+        assert "clipping by the global norm" in refused and "leave `optimize_at` out" in refused
 
 
 def by_scheme(rank: Rank, scheme: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ import paramhub
 import paramhub.torch as hub_torch
 from paramhub.torch import HubOptimizer
 
-WAYS = {"clipped": {"max_grad_norm": 0.1}, "one-bit": {"codec": "one-bit"}, "factored": {"scheme": "factors"}}
+WAYS = {"one-bit": {"codec": "one-bit"}, "factored": {"scheme": "factors"}}
 hub_torch.init()
 rank = hub_torch.rank()
 for way, options in WAYS.items():
@@ -193,7 +193,7 @@ def test_settings_that_hosts_sums_cannot_serve_are_summed_for_all_ranks(
     hosts: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     output = train(hosts, tmp_path, BY_ALL_HUBS, {})
-    for way in ("clipped", "one-bit", "factored"):
+    for way in ("one-bit", "factored"):
         ends = [line.split(f" {way}: ")[1] for line in output.splitlines() if f" {way}: " in line]
         assert len(ends) == 4 and len(set(ends)) == 1, (way, output)
     assert "each of the 2 hosts has a hub" in output, output

@@ -293,7 +293,9 @@ impl KvStore for HubStore {
         if needs_tensor_norms(name) {
             // The push of a key could not end before all other keys are pushed, too.
             let reason = "at a hub it updates no key before all keys are pushed, and a store's keys are pushed one by one";
-            return Err(StoreError::Options(format!("a hub's store cannot have the optimizer {name}: {reason}")));
+            return Err(StoreError::Options(format!(
+                "a hub's store cannot have the optimizer {name}: {reason}"
+            )));
         }
         let named = OptimizerChoice::named(name);
         state.optimizer = Some(OptimizerChoice { hyperparameters: Some(hyperparameters), ..named });

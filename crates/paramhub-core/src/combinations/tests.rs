@@ -174,6 +174,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     let encrypted = JobOptions { encrypt: true, ..usual };
     let saves = JobOptions { program_state_bytes: 1, ..usual };
     let every = |text: &str| JobOptions { checkpoint_every: Some(text.parse::<Every>().unwrap()), ..usual };
+    let at_owner = JobOptions { optimize_at: OptimizeAt::Owner, ..usual };
     let resumes = JobOptions { resume: Some(Resume::Latest), ..usual };
     let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..settings() };
     let clipped = Settings { clip_norm: Some(1.0), ..settings() };
@@ -211,6 +212,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         assert_eq!(conflict(&settings(), options, racks()), Ok(()));
     }
     assert_eq!(conflict(&by(Scheme::Factors), encrypted, flat()), Ok(()));
+    assert_eq!(conflict(&clipped, usual, racks()), Ok(()));
     for settings in [&exact, &clipped] {
         assert_eq!([rewinds, continues].map(|options| conflict(settings, options, flat())), [Ok(()), Ok(())]);
     }
@@ -220,7 +222,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         (&by(Scheme::Factors), continues, flat()),
         (&by(Scheme::FactorsToHub), late, flat()),
         (&stale, usual, racks()),
-        (&clipped, usual, racks()),
+        (&clipped, at_owner, racks()),
         (&quantised, usual, racks()),
         (&settings(), continues, racks()),
         (&settings(), late, racks()),

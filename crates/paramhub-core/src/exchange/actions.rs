@@ -38,7 +38,7 @@ pub enum SumAction {
     Raise,
     /// Make the sum of the factors, which are all here, and then call [`Exchange::made`](super::Exchange::made).
     Make,
-    /// Hold the chunk until its step is released: the sum is complete.
+    /// Hold the chunk until its step is released: the sum is complete. Members that are sites are answered with it now.
     Hold,
     /// Run the optimizer on the sum.
     Update(Update),

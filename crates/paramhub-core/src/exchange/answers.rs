@@ -1,7 +1,7 @@
 //! Requests for parameters and optimizer state, and when they and contributions are answered.
 
 use super::actions::Answer;
-use super::state::{Exchange, MemberRequest};
+use super::state::{Exchange, MemberRequest, StepStage};
 use super::violation::ProtocolViolation;
 use crate::consistency::Consistency;
 use crate::stragglers::Quorum;
@@ -39,7 +39,7 @@ impl Exchange {
 
     /// Calls `on_due` for each member whose request for this chunk may now be answered and could not be
     /// before. In a job that leaves out late members, it also calls `on_due` for members whose parameters have
-    /// not begun to leave. The caller calls it after every initialise, [`Update`](super::Update), pull, pull_state, late push and
+    /// not begun to leave. The caller calls it after every initialise, [`Update`](super::Update), [`Hold`](super::SumAction::Hold) among sites, pull, pull_state, late push and
     /// repeated push of the chunk. After an update, the answers may leave once the optimizer has run.
     pub fn mark_due_answers(&mut self, slot: u32, mut on_due: impl FnMut(u32, Answer)) {
         let slowest = self.slowest(slot);
@@ -72,6 +72,8 @@ impl Exchange {
     /// The version to send with the answer to `member`.
     pub fn answer_version(&self, slot: u32, member: u32) -> u32 {
         match self.rules.consistency {
+            // A site gets the total of a chunk that is held, which is not at the next version yet.
+            Consistency::Synchronous if self.is_site(member) => self.member(slot, member).next_step,
             Consistency::Synchronous => self.chunks[slot as usize].version as u32,
             // Without common steps each worker counts its own.
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => {
@@ -101,6 +103,11 @@ impl Exchange {
         matches!(self.member(slot, member).request, MemberRequest::Waiting(_) | MemberRequest::Sendable(_))
     }
 
+    /// Whether the member is another site.
+    fn is_site(&self, member: u32) -> bool {
+        member >= self.rules.first_site
+    }
+
     fn may_answer(&self, slot: u32, member: u32, answer: Answer, slowest: u32) -> bool {
         let chunk = self.chunks[slot as usize];
         let next_step = self.member(slot, member).next_step;
@@ -108,7 +115,11 @@ impl Exchange {
             && !chunk.awaits_standby
             && match self.rules.consistency {
                 _ if matches!(answer, Answer::State(_)) => true,
-                Consistency::Synchronous => u64::from(next_step) <= chunk.version,
+                // Another site needs the total to hold the chunk as well.
+                Consistency::Synchronous => {
+                    let has_total = chunk.stage == StepStage::Held && self.is_site(member);
+                    u64::from(next_step) <= chunk.version + u64::from(has_total)
+                }
                 Consistency::Asynchronous => true,
                 Consistency::BoundedStaleness(bound) => next_step - slowest <= bound,
             }

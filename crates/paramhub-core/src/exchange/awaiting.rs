@@ -126,7 +126,7 @@ mod tests {
         assert_eq!((exchange.awaits(1), late(&exchange, 1)), (Some(Awaited::Contribution(0)), vec![1, 2]));
         (1..3).for_each(|member| push(&mut exchange, 1, member, 0));
         assert_eq!([0, 1].map(|slot| exchange.awaits(slot)), [Some(Awaited::Release(0)); 2]);
-        exchange.release(0, 0).unwrap();
+        exchange.release(Some(0), 0).unwrap();
         assert_eq!([0, 1].map(|slot| exchange.awaits(slot)), [None; 2]);
     }
 

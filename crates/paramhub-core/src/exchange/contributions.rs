@@ -161,12 +161,10 @@ impl Exchange {
 
     /// Continues the step once the sum is complete.
     pub(super) fn complete(&mut self, slot: u32, step: u32, contributions: u32) -> SumAction {
-        let chunk = &mut self.chunks[slot as usize];
         if self.rules.two_phase {
-            chunk.stage = StepStage::Held;
-            self.held += 1;
+            self.hold(slot);
             return SumAction::Hold;
         }
-        SumAction::Update(chunk.update(step, contributions))
+        SumAction::Update(self.chunks[slot as usize].update(step, contributions))
     }
 }

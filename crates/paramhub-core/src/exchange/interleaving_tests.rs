@@ -95,9 +95,9 @@ impl TestJob {
     /// Rank 0 releases a held step.
     fn release(&mut self) {
         let step = self.model.len() as u32;
-        assert_eq!(self.exchange.release(0, step + 1), Err(ProtocolViolation::Released(step + 1)));
-        self.exchange.release(0, step).unwrap();
-        assert_eq!(self.exchange.release(0, step), Err(ProtocolViolation::Released(step)), "once");
+        assert_eq!(self.exchange.release(Some(0), step + 1), Err(ProtocolViolation::Released(step + 1)));
+        self.exchange.release(Some(0), step).unwrap();
+        assert_eq!(self.exchange.release(Some(0), step), Err(ProtocolViolation::Released(step)), "once");
         let (slot, update) = self.exchange.release_next().unwrap();
         assert_eq!((slot, self.exchange.release_next()), (0, None));
         self.update(Some(update));
@@ -148,7 +148,7 @@ impl TestJob {
             2 => self.exchange.pull(0, rank, next + 1 + u32::from(waiting)).unwrap_err(),
             3 => self.exchange.initialise_state(0, Some(rank), 3).unwrap_err(),
             4 if rank > 0 || self.exchange.held_step().is_none() => {
-                self.exchange.release(rank, self.model.len() as u32).unwrap_err()
+                self.exchange.release(Some(rank), self.model.len() as u32).unwrap_err()
             }
             5 if waiting => self.exchange.pull_state(0, rank, 0).unwrap_err(),
             _ => self.exchange.initialise(0, Some(rank), 0).unwrap_err(),

@@ -48,9 +48,9 @@ impl Exchange {
             // All contributions are here.
             None
         } else if chunk.stage == StepStage::Held {
-            let is_released = self.is_releasing() && slot >= self.release_at;
-            let gone = gone_rank_0.filter(|_| !is_released);
-            gone.map(|rank_0| (rank_0, Awaited::Release(chunk.version as u32)))
+            let step = chunk.version as u32;
+            let gone = gone_rank_0.filter(|_| self.released != Some(step));
+            gone.map(|rank_0| (rank_0, Awaited::Release(step)))
         } else if self.rules.consistency == Consistency::Synchronous && self.rules.quorum.is_none() {
             self.missing(slot)
                 .find(|&member| self.departed[member as usize])

@@ -17,7 +17,8 @@
 //!
 //! In a two-phase step a complete chunk is held instead of updated. When all chunks are held, the hub sends
 //! their norm, and rank 0 releases the step. The chunks are then updated one after the other, and may
-//! meanwhile take contributions to the next step.
+//! meanwhile take contributions to the next step. Among sites each hub holds a chunk with the total of all workers, and a
+//! release comes from other sites as well as from rank 0; see [`Exchange::release`].
 //!
 //! In a job that leaves out [stragglers](crate::stragglers), a synchronous step ends without late members.
 //! The hub drops a late contribution whole and answers its sender at once; the sender then contributes to the

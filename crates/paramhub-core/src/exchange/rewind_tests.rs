@@ -125,7 +125,7 @@ fn a_held_step_and_a_release_under_way_are_forgotten() {
     for (member, slot) in [(0, 0), (1, 0), (0, 1), (1, 1)] {
         assert!(route.push(slot, member, 0).is_empty());
     }
-    route.exchange.release(0, 0).unwrap();
+    route.exchange.release(Some(0), 0).unwrap();
     let (slot, update) = route.exchange.release_next().unwrap();
     route.update(slot, update);
     route.rewind(0);
@@ -242,7 +242,7 @@ fn a_step_of_two_phases_is_released_with_those_that_are_there() {
     let mut route = Route::begun(elastic, 1, 0);
     route.push(0, 0, 0);
     assert_eq!(route.exchange.held_step(), Some(0));
-    route.exchange.release(0, 0).unwrap();
+    route.exchange.release(Some(0), 0).unwrap();
     assert_eq!(route.exchange.release_next(), Some((0, Update { step: 0, number: 1, contributions: 1 })));
 }
 

@@ -1,7 +1,7 @@
 //! The initial parameters and optimizer state, which rank 0 sends.
 
 use super::actions::Answer;
-use super::state::{ChunkState, Exchange, MemberRequest};
+use super::state::{ChunkState, Exchange, MemberRequest, StepStage};
 use super::violation::ProtocolViolation;
 use crate::limits::STATE_UPDATES_MAX;
 
@@ -102,10 +102,11 @@ impl Exchange {
         is_site && self.rules.has_parameters && self.chunks[slot as usize].initialised
     }
 
-    /// Returns whether a chunk still has the parameters that training starts from, so that a site around may lack them.
+    /// Returns whether a chunk still has the parameters that training starts from, so that a site around may lack them. None
+    /// does if the chunk is held: all have had a part in its sum.
     pub fn is_at_start(&self, slot: u32) -> bool {
         let chunk = self.chunks[slot as usize];
-        chunk.initialised && !chunk.has_moved_on
+        chunk.initialised && !chunk.has_moved_on && chunk.stage != StepStage::Held
     }
 
     /// Returns whether `member` may send what only rank 0 may send: it is rank 0, or a site that passes it

@@ -29,9 +29,11 @@ pub struct Exchange {
     /// The slots and members for which the sum of the step under way has a contribution of a process that was
     /// lost and whose place another process has taken.
     pub(super) former_contributions: HashSet<(u32, u32)>,
-    /// The number of chunks that are held and not released yet.
-    pub(super) held: u32,
-    /// The next slot that the release under way updates; the number of chunks if there is no release.
+    /// The number of chunks whose sum of step `s` is complete, at `s % 2`, until all are: chunks are one step apart at most.
+    pub(super) complete_chunks: [u32; 2],
+    /// The newest step of which the sums of all chunks are complete.
+    pub(super) complete_step: Option<u32>,
+    /// The next slot at which the release under way looks; the number of chunks if there is no release.
     pub(super) release_at: u32,
     /// The step that was released last.
     pub(super) released: Option<u32>,
@@ -187,7 +189,8 @@ impl Exchange {
             presence: vec![Presence::Present; rules.members as usize],
             joined_at: vec![0; rules.members as usize],
             former_contributions: HashSet::new(),
-            held: 0,
+            complete_chunks: [0; 2],
+            complete_step: None,
             release_at: chunks.len() as u32,
             released: None,
             skips: false,

@@ -198,15 +198,15 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
     };
     for slot in [2, 0, 1] {
         assert_eq!(
-            (exchange.held_step(), exchange.release(0, 20)),
+            (exchange.held_step(), exchange.release(Some(0), 20)),
             (None, Err(ProtocolViolation::Released(20)))
         );
         push(&mut exchange, slot, 20);
         assert_eq!(answer_all(&mut exchange, slot), 0, "no rank is answered before the release");
     }
     assert_eq!(exchange.held_step(), Some(20));
-    assert_eq!(exchange.release(1, 20), Err(ProtocolViolation::Released(20)), "from another rank");
-    exchange.release(0, 20).unwrap();
+    assert_eq!(exchange.release(Some(1), 20), Err(ProtocolViolation::Released(20)), "from another rank");
+    exchange.release(Some(0), 20).unwrap();
     assert_eq!(exchange.held_step(), None);
     for slot in 0..CHUNKS {
         assert!(exchange.is_releasing());
@@ -216,7 +216,7 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
         // An answered member goes on, while other chunks of the previous step still wait.
         push(&mut exchange, slot, 21);
         assert_eq!(exchange.held_step(), (slot == CHUNKS - 1).then_some(21));
-        assert!(exchange.release(0, 21).is_ok() == (slot == CHUNKS - 1), "one release at a time");
+        assert!(exchange.release(Some(0), 21).is_ok() == (slot == CHUNKS - 1), "one release at a time");
     }
     assert_eq!(exchange.release_next().unwrap().1, Update { step: 21, number: 2, contributions: 2 });
 }
@@ -231,10 +231,10 @@ fn a_skipped_step_has_a_version_and_is_no_update_of_the_optimizer() {
         for rank in 0..2 {
             exchange.push(0, rank, step, Answer::Parameters).unwrap();
         }
-        assert_eq!(exchange.skip(1, step), Err(ProtocolViolation::Released(step)), "from another rank");
-        let ended = if skips { exchange.skip(0, step) } else { exchange.release(0, step) };
+        assert_eq!(exchange.skip(Some(1), step), Err(ProtocolViolation::Released(step)), "from another rank");
+        let ended = if skips { exchange.skip(Some(0), step) } else { exchange.release(Some(0), step) };
         assert_eq!((ended, exchange.skips()), (Ok(true), skips));
-        assert_eq!(exchange.skip(0, step), Err(ProtocolViolation::Released(step)), "twice");
+        assert_eq!(exchange.skip(Some(0), step), Err(ProtocolViolation::Released(step)), "twice");
         assert_eq!(exchange.skips(), skips, "a refused order changes nothing");
         let (_, update) = exchange.release_next().unwrap();
         updates += u64::from(!skips);
@@ -258,15 +258,112 @@ fn rank_0_may_repeat_its_last_release_once_after_its_stream_was_replaced() {
     hold(&mut exchange, 0);
     exchange.resume(1);
     exchange.resume(0);
-    assert_eq!(exchange.release(0, 0), Ok(true), "the release was lost with the stream");
-    assert_eq!(exchange.release(0, 0), refused(0), "twice on one stream");
+    assert_eq!(exchange.release(Some(0), 0), Ok(true), "the release was lost with the stream");
+    assert_eq!(exchange.release(Some(0), 0), refused(0), "twice on one stream");
     exchange.release_next().unwrap();
     answer_all(&mut exchange, 0);
     exchange.resume(1);
-    assert_eq!(exchange.release(0, 0), refused(0), "another rank's stream was replaced");
+    assert_eq!(exchange.release(Some(0), 0), refused(0), "another rank's stream was replaced");
     exchange.resume(0);
-    assert_eq!(exchange.release(0, 0), Ok(false), "repeated");
-    assert_eq!(exchange.release(0, 0), refused(0));
+    assert_eq!(exchange.release(Some(0), 0), Ok(false), "repeated");
+    assert_eq!(exchange.release(Some(0), 0), refused(0));
+}
+
+/// A hub of two chunks in a two-phase job of sites. Its members are a worker, which is not rank 0, and a site below.
+fn among_sites(has_above: bool) -> Exchange {
+    let rules = Rules { workers: 3, first_site: 1, rank_0: None, ..two_phases(1).rules };
+    let reach = ChunkReach { members: 2, has_above };
+    let mut exchange = Exchange::among_sites(rules, [reach; 2]);
+    for slot in 0..2 {
+        exchange.initialise(slot, None, 5).unwrap();
+    }
+    exchange
+}
+
+/// Sends all answers that are due, and returns who gets them and which version they have.
+fn answers(exchange: &mut Exchange, slot: u32) -> Vec<(u32, u32)> {
+    let mut owed = vec![];
+    exchange.mark_due_answers(slot, |member, _| owed.push(member));
+    let sent = owed.into_iter().map(|member| {
+        let version = exchange.answer_version(slot, member);
+        exchange.answer_begun(slot, member);
+        (member, version)
+    });
+    sent.collect()
+}
+
+#[test]
+fn a_site_below_gets_the_total_of_a_held_chunk_and_goes_on_with_the_release() {
+    let (worker, site) = (0, 1);
+    let mut exchange = among_sites(false);
+    for slot in 0..2 {
+        exchange.push(slot, worker, 5, Answer::Parameters).unwrap();
+        assert_eq!(exchange.push(slot, site, 5, Answer::Parameters).unwrap().then, SumAction::Hold);
+        assert_eq!(answers(&mut exchange, slot), [(site, 6)], "the total makes the next version");
+        assert!(!exchange.is_at_start(slot), "the site has begun the chunk");
+    }
+    // Its stream is cut, and the total is lost.
+    exchange.resume_at(1, site);
+    assert_eq!(exchange.push(1, site, 5, Answer::Parameters).unwrap().then, SumAction::Repeated);
+    assert_eq!(answers(&mut exchange, 1), [(site, 6)]);
+    assert_eq!(exchange.release(Some(worker), 5), Err(ProtocolViolation::Released(5)), "it is not rank 0");
+    assert_eq!(exchange.release(None, 5), Ok(true));
+    // The site was released before, and contributes to the next step of a chunk that waits for its update.
+    let ahead = exchange.push(1, site, 6, Answer::Parameters);
+    assert_eq!(ahead, Err(ProtocolViolation::StepAhead { expected: 5, got: 6 }));
+    assert_eq!(exchange.release_chunk(1), Some(Update { step: 5, number: 1, contributions: 3 }));
+    assert_eq!(answers(&mut exchange, 1), [(worker, 6)]);
+    assert_eq!(exchange.push(1, site, 6, Answer::Parameters).unwrap().then, SumAction::Wait);
+    assert_eq!((exchange.release_chunk(1), exchange.release_next().map(|(slot, _)| slot)), (None, Some(0)));
+    assert_eq!((exchange.release_next(), exchange.is_releasing()), (None, false));
+    let known = [5, 4].map(|step| exchange.release(None, step));
+    assert_eq!(known, [Ok(false); 2], "it comes by every stream");
+    let early = exchange.release(None, 7);
+    assert_eq!(early, Err(ProtocolViolation::Released(7)), "chunks are at step 6");
+}
+
+#[test]
+fn a_release_may_come_before_the_last_totals_of_its_step() {
+    let mut exchange = among_sites(true);
+    let push = |exchange: &mut Exchange, slot, step| {
+        exchange.push(slot, 0, step, Answer::Parameters).unwrap();
+        assert_eq!(exchange.push(slot, 1, step, Answer::Parameters).unwrap().then, SumAction::Raise);
+    };
+    (0..2).for_each(|slot| push(&mut exchange, slot, 5));
+    assert_eq!(exchange.lower(0, 5), Ok(SumAction::Hold));
+    answers(&mut exchange, 0);
+    assert_eq!((exchange.complete_step(), exchange.skip(None, 5)), (None, Ok(true)));
+    assert_eq!(exchange.release_next().map(|(slot, update)| (slot, update.step)), Some((0, 5)));
+    assert_eq!((exchange.release_next(), exchange.updates(0)), (None, 0));
+    answers(&mut exchange, 0);
+    // The chunk is complete at the next step before the other is at this one.
+    push(&mut exchange, 0, 6);
+    assert_eq!(exchange.lower(0, 6), Ok(SumAction::Hold));
+    assert_eq!((exchange.release_chunk(0), exchange.complete_step()), (None, None));
+    assert_eq!(exchange.lower(1, 5), Ok(SumAction::Hold));
+    assert_eq!((exchange.complete_step(), exchange.held_step()), (Some(5), None));
+    assert!(exchange.release_chunk(1).is_some(), "its step is over already");
+    assert_eq!(exchange.updates(1), 0, "and has no update");
+    answers(&mut exchange, 1);
+    push(&mut exchange, 1, 6);
+    assert_eq!(exchange.lower(1, 6), Ok(SumAction::Hold));
+    assert_eq!(exchange.held_step(), Some(6));
+    assert_eq!(exchange.release(None, 6), Ok(true));
+    assert_eq!([0, 1].map(|_| exchange.release_next().unwrap().1.number), [1, 1]);
+}
+
+#[test]
+fn rank_0_may_repeat_among_sites_what_came_from_another() {
+    let rules = Rules { workers: 3, first_site: 1, ..two_phases(1).rules };
+    let mut exchange = Exchange::among_sites(rules, [ChunkReach { members: 2, has_above: false }]);
+    exchange.initialise(0, Some(0), 0).unwrap();
+    answer_all(&mut exchange, 0);
+    (0..2).for_each(|member| drop(exchange.push(0, member, 0, Answer::Parameters).unwrap()));
+    assert_eq!(
+        [None, Some(0), Some(0)].map(|from| exchange.release(from, 0)),
+        [Ok(true), Ok(false), Ok(false)]
+    );
+    assert_eq!(exchange.release(Some(0), 1), Err(ProtocolViolation::Released(1)), "it waits for the norm");
 }
 
 #[test]
@@ -302,7 +399,7 @@ fn rank_zero_must_stay_to_release_what_is_held() {
         start(&mut exchange);
         (0..4).for_each(|number| push(&mut exchange, number / 2, number % 2).unwrap());
         if released {
-            exchange.release(0, 0).unwrap();
+            exchange.release(Some(0), 0).unwrap();
             exchange.release_next().unwrap();
         }
         let left = exchange.leave(0, |_, _, _| {});

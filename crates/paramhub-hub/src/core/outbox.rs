@@ -27,11 +27,12 @@ pub(crate) struct Outbox {
     /// The chunks that begin at the other site; one that is sent in parts is completed before the next.
     pub(crate) start: ReadySet,
     pub(crate) start_at: Option<(u32, u8)>,
-    /// Failures, notices, heartbeats and, between sites, changes of hyperparameters; there are few.
+    /// Failures, notices, heartbeats and, between sites, changes of hyperparameters and the end of the last held step; there
+    /// are few.
     pub(crate) messages: VecDeque<(Header, Vec<u8>)>,
     messages_max: usize,
-    /// The route's part of the norm of the held step. There is at most one: the next step is not complete
-    /// without this rank, which does not push it before the answer that follows this norm.
+    /// The route's part of the norm of a step. There is at most one: the next step is not complete without this rank, which
+    /// does not push the chunk that was held last before the answer that follows this norm.
     pub(crate) norm: Option<(Header, Arc<[u8]>)>,
     /// The frame whose first bytes have left and whose last bytes have not.
     pub(crate) begun: Option<Begun>,
@@ -143,6 +144,18 @@ impl Outbox {
                 self.messages.push_back(message);
             }
         }
+    }
+
+    /// Adds the frame with which a held step ends. That of a former step need not leave any more: the other site has it from
+    /// elsewhere, since it has contributed to this step.
+    pub(crate) fn end_held(&mut self, end: (Header, Vec<u8>)) {
+        let begun = usize::from(self.has_begun(Source::Message));
+        let mut at = 0;
+        self.messages.retain(|(header, _)| {
+            at += 1;
+            at <= begun || !matches!(header.operation, Operation::Release | Operation::Skip)
+        });
+        self.messages.push_back(end);
     }
 
     /// Forgets everything, and has room for what a standby hears of each worker that leaves: the stream to it is still to

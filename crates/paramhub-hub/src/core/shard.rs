@@ -336,6 +336,10 @@ impl Shard {
                 false => Fault::NonFinite { key, element },
             });
         }
+        if checked.side != Side::Worker(member) {
+            // The total has left for the site before the update, and it goes on with the release, which has come before this.
+            self.update_if_released(index);
+        }
         let arrival = self
             .exchange
             .push(index, member, header.step, answer)
@@ -509,6 +513,8 @@ impl Shard {
 mod copying_tests;
 #[cfg(test)]
 mod cut_sites_tests;
+#[cfg(test)]
+mod cut_streams;
 #[cfg(test)]
 #[path = "factors_tests.rs"]
 mod factors_tests;

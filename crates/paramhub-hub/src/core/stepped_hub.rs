@@ -9,7 +9,7 @@ use paramhub_core::chunk::ChunkMap;
 use paramhub_core::composition::{Composed, Composition, SiteId};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::placement::{HubShape, InterfaceShape, RouteId};
 use paramhub_core::ports::Ports;
 use paramhub_core::resuming::ResumeTerms;
 use paramhub_core::scheme::{Cluster, Plan};
@@ -40,7 +40,12 @@ pub(crate) fn plan_with(
 
 /// A hub with one core.
 pub(crate) fn one_core() -> HubShape {
-    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
+    with_cores(1)
+}
+
+/// A hub with so many cores, each of which is a route.
+pub(crate) fn with_cores(cores: u16) -> HubShape {
+    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: (0..cores).collect(), weight: 1 };
     HubShape { interfaces: vec![interface], local: None, between_hubs: None }
 }
 
@@ -51,6 +56,16 @@ pub(crate) fn plan_at(
     stragglers: Stragglers,
     settings: Settings,
 ) -> ShardPlan {
+    plan_of_route(composition, (site, 0), stragglers, settings)
+}
+
+/// The plan of a route of a site.
+pub(crate) fn plan_of_route(
+    composition: Composition,
+    (site, route): (SiteId, RouteId),
+    stragglers: Stragglers,
+    settings: Settings,
+) -> ShardPlan {
     let workers = composition.workers();
     let registry = Registry::with_builtins();
     let optimizer = registry.optimizer(&settings.optimizer.name).expect("a built-in optimizer");
@@ -58,7 +73,7 @@ pub(crate) fn plan_at(
     let schemes = Plan::new(&settings, &Cluster::beside_workers(workers));
     let factor_blocks = FactorBlock::planned(&settings, &map, &schemes).into();
     let composed = Composed::new(&settings.keys, &map, composition).expect("a composition");
-    let ports = Ports::new(&composed, site, 0);
+    let ports = Ports::new(&composed, site, route);
     let groups = settings.optimizer.of_groups(optimizer.defaults()).into();
     ShardPlan {
         name: "test".into(),
@@ -80,7 +95,7 @@ pub(crate) fn plan_at(
         factor_blocks,
         composed: Arc::new(composed),
         site,
-        route: 0,
+        route,
         ports: Arc::new(ports),
         role: Role::Serves { has_standby: false },
         standby: None,

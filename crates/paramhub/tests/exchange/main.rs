@@ -17,6 +17,7 @@ macro_rules! over_transports {
 
 mod bad_frames;
 mod bystander;
+mod clipped_sites;
 mod clipping;
 mod cluster;
 mod consistency;

@@ -33,11 +33,11 @@ over_transports!(
     a_rank_stuck_behind_another_racks_hub_is_named_to_all,
 );
 
-const SIZES: [u64; 5] = [1, 8192, 8193, 60_011, 300];
+pub(crate) const SIZES: [u64; 5] = [1, 8192, 8193, 60_011, 300];
 const STEPS: u32 = 4;
 
 /// A manager and hubs, each of which serves a rack, a host or all workers.
-struct Racks {
+pub(crate) struct Racks {
     transports: Transports,
     client: ManagerClient,
     hubs: Vec<Option<RunningHub>>,
@@ -50,14 +50,14 @@ const HOST: &str = "workstation";
 
 /// The workers that a hub serves, and its cores.
 #[derive(Clone, Copy)]
-enum Hub {
+pub(crate) enum Hub {
     Rack(&'static str, usize),
     Host(&'static str, usize),
     AllWorkers(usize),
 }
 
 impl Racks {
-    fn new(transports: Transports, hubs: &[Hub]) -> Racks {
+    pub(crate) fn new(transports: Transports, hubs: &[Hub]) -> Racks {
         let listen = "127.0.0.1:0".parse().unwrap();
         let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
         let client = ManagerClient::new(&manager.url(), None).unwrap();
@@ -76,7 +76,7 @@ impl Racks {
 
     /// Runs `work` as every rank at once, each in its rack, and returns each rank's result. A rank whose work
     /// returns leaves.
-    fn run<T: Send>(
+    pub(crate) fn run<T: Send>(
         &self,
         racks: &[&str],
         options: JobOptions,
@@ -92,7 +92,7 @@ impl Racks {
         .collect()
     }
 
-    fn try_run<T: Send>(
+    pub(crate) fn try_run<T: Send>(
         &self,
         racks: &[&str],
         options: JobOptions,
@@ -136,14 +136,14 @@ impl Drop for Racks {
     }
 }
 
-fn options(reduction: Reduction) -> JobOptions {
+pub(crate) fn options(reduction: Reduction) -> JobOptions {
     JobOptions { reduction, ..Default::default() }
 }
 
 /// A name, hubs, the racks of the ranks, and reductions. Ranks of one rack do not follow one another.
-type Shape = (&'static str, Vec<Hub>, Vec<&'static str>, Vec<Reduction>);
+pub(crate) type Shape = (&'static str, Vec<Hub>, Vec<&'static str>, Vec<Reduction>);
 
-fn shapes() -> Vec<Shape> {
+pub(crate) fn shapes() -> Vec<Shape> {
     use Hub::{AllWorkers, Host, Rack};
     use Reduction::{Auto, Flat, Ring, Sharded, Tree};
     vec![
@@ -232,7 +232,7 @@ fn the_mean_is_that_of_all_workers_whatever_the_tree(transports: Transports) {
 }
 
 /// The state of every rank after some steps: parameters and optimizer state of all keys.
-type Outcome = (Vec<Vec<f32>>, Vec<Vec<f32>>);
+pub(crate) type Outcome = (Vec<Vec<f32>>, Vec<Vec<f32>>);
 
 /// Trains from rank 0's parameters, with a learning rate that one rank changes on the way.
 fn train(job: &Job, retuner: u32) -> Outcome {
@@ -266,7 +266,7 @@ fn train(job: &Job, retuner: u32) -> Outcome {
     (model, state)
 }
 
-fn assert_close(name: &str, found: &Outcome, expected: &Outcome) {
+pub(crate) fn assert_close(name: &str, found: &Outcome, expected: &Outcome) {
     let pairs = found.0.iter().chain(&found.1).zip(expected.0.iter().chain(&expected.1));
     for (tensor, (found, expected)) in pairs.enumerate() {
         for (element, (&found, &expected)) in found.iter().zip(expected).enumerate() {
@@ -414,10 +414,9 @@ fn settings_that_sites_cannot_serve_are_refused_with_the_reason(transports: Tran
         outcomes.into_iter().map(|outcome| outcome.unwrap_err().to_string()).collect::<Vec<_>>()
     };
     let asynchronous = Settings { consistency: Consistency::Asynchronous, ..Settings::new(keys(&[4])) };
-    let two_phase = Settings { two_phase: true, optimizer: sgd(0.1, 0.0), ..Settings::new(keys(&[4])) };
     let one_bit = Key::new("w", [4]).in_codec(Codec::OneBit);
     let quantised = Settings::new(KeyTable::new(vec![one_bit]).unwrap());
-    let mut cases = vec![(asynchronous, "synchronous steps"), (two_phase, "clipping by the global norm")];
+    let mut cases = vec![(asynchronous, "synchronous steps")];
     if transports == Transports::tcp() {
         cases.push((quantised, "key `w` (one-bit): hubs that serve racks or hosts cannot"));
     }

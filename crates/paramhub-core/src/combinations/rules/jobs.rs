@@ -210,12 +210,12 @@ pub(super) const SITES: &[Rule] = &[
         callers: &[InitService, Python],
     },
     Rule {
-        these: &[SeveralSites],
+        these: &[OptimizerAtOwner],
         those: &[TwoPhase],
         verdict: Refused,
-        why: "the norm takes the parts of all hubs, each of which must then serve all workers",
-        remedy: "use the reduction flat, or do without clipping, LARS and LAMB",
-        callers: &[InitService, Python],
+        why: "every hub takes part in the norm with the sum of all gradients, and hubs below an owner get its parameters instead",
+        remedy: "leave `optimize_at` out, so that every site runs the optimizer, or do without clipping, LARS and LAMB",
+        callers: &[InitService],
     },
     Rule {
         these: &[SeveralSites],

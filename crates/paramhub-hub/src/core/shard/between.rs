@@ -27,7 +27,8 @@ impl Shard {
     }
 
     /// Sends again by a new stream to a neighbouring site what the old one may have lost: the parameters to start from,
-    /// sums that were not answered, changes of hyperparameters and, as the last frame, Leave.
+    /// sums that were not answered, changes of hyperparameters, the end of the last held step
+    /// and, as the last frame, Leave.
     pub(super) fn resume_site(&mut self, port: u32) {
         if self.is_followed(port) {
             // The hub that serves the chunks sends again what was not acknowledged.
@@ -53,6 +54,7 @@ impl Shard {
             for (group, schedule) in (0..).zip(&self.schedules) {
                 outbox.retune_once(group, schedule.changes_from(newest.saturating_sub(1)));
             }
+            self.send_end(port);
         }
         if self.leaves_above(port) {
             self.outboxes[port as usize].message(Header::bare(Operation::Leave), Vec::new());
@@ -140,6 +142,10 @@ impl Shard {
 
     /// Notes that a neighbour has left. Once every neighbour below has left, this hub leaves the sites above.
     pub(super) fn leave(&mut self, port: u32) -> Result<(), Fault> {
+        if !self.plan.ports.side(port).is_worker() {
+            // A site below may leave with the total, before its step has ended here. Nobody may be left to wait for that.
+            self.update_released(usize::MAX);
+        }
         let departure = self.departures.leave(&self.plan.ports, port);
         if let Side::Worker(member) | Side::Below(member) = self.plan.ports.side(port) {
             self.forget_changes(member);

@@ -153,7 +153,11 @@ fn may_come(side: Side, operation: Operation) -> bool {
         | (Side::Above, Operation::Total | Operation::Parameters | Operation::Notice)
         | (
             Side::Below(_) | Side::Above,
-            Operation::Initialise | Operation::InitialiseState | Operation::Retune,
+            Operation::Initialise
+            | Operation::InitialiseState
+            | Operation::Retune
+            | Operation::Release
+            | Operation::Skip,
         )
         | (Side::Standby, Operation::Applied)
         | (

@@ -29,9 +29,9 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
         + usize::from(layout.keeps_totals)
         + Copies::arrays(plan, &layout);
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
-    let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
+    let squares = if layout.rules.two_phase { size_of::<[f64; 2]>() } else { 0 };
     let of_tensors = if plan.optimizer.needs_tensor_norms() { size_of::<TensorSquares>() } else { 0 };
-    let slots = layout.slots.len() as u64 * (size_of::<ChunkPlace>() + squares + of_tensors) as u64
+    let slots = layout.slots.len() as u64 * (size_of::<ChunkPlace>() + squares + 2 * of_tensors) as u64
         // The sums of all keys, and the payload of the Norm.
         + (2 * plan.settings.keys.len() * of_tensors) as u64;
     // Each stream has the frame that it may spill, and the one that a read has cut off.

@@ -22,12 +22,13 @@ pub(super) enum UpdateTiming {
 
 /// The state of a step whose complete chunks wait for their release.
 pub(super) struct HeldStep {
-    /// For each held slot: the sum of the squares of its mean gradient.
-    pub(super) squares: Vec<f64>,
-    /// For each held slot: its part of the sums of its tensor. Empty if the optimizer needs no norms of tensors.
-    pub(super) parts: Vec<TensorSquares>,
-    /// The sums of each key: first those of the chunks on this route, then those of whole tensors, with which the step is
-    /// released.
+    /// For each slot: the sum of the squares of its mean gradient of step `s`, at `s % 2`. Among sites a chunk may be held at
+    /// the next step before another is at this one.
+    pub(super) squares: Vec<[f64; 2]>,
+    /// For each slot: its part of the sums of its tensor in step `s`, at `s % 2`. Empty if the optimizer needs no norms of
+    /// tensors.
+    pub(super) parts: Vec<[TensorSquares; 2]>,
+    /// The sums of each whole tensor, by key, with which the step that is being released was released.
     pub(super) tensors: Vec<TensorSquares>,
     /// The factor for the mean gradient of the step that is being released.
     pub(super) factor: f32,
@@ -51,8 +52,8 @@ impl UpdateTiming {
                 false => (0, 0),
             };
             return UpdateTiming::OnRelease(HeldStep {
-                squares: vec![0.0; slots],
-                parts: vec![TensorSquares::default(); parts],
+                squares: vec![[0.0; 2]; slots],
+                parts: vec![[TensorSquares::default(); 2]; parts],
                 tensors: vec![TensorSquares::default(); tensors],
                 factor: 1.0,
                 last: None,
