@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use paramhub::{CheckpointConfig, Selector, Stragglers};
 use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::codec::Codec;
-use paramhub_core::composition::{OptimizeAt, Reduction};
+use paramhub_core::composition::{BetweenSites, OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::cost::Rate;
 use paramhub_core::service::{HUB_PORT, HubLabel, JobOptions, MANAGER_PORT, OnInterfaceDown, OnWorkerLoss};
@@ -146,6 +146,8 @@ pub(crate) struct RunSection {
     pub(crate) reduction: Reduction,
     #[serde(with = "text")]
     pub(crate) optimize_at: OptimizeAt,
+    #[serde(with = "text")]
+    pub(crate) between_sites: BetweenSites,
     pub(crate) encrypt: bool,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
@@ -289,6 +291,7 @@ impl Default for RunSection {
             weight,
             reduction,
             optimize_at,
+            between_sites,
             on_interface_down,
             redial_grace_s,
             on_worker_loss,
@@ -310,6 +313,7 @@ impl Default for RunSection {
             codec: None,
             reduction,
             optimize_at,
+            between_sites,
             encrypt: false,
             on_interface_down,
             redial_grace_s,

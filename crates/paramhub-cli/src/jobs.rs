@@ -12,7 +12,7 @@ use paramhub::service::{
     OnWorkerLoss, ServiceCreated, StandbyCounts,
 };
 use paramhub_core::checkpoint::{CheckpointStatus, Every, Resume};
-use paramhub_core::composition::{OptimizeAt, Reduction};
+use paramhub_core::composition::{BetweenSites, OptimizeAt, Reduction};
 use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
 
@@ -161,6 +161,9 @@ struct CreateFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE")]
     optimize_at: Option<OptimizeAt>,
+    /// The type in which sums cross between racks and hosts then: f32 or bf16 [default: f32]
+    #[arg(long, value_name = "TYPE")]
+    between_sites: Option<BetweenSites>,
     /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
     #[arg(long)]
     encrypt: Option<bool>,
@@ -225,6 +228,7 @@ impl CreateFlags {
             dead_after_s: self.dead_after.unwrap_or(default.dead_after_s),
             reduction: self.reduction.unwrap_or(default.reduction),
             optimize_at: self.optimize_at.unwrap_or(default.optimize_at),
+            between_sites: self.between_sites.unwrap_or(default.between_sites),
             hubs: self.hubs,
             max_hubs: self.max_hubs,
             hub_label: self.hub_label,

@@ -17,7 +17,7 @@ use paramhub::service::{HubLabel, JobState, JobStatus, OnInterfaceDown, OnWorker
 use paramhub::{ManagerClient, Stragglers};
 use paramhub_core::checkpoint::{Every, ResumeChoice};
 use paramhub_core::codec::Codec;
-use paramhub_core::composition::{OptimizeAt, Reduction};
+use paramhub_core::composition::{BetweenSites, OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::limits::WEIGHT_MAX;
 use paramhub_harness::launch::{
@@ -88,6 +88,9 @@ pub(super) struct RunFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", env = "PARAMHUB_JOB_OPTIMIZE_AT")]
     optimize_at: Option<OptimizeAt>,
+    /// The type in which sums cross between racks and hosts then: f32 or bf16 [default: f32]
+    #[arg(long, value_name = "TYPE", env = "PARAMHUB_JOB_BETWEEN_SITES")]
+    between_sites: Option<BetweenSites>,
     /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]
     #[arg(long, env = "PARAMHUB_JOB_ENCRYPT")]
     encrypt: Option<bool>,
@@ -187,8 +190,8 @@ impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
         overlay!(self => config.run;
-            workers, cores, weight, consistency, reduction, optimize_at, encrypt, on_interface_down, on_worker_loss, min_workers, rewind_every,
-            replicas, max_restarts, stragglers, hosts, master_port;
+            workers, cores, weight, consistency, reduction, optimize_at, between_sites, encrypt, on_interface_down, on_worker_loss, min_workers,
+            rewind_every, replicas, max_restarts, stragglers, hosts, master_port;
             name, max_workers, join, codec, hubs, max_hubs, hub_label, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume, program_state_bytes);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);

@@ -152,7 +152,7 @@ impl Departures {
 mod tests {
     use super::*;
     use crate::chunk::ChunkMap;
-    use crate::composition::{Composed, Composition, Crossing, OptimizeAt, Site, SiteId};
+    use crate::composition::{BetweenSites, Composed, Composition, Crossing, OptimizeAt, Site, SiteId};
     use crate::consistency::Consistency;
     use crate::exchange::{Answer, Rules, SumAction};
     use crate::key::{Key, KeyTable};
@@ -171,8 +171,12 @@ mod tests {
 
     /// The ports of the first route of a site, in a job with four chunks.
     fn ports(sites: Vec<Site>, at: SiteId) -> Ports {
-        let composition =
-            Composition { sites, crossing: Crossing::Sharded, optimize_at: OptimizeAt::EverySite };
+        let composition = Composition {
+            sites,
+            crossing: Crossing::Sharded,
+            optimize_at: OptimizeAt::EverySite,
+            between_sites: BetweenSites::F32,
+        };
         let table = KeyTable::new(vec![Key::new("w", [1024])]).unwrap();
         let map = ChunkMap::new(&table, 1024).unwrap();
         Ports::new(&Composed::new(&table, &map, composition).unwrap(), at, 0)

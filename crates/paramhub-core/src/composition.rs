@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::chunk::ChunkMap;
+use crate::codec::Codec;
 use crate::key::KeyTable;
 use crate::limits::{HUBS_MAX, WORKERS_MAX};
 use crate::placement::{HubShape, Placement, ShapeError, Spread, deal};
@@ -52,6 +53,9 @@ pub struct Composition {
     pub crossing: Crossing,
     /// The place where the optimizer runs.
     pub optimize_at: OptimizeAt,
+    /// The type in which sums cross between sites; f32 if there is only one.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub between_sites: BetweenSites,
 }
 
 /// Hubs that together hold a whole model for the members below them.
@@ -94,6 +98,30 @@ pub enum OptimizeAt {
     EverySite,
     /// At each chunk's owner, which answers with parameters.
     Owner,
+}
+
+/// The type in which sums cross between sites. `f32`: as hubs make them. `bf16`: in half the bytes, rounded at every site
+/// on the way to the owner; the owner rounds the sum of all workers' gradients, too, so that all models stay bit-identical.
+/// There is no f16, whose range the sum of many gradients may exceed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum BetweenSites {
+    /// As hubs make them.
+    #[default]
+    F32,
+    /// In half the bytes, rounded.
+    Bf16,
+}
+
+impl BetweenSites {
+    /// The codec of these sums.
+    pub const fn codec(self) -> Codec {
+        match self {
+            BetweenSites::F32 => Codec::F32,
+            BetweenSites::Bf16 => Codec::BF16,
+        }
+    }
 }
 
 /// The place of a worker or a hub.
@@ -187,6 +215,25 @@ impl FromStr for OptimizeAt {
     }
 }
 
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+impl fmt::Display for BetweenSites {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.codec().fmt(f)
+    }
+}
+
+impl FromStr for BetweenSites {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let named = [BetweenSites::F32, BetweenSites::Bf16].into_iter().find(|sums| sums.to_string() == text);
+        named.ok_or_else(|| format!("sums cannot cross between sites as `{text}`: there are f32 and bf16"))
+    }
+}
+
 /// The reason why sites cannot be composed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CompositionError {
@@ -216,7 +263,12 @@ impl Composition {
     /// One site for all workers.
     pub fn flat(hubs: Vec<HubShape>, workers: u32) -> Composition {
         let site = Site { name: String::new(), hubs, workers: (0..workers).collect(), parent: None };
-        Composition { sites: vec![site], crossing: Crossing::default(), optimize_at: OptimizeAt::default() }
+        Composition {
+            sites: vec![site],
+            crossing: Crossing::default(),
+            optimize_at: OptimizeAt::default(),
+            between_sites: BetweenSites::default(),
+        }
     }
 
     /// Returns whether there is only one site.
@@ -418,7 +470,9 @@ impl Composed {
             hasher.update(placement.hash().as_bytes());
             hasher.update(&site.parent.map_or(u32::MAX, u32::from).to_le_bytes());
         }
-        hasher.update(&[composition.crossing as u8, composition.optimize_at as u8]);
+        let ways =
+            [composition.crossing as u8, composition.optimize_at as u8, composition.between_sites as u8];
+        hasher.update(&ways);
         owners.iter().for_each(|owner| {
             hasher.update(&owner.to_le_bytes());
         });

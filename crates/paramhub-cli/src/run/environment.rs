@@ -140,6 +140,7 @@ pub(super) fn options(section: &RunSection) -> JobOptions {
         weight: section.weight,
         reduction: section.reduction,
         optimize_at: section.optimize_at,
+        between_sites: section.between_sites,
         encrypt: section.encrypt,
         on_interface_down: section.on_interface_down,
         redial_grace_s: section.redial_grace_s,

@@ -27,7 +27,7 @@ pub(super) fn set(command: &mut Command, section: &RunSection) {
     }
 }
 
-fn variables(section: &RunSection) -> [(&'static str, Option<String>); 19] {
+fn variables(section: &RunSection) -> [(&'static str, Option<String>); 20] {
     let (asked, usual) = (options(section), JobOptions::default());
     let run = section.name.clone().filter(|name| is_run_id(name));
     [
@@ -37,6 +37,7 @@ fn variables(section: &RunSection) -> [(&'static str, Option<String>); 19] {
         ("PARAMHUB_JOB_CODEC", text(section.codec)),
         ("PARAMHUB_JOB_REDUCTION", changed(asked.reduction, usual.reduction)),
         ("PARAMHUB_JOB_OPTIMIZE_AT", changed(asked.optimize_at, usual.optimize_at)),
+        ("PARAMHUB_JOB_BETWEEN_SITES", changed(asked.between_sites, usual.between_sites)),
         ("PARAMHUB_JOB_ENCRYPT", changed(asked.encrypt, usual.encrypt)),
         ("PARAMHUB_JOB_ON_INTERFACE_DOWN", changed(asked.on_interface_down, usual.on_interface_down)),
         ("PARAMHUB_JOB_REDIAL_GRACE", changed(asked.redial_grace_s, usual.redial_grace_s)),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Conflict, Feature, Features, check, conflict_of};
 use crate::checkpoint::Every;
 use crate::codec::Dtype;
-use crate::composition::{Composition, OptimizeAt, Reduction};
+use crate::composition::{BetweenSites, Composition, OptimizeAt, Reduction};
 use crate::consistency::Consistency;
 use crate::key::Key;
 use crate::limits::REDIAL_GRACE_S;
@@ -102,7 +102,7 @@ impl SchemeChoice {
 impl JobOptions {
     /// The features of the options.
     pub fn features(&self) -> Features {
-        features_of_reduction(self.reduction, self.optimize_at).and(Features::of([
+        features_of_reduction(self.reduction, self.optimize_at, self.between_sites).and(Features::of([
             (Feature::ContinuesOverInterfaces, self.continues()),
             (Feature::RedialGrace, self.redial_grace_s != 0.0 && self.redial_grace_s != REDIAL_GRACE_S),
             (Feature::LateLeftOut, self.stragglers.leaves_out()),
@@ -144,8 +144,12 @@ impl ResumeTerms {
     }
 }
 
-/// The features of a reduction, and of the place where the optimizer runs.
-pub fn features_of_reduction(reduction: Reduction, optimize_at: OptimizeAt) -> Features {
+/// The features of a reduction, of the place where the optimizer runs, and of the type of the sums between sites.
+pub fn features_of_reduction(
+    reduction: Reduction,
+    optimize_at: OptimizeAt,
+    between_sites: BetweenSites,
+) -> Features {
     let is_hierarchical = match reduction {
         Reduction::Auto | Reduction::Flat => false,
         Reduction::Tree | Reduction::Ring | Reduction::Sharded => true,
@@ -154,6 +158,7 @@ pub fn features_of_reduction(reduction: Reduction, optimize_at: OptimizeAt) -> F
         (Feature::FlatReduction, reduction == Reduction::Flat),
         (Feature::HierarchicalReduction, is_hierarchical),
         (Feature::OptimizerAtOwner, optimize_at == OptimizeAt::Owner),
+        (Feature::SumsInBf16, between_sites == BetweenSites::Bf16),
     ])
 }
 

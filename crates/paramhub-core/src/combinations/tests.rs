@@ -6,7 +6,7 @@ use super::*;
 use crate::auth::{Epoch, EpochSecret, Namespace, Nonce};
 use crate::checkpoint::{Every, Resume};
 use crate::codec::{Codec, Dtype};
-use crate::composition::{Composition, OptimizeAt, Place, Reduction, arrange};
+use crate::composition::{BetweenSites, Composition, OptimizeAt, Place, Reduction, arrange};
 use crate::consistency::Consistency;
 use crate::key::{Key, KeyTable};
 use crate::placement::{HubShape, InterfaceShape};
@@ -158,7 +158,9 @@ fn hub() -> HubShape {
 fn racks() -> Composition {
     let in_rack = |name: &str| Place { rack: name.into(), host: String::new() };
     let hubs = ["a", "b"].map(|rack| (hub(), in_rack(rack)));
-    arrange(&hubs, &["a", "b"].map(in_rack), Reduction::Ring, OptimizeAt::EverySite).unwrap().0
+    arrange(&hubs, &["a", "b"].map(in_rack), Reduction::Ring, OptimizeAt::EverySite, BetweenSites::F32)
+        .unwrap()
+        .0
 }
 
 #[test]
@@ -302,11 +304,14 @@ fn streams_are_dialled_again_by_default_where_that_is_exact() {
 fn hubs_without_a_place_show_that_they_reduce_nothing() {
     let hubs = [(hub(), Place::default())];
     let workers = [Place::default(), Place::default()];
-    let arranged = |reduction, at| arrange(&hubs, &workers, reduction, at).map_err(|error| error.to_string());
-    assert!(arranged(Reduction::Flat, OptimizeAt::EverySite).unwrap().0.is_flat());
+    let arranged = |reduction, at, between_sites| {
+        arrange(&hubs, &workers, reduction, at, between_sites).map_err(|error| error.to_string())
+    };
+    assert!(arranged(Reduction::Flat, OptimizeAt::EverySite, BetweenSites::F32).unwrap().0.is_flat());
     let refused = [
-        arranged(Reduction::Ring, OptimizeAt::EverySite).unwrap_err(),
-        arranged(Reduction::Auto, OptimizeAt::Owner).unwrap_err(),
+        arranged(Reduction::Ring, OptimizeAt::EverySite, BetweenSites::F32).unwrap_err(),
+        arranged(Reduction::Auto, OptimizeAt::Owner, BetweenSites::F32).unwrap_err(),
+        arranged(Reduction::Auto, OptimizeAt::EverySite, BetweenSites::Bf16).unwrap_err(),
     ];
     assert_shown(Caller::ConnectService, &refused);
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use thiserror::Error;
 
-use super::{Composition, Crossing, OptimizeAt, Place, Reduction, Site, SiteId};
+use super::{BetweenSites, Composition, Crossing, OptimizeAt, Place, Reduction, Site, SiteId};
 use crate::combinations::{Conflict, Feature, conflict_of, features_of_reduction};
 use crate::placement::HubShape;
 
@@ -49,6 +49,7 @@ pub fn arrange(
     workers: &[Place],
     reduction: Reduction,
     optimize_at: OptimizeAt,
+    between_sites: BetweenSites,
 ) -> Result<Arranged, ArrangeError> {
     if hubs.iter().all(|(_, place)| !place.host.is_empty()) {
         return Err(ArrangeError::NoHub);
@@ -64,7 +65,7 @@ pub fn arrange(
     }
     let is_placed = serving.keys().any(|scope| *scope != Scope::AllWorkers);
     if !is_placed {
-        let asked = features_of_reduction(reduction, optimize_at);
+        let asked = features_of_reduction(reduction, optimize_at, between_sites);
         conflict_of(Feature::UnplacedHubs, asked).map_or(Ok(()), Err)?;
     }
     if reduction == Reduction::Flat || !is_placed {
@@ -109,7 +110,11 @@ pub fn arrange(
             at = above;
         }
     }
-    Ok(compose(&members, &serving, hubs, reduction, optimize_at))
+    let (mut composition, of_sites) = compose(&members, &serving, hubs, reduction, optimize_at);
+    if !composition.is_flat() {
+        composition.between_sites = between_sites;
+    }
+    Ok((composition, of_sites))
 }
 
 fn compose(
@@ -149,7 +154,7 @@ fn compose(
             .for_each(|site| sites[site].parent = Some(top as SiteId));
     }
     let crossing = if reduction == Reduction::Ring { Crossing::Ring } else { Crossing::Sharded };
-    (Composition { sites, crossing, optimize_at }, of_sites)
+    (Composition { sites, crossing, optimize_at, between_sites: BetweenSites::default() }, of_sites)
 }
 
 /// Returns whether a site's sums go to its peers, even if a hub serves all racks.

@@ -18,7 +18,7 @@ fn compose(sites: &[(&[u32], Option<SiteId>)], crossing: Crossing) -> Compositio
         parent,
     };
     let sites = sites.iter().enumerate().map(site).collect();
-    Composition { sites, crossing, optimize_at: OptimizeAt::EverySite }
+    Composition { sites, crossing, optimize_at: OptimizeAt::EverySite, between_sites: BetweenSites::F32 }
 }
 
 fn keys() -> (KeyTable, ChunkMap) {
@@ -160,8 +160,10 @@ fn hubs_serve_those_at_their_place() {
     ];
     let workers = [at("a", "a1"), at("", "a1"), at("a", "a2"), at("b", "b1"), at("c", "c1")];
     let sites = |reduction| {
-        let (composition, of_sites) = arrange(&hubs, &workers, reduction, OptimizeAt::EverySite).unwrap();
+        let (composition, of_sites) =
+            arrange(&hubs, &workers, reduction, OptimizeAt::EverySite, BetweenSites::Bf16).unwrap();
         composition.check().unwrap();
+        assert_eq!(composition.is_flat(), composition.between_sites == BetweenSites::F32);
         let shown = composition.sites.into_iter().zip(of_sites);
         shown.map(|(site, hubs)| (hubs, site.workers, site.parent)).collect::<Vec<_>>()
     };
@@ -183,7 +185,14 @@ fn hubs_serve_those_at_their_place() {
 fn workers_without_a_hub_are_named() {
     let rack = (hub("rack-a", 1), at("a", ""));
     let refused = |hubs: &[(HubShape, Place)]| {
-        arrange(hubs, &[at("a", "x"), at("z", "x")], Reduction::Auto, OptimizeAt::EverySite).unwrap_err()
+        arrange(
+            hubs,
+            &[at("a", "x"), at("z", "x")],
+            Reduction::Auto,
+            OptimizeAt::EverySite,
+            BetweenSites::F32,
+        )
+        .unwrap_err()
     };
     assert_eq!(refused(&[rack]), ArrangeError::Unserved { rank: 1, rack: "z".into() });
     assert_eq!(refused(&[(hub("host", 1), at("a", "x"))]), ArrangeError::NoHub);
@@ -198,7 +207,8 @@ fn the_first_rack_is_the_trees_top_without_a_hub_for_all_workers() {
         (hub("rack-c", 1), at("c", "")),
     ];
     let workers = [at("b", "h"), at("b", "h"), at("a", ""), at("c", "")];
-    let (composition, _) = arrange(&hubs, &workers, Reduction::Tree, OptimizeAt::Owner).unwrap();
+    let (composition, _) =
+        arrange(&hubs, &workers, Reduction::Tree, OptimizeAt::Owner, BetweenSites::Bf16).unwrap();
     composition.check().unwrap();
     let parents: Vec<Option<SiteId>> = composition.sites.iter().map(|site| site.parent).collect();
     assert_eq!(parents, [Some(2), None, Some(1), Some(1)]);

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{HubLabel, is_default};
 use crate::checkpoint::{Every, Resume};
-use crate::composition::{OptimizeAt, Reduction};
+use crate::composition::{BetweenSites, OptimizeAt, Reduction};
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
 use crate::limits::{REDIAL_GRACE_S, REDIAL_GRACE_S_MAX};
@@ -35,6 +35,9 @@ pub struct JobOptions {
     pub reduction: Reduction,
     /// The place where the optimizer runs if there are several sites.
     pub optimize_at: OptimizeAt,
+    /// The type in which sums cross between racks and hosts, if hubs serve them.
+    #[serde(skip_serializing_if = "is_default")]
+    pub between_sites: BetweenSites,
     /// The job's share of a hub core's time, relative to the other jobs with work there; 1 to 100.
     /// The creator of the job sets it, not its workers.
     #[serde(skip_serializing_if = "is_one")]
@@ -211,6 +214,7 @@ impl fmt::Display for JobOptions {
             dead_after_s,
             reduction,
             optimize_at,
+            between_sites,
             weight,
             hubs,
             max_hubs,
@@ -237,6 +241,7 @@ impl fmt::Display for JobOptions {
             ("dead_after_s", changed(dead_after_s, &usual.dead_after_s)),
             ("reduction", changed(reduction, &usual.reduction)),
             ("optimize_at", changed(optimize_at, &usual.optimize_at)),
+            ("between_sites", changed(between_sites, &usual.between_sites)),
             ("weight", changed(weight, &usual.weight)),
             ("hubs", set(hubs)),
             ("max_hubs", set(max_hubs)),
@@ -393,6 +398,7 @@ impl Default for JobOptions {
             weight: 1,
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
+            between_sites: BetweenSites::default(),
         }
     }
 }

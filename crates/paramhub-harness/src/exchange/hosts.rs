@@ -9,7 +9,7 @@ use std::str::FromStr;
 use anyhow::Context;
 use clap::Args;
 use paramhub::service::JobOptions;
-use paramhub_core::composition::{OptimizeAt, Reduction};
+use paramhub_core::composition::{BetweenSites, OptimizeAt, Reduction};
 
 use crate::Usage;
 use crate::launch::this_program_command;
@@ -47,6 +47,9 @@ pub struct HostsFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", requires = "hosts")]
     optimize_at: Option<OptimizeAt>,
+    /// The type in which sums cross between racks then: f32 or bf16 [default: f32]
+    #[arg(long, value_name = "TYPE", requires = "hosts")]
+    between_sites: Option<BetweenSites>,
     /// The number of standbys of each chunk, 0 or 1 [default: 0]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=1), requires = "hosts")]
     replicas: Option<u32>,
@@ -219,6 +222,7 @@ impl HostsFlags {
         let options = JobOptions {
             reduction: self.reduction.unwrap_or_default(),
             optimize_at: self.optimize_at.unwrap_or_default(),
+            between_sites: self.between_sites.unwrap_or_default(),
             replicas: self.replicas.unwrap_or_default(),
             ..JobOptions::default()
         };
@@ -263,6 +267,7 @@ mod tests {
             reduction: None,
             replicas: None,
             optimize_at: None,
+            between_sites: None,
         }
     }
 

@@ -97,6 +97,8 @@ pub(super) struct Layout {
     pub(super) parked_members: usize,
     /// `true` if the sums of previous steps are kept for the sites below.
     pub(super) keeps_totals: bool,
+    /// The bytes of the array of sums as they cross between sites. Sums in f32 go up from where they are made, and are not in it.
+    pub(super) crossing_bytes: usize,
     /// The bytes of the array of encoded parameters; 0 if all parameters are sent as f32.
     pub(super) encoded_bytes: usize,
     /// The elements of all chunks whose gradients are quantised.
@@ -158,6 +160,9 @@ impl Layout {
                 slot
             })
             .collect();
+        let keeps_totals = plan.ports.has_member_sites() && plan.optimizes_here();
+        let between_sites = plan.between_sites();
+        let crosses = keeps_totals || (between_sites != Codec::F32 && plan.ports.to_sites().next().is_some());
         let any_encoded = slots.iter().any(|slot| slot.parameter != Codec::F32);
         let range = |key: Option<u32>| key.and_then(|key| slots_of.get(&key)).cloned().unwrap_or_default();
         let gathered = plan.factor_blocks.iter().map(|&block| GatheredLayer {
@@ -175,7 +180,8 @@ impl Layout {
             // unused.
             state_slots: plan.groups.iter().map(|group| plan.optimizer.state_slots(group)).max().unwrap_or(0),
             parked_members: if settings.reproducible { plan.ports.members() as usize - 1 } else { 0 },
-            keeps_totals: plan.ports.has_member_sites() && plan.optimizes_here(),
+            keeps_totals,
+            crossing_bytes: if crosses { offset * between_sites.bytes() } else { 0 },
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
             quantised_elements,
             answer_bytes,

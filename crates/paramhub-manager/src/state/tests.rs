@@ -2,7 +2,7 @@ use super::*;
 use paramhub_core::auth::{Epoch, EpochSecret, Nonce, Proof, RankClaim};
 use paramhub_core::checkpoint::Resume;
 use paramhub_core::combinations::Caller;
-use paramhub_core::composition::{OptimizeAt, Place, Reduction};
+use paramhub_core::composition::{BetweenSites, OptimizeAt, Place, Reduction};
 use paramhub_core::membership::{Job, MembershipLimits, UNHEARD_MAX, WaitingCall};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::service::{
@@ -261,6 +261,7 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         JobOptions { replicas: 1, rewind_every: 2, ..kept },
         JobOptions { on_interface_down: OnInterfaceDown::Continue, ..replicas },
         JobOptions { optimize_at: OptimizeAt::Owner, reduction: Reduction::Flat, ..usual },
+        JobOptions { between_sites: BetweenSites::Bf16, reduction: Reduction::Flat, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..continues },
         JobOptions { hubs: Some(0), weight: 2, ..usual },
         JobOptions { min_workers: 2, ..usual },

@@ -11,7 +11,7 @@ use crate::combinations::Feature::{
     ManagerAddress, ManagerTls, MaxHubs, MinWorkers, Momentum, NoChaos, NoHostRank, NoHubs, OneHost,
     OptimizerAtOwner, OutstandingKeys, OwnHub, ProgressTimeout, Quantised, Replicas, Reproducible, Resume,
     Rewinds, RunningHub, RunsMaxWorkers, SeveralHosts, SeveralHubs, SharedMemory, StartedByMpi, StartedByRun,
-    Trace, UnnamedJob, WorkerInterfaces, Workers,
+    SumsInBf16, Trace, UnnamedJob, WorkerInterfaces, Workers,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -339,7 +339,7 @@ pub(super) const LAUNCHERS: &[Rule] = &[
         callers: &[CommandLine],
     },
     Rule {
-        these: &[HierarchicalReduction, OptimizerAtOwner],
+        these: &[HierarchicalReduction, OptimizerAtOwner, SumsInBf16],
         those: &[OwnHub, DeploymentCc],
         verdict: NoEffect,
         why: "a single hub serves all workers",

@@ -12,7 +12,7 @@ use crate::combinations::Feature::{
     NoPeerAddress, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage, Quantised,
     QuantisedCodec, RedialGrace, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Replicas,
     Reproducible, Resume, Rewinds, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites, SharedMemory,
-    SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
+    SharedParameters, SocketBuffers, SumsInBf16, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
     WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
@@ -250,7 +250,15 @@ pub(super) const SITES: &[Rule] = &[
         callers: &[CreateService],
     },
     Rule {
-        these: &[HierarchicalReduction, OptimizerAtOwner],
+        these: &[SumsInBf16],
+        those: &[FlatReduction],
+        verdict: NoEffect,
+        why: "with one site no sums cross between sites",
+        remedy: "leave one of the two out, or use `codec` for the gradients of workers",
+        callers: &[CreateService],
+    },
+    Rule {
+        these: &[HierarchicalReduction, OptimizerAtOwner, SumsInBf16],
         those: &[UnplacedHubs],
         verdict: NoEffect,
         why: "sums go through racks and hosts only where hubs serve them",
@@ -461,6 +469,7 @@ pub(super) const NO_HUBS: &[Rule] = &[
             FlatReduction,
             HierarchicalReduction,
             OptimizerAtOwner,
+            SumsInBf16,
             ContinuesOverInterfaces,
             Replicas,
             MaxHubs,

@@ -119,7 +119,7 @@ impl Job {
                 None => (Reduction::Auto, String::new()),
             },
         };
-        let arranged = arrange(hubs, &self.places, reduction, options.optimize_at)?;
+        let arranged = arrange(hubs, &self.places, reduction, options.optimize_at, options.between_sites)?;
         Ok((summary, arranged))
     }
 }

@@ -49,6 +49,7 @@ mod tests {
             reduction: None,
             replicas: None,
             optimize_at: None,
+            between_sites: None,
         };
         let sites = flags.sites(3);
         let described: Vec<_> = sites.iter().map(|site| (site.address.to_string(), site.ranks)).collect();

@@ -2,7 +2,6 @@
 //! sends goes to all sites.
 
 use paramhub_core::between_sites::{self, Again};
-use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Answer, SumAction};
 use paramhub_core::hyperparameters::Change;
 use paramhub_core::ports::Side;
@@ -17,6 +16,7 @@ use crate::core::layout::ChunkPlace;
 impl Shard {
     /// Sends the sum, which is complete here, to the site above or to the standby.
     pub(super) fn raise(&mut self, index: u32) {
+        self.sums.raise(self.slots[index as usize]);
         let above =
             self.plan.ports.above(index).expect("sums are raised where a site is above, or a standby");
         // A sum goes after the parameters with which its chunk begins there.
@@ -65,7 +65,7 @@ impl Shard {
     /// Takes the sum of all workers' gradients: the answer to a sum that went up.
     pub(super) fn lower(&mut self, checked: &CheckedHeader, payload: &[u8]) -> Result<(), Fault> {
         let (index, slot, then) = self.lowered(checked)?;
-        convert::decode(payload, self.sums.part_mut(slot.range()), Codec::F32);
+        self.sums.lower(slot, payload);
         self.go_on(index, slot, then)
     }
 

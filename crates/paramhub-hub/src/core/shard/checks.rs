@@ -82,10 +82,13 @@ impl Shard {
                 return Err(self.violation(header.chunk, slot.key, ProtocolViolation::ByFactors));
             }
             Operation::Push | Operation::PushPull => {
-                let codec = contribution_codec(side, &slot);
+                let codec = self.contribution_codec(side, &slot);
                 (codec, slot.extent().bytes(codec))
             }
-            Operation::Total => (Codec::F32, slot.extent().bytes(Codec::F32)),
+            Operation::Total => {
+                let codec = self.plan.between_sites();
+                (codec, slot.extent().bytes(codec))
+            }
             Operation::Initialise | Operation::Parameters => {
                 (slot.parameter, slot.extent().bytes(slot.parameter))
             }
@@ -104,6 +107,15 @@ impl Shard {
             });
         }
         Ok(())
+    }
+
+    /// The codec in which contributions arrive.
+    fn contribution_codec(&self, side: Side, slot: &ChunkPlace) -> Codec {
+        match side {
+            Side::Worker(_) => slot.gradient,
+            Side::Below(_) => self.plan.between_sites(),
+            Side::Above | Side::Standby | Side::Serving => Codec::F32,
+        }
     }
 
     /// Returns the first element of a member's contribution that is NaN or infinite, counted within the chunk.
@@ -131,14 +143,6 @@ impl Shard {
                 found
             }
         }
-    }
-}
-
-/// The codec in which contributions arrive.
-fn contribution_codec(side: Side, slot: &ChunkPlace) -> Codec {
-    match side {
-        Side::Worker(_) => slot.gradient,
-        Side::Below(_) | Side::Above | Side::Standby | Side::Serving => Codec::F32,
     }
 }
 

@@ -1,6 +1,6 @@
 //! Streams of workers and between sites that are cut at any moment: the numbers stay those of an undisturbed job.
 
-use paramhub_core::composition::{Composition, Crossing, OptimizeAt, Site, SiteId};
+use paramhub_core::composition::{BetweenSites, Composition, Crossing, OptimizeAt, Site, SiteId};
 use paramhub_core::settings::Settings;
 
 use super::cut_streams::{CHUNKS, Job, expected, settings};
@@ -15,7 +15,8 @@ fn site(cores: u16, workers: &[u32], parent: Option<SiteId>) -> Site {
 
 /// A tree, and peers, whose sites divide the chunks among different numbers of routes.
 fn compositions(optimize_at: OptimizeAt) -> [(&'static str, Composition); 4] {
-    let of = |sites, crossing| Composition { sites, crossing, optimize_at };
+    let between_sites = BetweenSites::F32;
+    let of = |sites, crossing| Composition { sites, crossing, optimize_at, between_sites };
     let tree = vec![site(2, &[3], None), site(1, &[0, 1], Some(0)), site(3, &[2], Some(1))];
     let hosts = vec![site(3, &[], None), site(2, &[0, 1], Some(0)), site(1, &[2, 3], Some(0))];
     let peers = || vec![site(2, &[1, 2], None), site(3, &[0], None), site(1, &[3], None)];
@@ -27,22 +28,19 @@ fn compositions(optimize_at: OptimizeAt) -> [(&'static str, Composition); 4] {
     ]
 }
 
-/// Runs jobs with these settings whose streams are cut, and returns how often.
-fn run(compositions: impl IntoIterator<Item = (&'static str, Composition)>, settings: &Settings) -> u32 {
+/// Runs jobs with these settings whose streams are cut, and returns how often. `expected` are the parameters of each chunk at
+/// the end.
+fn run(
+    compositions: impl IntoIterator<Item = (&'static str, Composition)>,
+    settings: &Settings,
+    expected: impl Fn(&Composition) -> Vec<f32>,
+) -> u32 {
     let mut cuts = 0;
     for (name, composition) in compositions {
+        let expected = expected(&composition);
         for seed in 0..SEEDS {
             // Some jobs have most of their frames cut, and others hardly any; in some a cut comes after all steps.
-            let (mut job, calm_from) = (Job::new(&composition, settings, seed), 5_000 * (seed % 8));
-            let mut acts = 0;
-            while !job.is_done() {
-                // A job whose streams are cut for ever need not end.
-                job.act(acts < calm_from);
-                acts += 1;
-                assert!(acts < 2_000_000, "{name}, seed {seed}: the job is stuck");
-            }
-            let expected: Vec<f32> =
-                (0..CHUNKS).map(|chunk| expected(chunk, settings.is_two_phase())).collect();
+            let job = run_once(&composition, settings, seed, 5_000 * (seed % 8));
             for (rank, values) in job.values() {
                 assert_eq!(values, expected, "{name}, seed {seed}, rank {rank}");
             }
@@ -53,16 +51,53 @@ fn run(compositions: impl IntoIterator<Item = (&'static str, Composition)>, sett
     cuts
 }
 
+/// Runs a job whose streams are cut until `calm_from` frames and cuts have been.
+fn run_once(composition: &Composition, settings: &Settings, seed: u64, calm_from: u64) -> Job {
+    let mut job = Job::new(composition, settings, seed);
+    let mut acts = 0;
+    while !job.is_done() {
+        // A job whose streams are cut for ever need not end.
+        job.act(acts < calm_from);
+        acts += 1;
+        assert!(acts < 2_000_000, "seed {seed}: the job is stuck");
+    }
+    job
+}
+
+/// The parameters if all sums are exact.
+fn exact(settings: &Settings) -> Vec<f32> {
+    (0..CHUNKS).map(|chunk| expected(chunk, settings.is_two_phase())).collect()
+}
+
 #[test]
 fn streams_between_sites_that_are_cut_at_any_moment_change_no_number() {
     let all = [OptimizeAt::EverySite, OptimizeAt::Owner].into_iter().flat_map(compositions);
-    let cuts = run(all, &settings());
+    let cuts = run(all, &settings(), |_| exact(&settings()));
     assert!(cuts > 2_000, "{cuts} cuts only");
 }
 
 #[test]
 fn norms_and_releases_pass_between_sites_whatever_is_cut() {
     let settings = Settings { two_phase: true, ..settings() };
-    let cuts = run(compositions(OptimizeAt::EverySite), &settings);
+    let cuts = run(compositions(OptimizeAt::EverySite), &settings, |_| exact(&settings));
+    assert!(cuts > 2_000, "{cuts} cuts only");
+}
+
+#[test]
+fn sums_that_cross_in_bf16_are_rounded_alike_whatever_is_cut() {
+    let settings = settings();
+    let in_bf16 =
+        |(name, composition)| (name, Composition { between_sites: BetweenSites::Bf16, ..composition });
+    let all = [OptimizeAt::EverySite, OptimizeAt::Owner].into_iter().flat_map(compositions).map(in_bf16);
+    let cuts = run(all, &settings, |composition| {
+        let undisturbed = run_once(composition, &settings, 0, 0);
+        assert_eq!(undisturbed.cuts, 0);
+        let rounded = undisturbed.values().next().expect("rank 0 has some").1.to_vec();
+        assert_ne!(rounded, exact(&settings), "these sums are too exact to test roundings");
+        for (rounded, exact) in rounded.iter().zip(exact(&settings)) {
+            assert!((rounded - exact).abs() < exact.abs() / 128.0, "{rounded}, not about {exact}");
+        }
+        rounded
+    });
     assert!(cuts > 2_000, "{cuts} cuts only");
 }

@@ -23,11 +23,7 @@ use crate::core::snapshot::Snapshot;
 pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let layout = Layout::new(plan);
     let quantised = Quantised::memory_bytes(&layout, plan.ports.workers());
-    let arrays = 2
-        + layout.state_slots
-        + layout.parked_members
-        + usize::from(layout.keeps_totals)
-        + Copies::arrays(plan, &layout);
+    let arrays = 2 + layout.state_slots + layout.parked_members + Copies::arrays(plan, &layout);
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
     let squares = if layout.rules.two_phase { size_of::<[f64; 2]>() } else { 0 };
     let of_tensors = if plan.optimizer.needs_tensor_norms() { size_of::<TensorSquares>() } else { 0 };
@@ -46,6 +42,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let snapshot = if plan.checkpoints { Snapshot::memory_bytes(plan, &layout) } else { 0 };
     layout.elements as u64 * 4 * arrays as u64
         + layout.encoded_bytes as u64
+        + layout.crossing_bytes as u64
         + quantised
         + books
         + slots

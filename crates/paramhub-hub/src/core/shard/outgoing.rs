@@ -32,9 +32,11 @@ impl Shard {
                     Side::Worker(_) if source == Source::Change(index) => {
                         (Operation::Parameters, slot.gradient)
                     }
-                    Side::Above => (Operation::PushPull, Codec::F32),
+                    Side::Above => (Operation::PushPull, self.plan.between_sites()),
                     Side::Standby => (Operation::Push, Codec::F32),
-                    Side::Below(_) if self.plan.optimizes_here() => (Operation::Total, Codec::F32),
+                    Side::Below(_) if self.plan.optimizes_here() => {
+                        (Operation::Total, self.plan.between_sites())
+                    }
                     _ => (Operation::Parameters, slot.parameter),
                 };
                 let payload = self.of_source(port, source);
@@ -72,8 +74,8 @@ impl Shard {
             Source::Spill => &outbox.spill,
             Source::Model(index) => self.payload(slot(index)),
             Source::Change(index) => self.quantised.answer(&slot(index)),
-            Source::Sum(index) => bytemuck::cast_slice(self.sums.part(slot(index).range())),
-            Source::Total(index) => bytemuck::cast_slice(self.sums.total(slot(index))),
+            Source::Sum(index) => self.sums.raised(slot(index)),
+            Source::Total(index) => self.sums.total(slot(index)),
         }
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::Fold;
-use paramhub_kernels::Aggregator;
+use paramhub_kernels::{Aggregator, convert};
 
 use super::payload::{Payload, read_blocks};
 use crate::core::arenas::Arenas;
@@ -36,9 +36,14 @@ pub(in crate::core) struct Sums {
     merge: Buffer,
     /// For each slot: whether `merge` has a part of the step under way.
     has_part: Vec<bool>,
-    /// The sums of the last updates, for sites below to which they have not been sent yet; empty if there are
-    /// none.
-    totals: Buffer,
+    /// `true` if the sums of the last updates are kept for sites below to which they have not been sent yet.
+    keeps_totals: bool,
+    /// The codec in which sums cross between sites.
+    between_sites: Codec,
+    /// The sums as they cross between sites: those of the last updates and, if they are not f32, those that go up. A site above
+    /// has taken the sum before its answer comes, and sites below have taken the answer before the next sum is complete, so
+    /// each chunk needs one place for both.
+    crossing: Buffer<u8>,
 }
 
 /// A contribution that has arrived whole.
@@ -65,7 +70,9 @@ impl Sums {
             accumulation,
             merge: Buffer::reserved(layout.elements, 1)?,
             has_part: vec![false; layout.slots.len()],
-            totals: Buffer::reserved(if layout.keeps_totals { layout.elements } else { 0 }, 3)?,
+            keeps_totals: layout.keeps_totals,
+            between_sites: plan.between_sites(),
+            crossing: Buffer::reserved(layout.crossing_bytes, 3)?,
         })
     }
 
@@ -197,30 +204,66 @@ impl Sums {
 
     /// Returns whether the sums of the last updates are kept for sites below.
     pub(super) fn keeps_totals(&self) -> bool {
-        !self.totals.is_empty()
+        self.keeps_totals
     }
 
-    /// Keeps the sum of a step that is about to end for the sites below. The previous sum has left to all of
-    /// them: without their next contributions, this sum would not be complete.
-    pub(super) fn keep_total(&mut self, slot: ChunkPlace) {
-        if self.keeps_totals() {
-            self.totals[slot.range()].copy_from_slice(&self.merge[slot.range()]);
+    /// Makes a complete sum ready to go up.
+    pub(super) fn raise(&mut self, slot: ChunkPlace) {
+        if self.between_sites != Codec::F32 {
+            self.cross(slot);
         }
     }
 
-    /// The sum of a chunk's last update.
-    pub(super) fn total(&self, slot: ChunkPlace) -> &[f32] {
-        &self.totals[slot.range()]
+    /// A sum that goes up, in its codec.
+    pub(super) fn raised(&self, slot: ChunkPlace) -> &[u8] {
+        match self.between_sites {
+            Codec::F32 => bytemuck::cast_slice(&self.merge[slot.range()]),
+            codec => &self.crossing[crossing_range(slot, codec)],
+        }
+    }
+
+    /// Takes the sum of all workers' gradients from the site above.
+    pub(super) fn lower(&mut self, slot: ChunkPlace, payload: &[u8]) {
+        convert::decode(payload, &mut self.merge[slot.range()], self.between_sites);
+    }
+
+    /// Keeps the sum of a step that is about to end for the sites below, and rounds it to what they get. The previous sum has
+    /// left to all of them: without their next contributions, this sum would not be complete.
+    pub(super) fn keep_total(&mut self, slot: ChunkPlace) {
+        if self.keeps_totals {
+            self.cross(slot);
+            if self.between_sites != Codec::F32 {
+                let crossing = &self.crossing[crossing_range(slot, self.between_sites)];
+                convert::decode(crossing, &mut self.merge[slot.range()], self.between_sites);
+            }
+        }
+    }
+
+    /// The sum of a chunk's last update, in the codec in which it goes down.
+    pub(super) fn total(&self, slot: ChunkPlace) -> &[u8] {
+        &self.crossing[crossing_range(slot, self.between_sites)]
+    }
+
+    /// Encodes a sum as it crosses between sites.
+    fn cross(&mut self, slot: ChunkPlace) {
+        let at = crossing_range(slot, self.between_sites);
+        convert::encode(&self.merge[slot.range()], &mut self.crossing[at], self.between_sites);
     }
 
     /// Calls `each` for its arrays.
     pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
         each(&mut self.merge);
-        each(&mut self.totals);
+        each(&mut self.crossing);
         if let Accumulation::InMemberOrder { parked } = &mut self.accumulation {
             parked.iter_mut().for_each(|array| each(array));
         }
     }
+}
+
+/// The bytes of a chunk among the sums that cross between sites.
+fn crossing_range(slot: ChunkPlace, between_sites: Codec) -> Range<usize> {
+    let elements = slot.range();
+    elements.start * between_sites.bytes()..elements.end * between_sites.bytes()
 }
 
 /// Adds the contribution in the arena of `member` to `sum`, or begins `sum` with it if it is the `first`.

@@ -25,6 +25,8 @@ impl Shard {
         let UpdateTiming::OnRelease(held) = &mut self.timing else {
             unreachable!("chunks are held in two phases only")
         };
+        // It rounds the sum, so the norm comes after it.
+        self.sums.keep_total(slot);
         let contributions = self.exchange.contributors();
         let factor = mean_factor(contributions);
         let blocks = slot.blocks(BLOCK_ELEMENTS);
@@ -60,7 +62,6 @@ impl Shard {
             }
         }
         if self.sums.keeps_totals() {
-            self.sums.keep_total(slot);
             self.settle(index);
         }
         self.update_if_released(index);
