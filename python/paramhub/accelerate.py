@@ -21,6 +21,14 @@ _unwrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models that were prepared for a HubOptimizer."""
 
 
+class _PreparedHubOptimizer(AcceleratedOptimizer):
+    """Knows of the steps that the hub has left out: Accelerate has the scaler call step() in these, too."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self.optimizer.skipped_last_step
+
+
 class HubAccelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` for models that a `HubOptimizer` trains. Make the optimizer first, then prepare both::
 
@@ -31,6 +39,9 @@ class HubAccelerator(accelerate.Accelerator):
     optimizer clips to the same norm, which the hub does, and returns the newest norm of which the hub has told: that of this step
     if all ranks' gradients have arrived there, else of the one before; NaN before the first. Models with other optimizers are
     prepared as usual. The HubOptimizer itself is ``optimizer.optimizer``.
+
+    With ``mixed_precision="fp16"`` make it with ``grad_scaler=accelerator.scaler``. ``optimizer_step_was_skipped`` and prepared
+    schedulers know of the steps that all ranks leave out, since the gradients of one have overflowed.
 
     On another device than the CPU, move the model to ``accelerator.device`` before its optimizer is made.
     """
@@ -68,13 +79,15 @@ class HubAccelerator(accelerate.Accelerator):
     ) -> AcceleratedOptimizer:
         if not isinstance(optimizer, HubOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        if self.scaler is not None:
+        if self.scaler is not None and optimizer.grad_scaler is not self.scaler:
             raise MisuseError(
-                "mixed_precision='fp16' scales the loss, and scaled gradients would have left for the hub before they are "
-                "unscaled: choose 'bf16', which needs no scale"
+                "mixed_precision='fp16' scales the loss, and the hub must know of it: give HubOptimizer "
+                "grad_scaler=accelerator.scaler. bf16 needs no scale"
             )
         # Placing moves the state by loading it. The hub has that of a HubOptimizer.
-        return super().prepare_optimizer(optimizer, device_placement=False)
+        prepared = _PreparedHubOptimizer(optimizer, device_placement=False, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:

@@ -36,6 +36,8 @@ class LossScaling:
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
         self._scale = 1.0
+        self.has_skipped = False
+        """Whether the newest step was left out."""
 
     @staticmethod
     def of(scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> LossScaling | None:
@@ -71,7 +73,7 @@ class LossScaling:
         the step at the hub. The scaler knows afterwards whether any rank's gradients overflowed."""
         self._scale = self._scaler.get_scale()
         norm = job.gradient_norm(step)
-        has_overflowed = not math.isfinite(norm)
+        has_overflowed = self.has_skipped = not math.isfinite(norm)
         if rank == 0:
             job.release(step, None if has_overflowed or is_refused else self._factor(norm / self._scale))
         # The scaler has looked at this rank's gradients alone. It has no public way to be told of the others'.
@@ -82,6 +84,11 @@ class LossScaling:
             found[torch.device("cpu")] = torch.zeros(())
         for tensor in found.values():
             tensor.fill_(float(has_overflowed))
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The scaler of the loss."""
+        return self._scaler
 
     def update(self) -> None:
         """Has the scaler end the step, as the other ranks have theirs end it."""

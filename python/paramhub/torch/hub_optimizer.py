@@ -496,6 +496,17 @@ class HubOptimizer(StatefulOptimizer):
         """The norm to which gradients are clipped."""
         return self._max_grad_norm
 
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of the loss; None without one, or if it is disabled."""
+        return None if self._scaling is None else self._scaling.scaler
+
+    @property
+    def skipped_last_step(self) -> bool:
+        """Returns whether the newest step was left out because scaled gradients of a rank had overflowed. A learning rate's
+        schedule then waits, too."""
+        return self._scaling is not None and self._scaling.has_skipped
+
     def _reopen_job(self, states: Sequence[_optimizer_state.State] | None) -> None:
         """Closes the job and opens another one, because only a new job accepts initial parameters and state."""
         self.synchronize()

@@ -136,6 +136,44 @@ class WithUnusedLayer(torch.nn.Module):
         return self.network(inputs)
 
 
+def scale(rank: Rank) -> None:
+    """A step in which one rank's gradients overflow is left out on all, and does not count for the schedule."""
+    from paramhub.accelerate import HubAccelerator
+
+    accelerator = HubAccelerator(cpu=True)
+    # Accelerate makes it for fp16, which it has on a GPU only.
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    model, points = recipes.network(), recipes.Points()
+    for arguments in ({}, {"grad_scaler": torch.amp.GradScaler("cpu")}):
+        unscaled = paramhub.torch.HubOptimizer(model, paramhub.SGD(lr=recipes.LR), **arguments)
+        with pytest.raises(paramhub.MisuseError, match=r"grad_scaler=accelerator\.scaler"):
+            accelerator.prepare(model, unscaled)
+        unscaled.close()
+    optimizer = paramhub.torch.HubOptimizer(
+        model, paramhub.SGD(lr=recipes.LR), grad_scaler=accelerator.scaler
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    rates = []
+    for number in range(4):
+        at = slice(8 * number + 4 * rank.rank, 8 * number + 4 * rank.rank + 4)
+        loss = recipes.loss_of(model(points.inputs[at]), points.labels[at])
+        accelerator.backward(loss * math.inf if (number, rank.rank) == (1, 1) else loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert accelerator.optimizer_step_was_skipped == optimizer.step_was_skipped == (number == 1)
+        rates.append(schedule.get_last_lr()[0] / recipes.LR)
+    # With two ranks a prepared schedule makes two steps at once.
+    assert rates == [1 / 4, 1 / 4, 1 / 16, 1 / 64]
+    assert accelerator.scaler.get_scale() == 128.0
+    optimizer.optimizer.close()
+
+
+def test_accelerate_leaves_steps_out_that_overflow(team: Team) -> None:
+    team(scale, ranks=2)
+
+
 def ask_in_mid_step(rank: Rank) -> None:
     """What asks for parameters between backward and step() waits for none of their new values."""
     from paramhub.accelerate import HubAccelerator
