@@ -36,6 +36,7 @@ def create_job(
     patience: float = 0.0,
     reduction: str = "auto",
     optimize_at: str = "every_site",
+    between_sites: str | None = None,
     on_interface_down: str = "fail",
     redial_grace: float | None = None,
     on_worker_loss: str = "fail",
@@ -69,7 +70,8 @@ def create_job(
 
     Where hubs serve racks or hosts, ``reduction`` is how sites combine their sums: ``auto``, ``flat``, ``tree``, ``ring`` or
     ``sharded``. ``optimize_at`` is where the optimizer runs: at ``every_site`` on the same gradient, or at each chunk's
-    ``owner``.
+    ``owner``. ``between_sites`` is the type in which sums cross between racks and hosts: ``f32``, or ``bf16``, which takes half
+    the bytes and is rounded at each rack or host on the way.
 
     ``on_interface_down`` is what the job does when a network interface goes down: ``fail``, or ``continue`` over the other
     interfaces. ``continue`` needs synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
@@ -132,6 +134,7 @@ def create_job(
     }
     # Options with the value None are not sent, because older managers do not know them.
     wishes = {
+        "between_sites": between_sites,
         "max_hubs": max_hubs,
         "hub_label": hub_label,
         "weight": weight,

@@ -124,7 +124,7 @@ class GradientExchange:
             label,
             {"keys": keys, "optimizer": {"name": reduction}, "codec": codec},
             ranks,
-            inherits=ranks is None,
+            inherits=True,
         )
         if needs_stage(device):
             sizes = [torch.Size([parameter.numel()]) for _, parameter in trained]

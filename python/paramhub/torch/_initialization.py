@@ -56,6 +56,7 @@ def init(
     codec: str | None = None,
     consistency: str | None = None,
     optimize_at: str | None = None,
+    between_sites: str | None = None,
     stragglers: str | None = None,
     checkpoints: str | None = None,
     checkpoint_every: str | int | None = None,
@@ -112,6 +113,9 @@ def init(
     - ``encrypt``: streams between hosts are encrypted, those between ranks, too.
     - ``on_interface_down``, ``redial_grace`` and ``progress_timeout`` are as for `paramhub.create_job`.
     - ``codec`` is the encoding of gradients, where the optimizer or the hook is given none (``bf16``, ``f16``).
+
+    - ``between_sites`` is the type in which sums of gradients cross between hosts and racks whose hubs sum first: ``f32``, or
+      ``bf16`` in half the bytes, rounded at each host or rack on the way.
 
     Only a `HubOptimizer` has these, since its parameters are at the hub:
 
@@ -170,6 +174,7 @@ def init(
         codec=codec,
         consistency=consistency,
         optimize_at=optimize_at,
+        between_sites=between_sites,
         stragglers=stragglers,
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every),
         resume=None if resume is None else str(resume),

@@ -38,6 +38,7 @@ class JobOptions:
     codec: str | None = None
     consistency: str | None = None
     optimize_at: str | None = None
+    between_sites: str | None = None
     stragglers: str | None = None
     checkpoint_every: str | None = None
     resume: str | None = None
@@ -107,6 +108,12 @@ class JobOptions:
             "progress_timeout": self.progress_timeout,
         }
         return {name: value for name, value in asked.items() if value is not None}
+
+    def of_gradients_job(self, reduction: str) -> dict[str, Any]:
+        """The arguments of `create_job` that concern only jobs of gradients. ``reduction`` is that of the job: without hubs of
+        racks or hosts no sums cross between them, which is refused only if the run itself asks for both."""
+        crosses = reduction != "flat" or self.reduction == "flat"
+        return {"between_sites": self.between_sites} if self.between_sites and crosses else {}
 
     def of_optimizers_job(self, ranks: int) -> dict[str, Any]:
         """The arguments of `create_job` that concern only jobs whose parameters are at the hub. ``ranks`` is their number of

@@ -82,8 +82,8 @@ class RunJobs:
 
         The first of them creates it and sends its ticket to the others through the store. Settings are those of InitService, in
         the hub's names; ``reproducible`` is added from the run's options if it is left out. The job that ``paramhub run`` has
-        created, with its name and its checkpoints, goes to the first call with ``inherits``: a job that exchanges
-        gradients, and that all ranks open at the same point.
+        created, with its name and its checkpoints, goes to the first call of all ranks with ``inherits``: a job that exchanges
+        gradients, and that they open at the same point.
         ``is_of_optimizer`` says that the parameters are at the hub. The job then has the run's consistency, checkpoints and
         treatment of stragglers, and stays when ranks are lost, if the run asks for it: a later start of the run finds it by its
         name.
@@ -238,6 +238,8 @@ class RunJobs:
             return tuple(json.loads(self._store.secret.open(f"job/{label}", text)))
         hub = self._hubs.access
         options: dict[str, Any] = hub.job.of_every_job()
+        if inherits:
+            options |= hub.job.of_gradients_job(reduction)
         if is_of_optimizer:
             options |= hub.job.of_optimizers_job(len(members))
         if replaces and "resume" in options:

@@ -127,3 +127,35 @@ def test_below_hosts_hubs_layers_go_by_the_hub_unless_factors_are_asked_for(
         assert scheme == "hub" and "serve racks or hosts" in why
     found = team(by_scheme, "factors", env={"PARAMHUB_URL": hub.url})
     assert found == 4 * [("factors", "as asked")]
+
+
+def in_bf16(rank: Rank, optimizes_at_hub: bool) -> list[float]:
+    """Makes a step whose gradients are a little more than 1, so that sums in bf16 are rounded to whole numbers."""
+    os.environ["PARAMHUB_HOST"] = f"host-{rank.rank // 2}"
+    hub_torch.init(
+        rank=rank.rank, size=4, local_rank=rank.rank % 2, local_size=2, host_hub=True, between_sites="bf16"
+    )
+    layer = torch.nn.Linear(300, 3, bias=False)
+    torch.nn.init.constant_(layer.weight, 8.0)
+    optimizer: torch.optim.Optimizer
+    if optimizes_at_hub:
+        optimizer = HubOptimizer(layer, paramhub.SGD(lr=1.0))
+    else:
+        optimizer = hub_torch.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=1.0), named_parameters=layer.named_parameters()
+        )
+    layer(torch.full((1, 300), 1 + 1 / 512)).sum().backward()
+    optimizer.step()
+    layer(torch.zeros(1, 300))
+    # What is no gradient stays exact.
+    assert hub_torch.allreduce(torch.full((20_000,), 1 + 1 / 512)).unique().tolist() == [1 + 1 / 512]
+    # A layer whose factors go from rank to rank sends no sums between hosts.
+    HubOptimizer(torch.nn.Sequential(torch.nn.Linear(256, 256)), paramhub.SGD(**SGD), scheme="factors")
+    return layer.weight.detach().unique().tolist()
+
+
+@pytest.mark.parametrize("optimizes_at_hub", [True, False])
+def test_sums_cross_between_hosts_in_bf16_if_the_run_asks(
+    team: Team, hub: paramhub.Hub, optimizes_at_hub: bool
+) -> None:
+    assert team(in_bf16, optimizes_at_hub, env={"PARAMHUB_URL": hub.url}) == 4 * [[7.0]]
