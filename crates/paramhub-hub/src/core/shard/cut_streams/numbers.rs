@@ -55,7 +55,7 @@ pub(in crate::core::shard) fn expected(chunk: u32, two_phase: bool) -> f32 {
 
 /// The settings of these jobs.
 pub(in crate::core::shard) fn settings() -> Settings {
-    let mut settings = Settings::new(KeyTable::new(vec![Key::new("w", [ELEMENTS as u64])]).unwrap());
+    let mut settings = Settings::new(KeyTable::new(vec![Key::new("w", [12, ELEMENTS as u64 / 12])]).unwrap());
     settings.chunk_bytes = CHUNK_ELEMENTS as u32 * 4;
     // Nobody sends step 0's rate as a change.
     let first = Hyperparameters { learning_rate: rate(0), ..Default::default() };
