@@ -347,7 +347,7 @@ fn owners_may_optimise_for_all(transports: Transports) {
 
 /// Gradients are a little more than 1, so that every sum is rounded to a whole number.
 fn sums_cross_in_bf16_if_the_job_asks(transports: Transports) {
-    let gradient = 1.0 + 1.0 / 512.0;
+    let gradient = 1.0_f32 + 1.0 / 512.0;
     let elements = SIZES.iter().sum::<u64>() as f64;
     for (name, hubs, racks, reductions) in shapes() {
         let cluster = Racks::new(transports, &hubs);
