@@ -26,7 +26,7 @@ use thiserror::Error;
 
 use crate::chunk::ChunkMap;
 use crate::codec::Codec;
-use crate::key::KeyTable;
+use crate::key::{Key, KeyTable};
 use crate::limits::{HUBS_MAX, WORKERS_MAX};
 use crate::placement::{HubShape, Placement, ShapeError, Spread, deal};
 
@@ -53,7 +53,7 @@ pub struct Composition {
     pub crossing: Crossing,
     /// The place where the optimizer runs.
     pub optimize_at: OptimizeAt,
-    /// The type in which sums cross between sites; f32 if there is only one.
+    /// The encoding in which sums cross between sites; f32 if there is only one.
     #[serde(default, skip_serializing_if = "is_default")]
     pub between_sites: BetweenSites,
 }
@@ -100,26 +100,43 @@ pub enum OptimizeAt {
     Owner,
 }
 
-/// The type in which sums cross between sites. `f32`: as hubs make them. `bf16`: in half the bytes, rounded at every site
-/// on the way to the owner; the owner rounds the sum of all workers' gradients, too, so that all models stay bit-identical.
-/// There is no f16, whose range the sum of many gradients may exceed.
+/// The encoding in which sums cross between sites. `f32`: as hubs make them. `bf16`: in half the bytes. `one-bit` and
+/// `two-bit`: those of keys of two dimensions quantised with error feedback, of which each hub keeps the loss for the next step,
+/// and the others in f32. Sums are rounded at every site on the way to the owner; the owner rounds the sum of all workers'
+/// gradients, too, so that all models stay bit-identical. There is no f16, whose range the sum of many gradients may exceed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum BetweenSites {
     /// As hubs make them.
     #[default]
     F32,
-    /// In half the bytes, rounded.
+    /// In half the bytes.
     Bf16,
+    /// In one bit an element.
+    OneBit,
+    /// In two bits an element.
+    TwoBit,
 }
 
 impl BetweenSites {
-    /// The codec of these sums.
-    pub const fn codec(self) -> Codec {
+    const ALL: [BetweenSites; 4] =
+        [BetweenSites::F32, BetweenSites::Bf16, BetweenSites::OneBit, BetweenSites::TwoBit];
+
+    /// The codec of the sums of a key's gradients.
+    pub fn codec_of(self, key: &Key) -> Codec {
+        match self.codec() {
+            codec if codec.is_quantised() && key.shape.len() != 2 => Codec::F32,
+            codec => codec,
+        }
+    }
+
+    fn codec(self) -> Codec {
         match self {
             BetweenSites::F32 => Codec::F32,
             BetweenSites::Bf16 => Codec::BF16,
+            BetweenSites::OneBit => Codec::OneBit,
+            BetweenSites::TwoBit => Codec::TwoBit,
         }
     }
 }
@@ -229,8 +246,10 @@ impl FromStr for BetweenSites {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let named = [BetweenSites::F32, BetweenSites::Bf16].into_iter().find(|sums| sums.to_string() == text);
-        named.ok_or_else(|| format!("sums cannot cross between sites as `{text}`: there are f32 and bf16"))
+        let named = BetweenSites::ALL.into_iter().find(|sums| sums.to_string() == text);
+        named.ok_or_else(|| {
+            format!("sums cannot cross between sites as `{text}`: there are f32, bf16, one-bit and two-bit")
+        })
     }
 }
 

@@ -114,8 +114,9 @@ def init(
     - ``on_interface_down``, ``redial_grace`` and ``progress_timeout`` are as for `paramhub.create_job`.
     - ``codec`` is the encoding of gradients, where the optimizer or the hook is given none (``bf16``, ``f16``).
 
-    - ``between_sites`` is the type in which sums of gradients cross between hosts and racks whose hubs sum first: ``f32``, or
-      ``bf16`` in half the bytes, rounded at each host or rack on the way.
+    - ``between_sites`` is the encoding in which sums of gradients cross between hosts and racks whose hubs sum first: ``f32``;
+      ``bf16``, in half the bytes; or those of matrices in ``one-bit`` or ``two-bit`` with error feedback, which needs finite
+      gradients.
 
     Only a `HubOptimizer` has these, since its parameters are at the hub:
 

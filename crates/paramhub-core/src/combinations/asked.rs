@@ -144,7 +144,7 @@ impl ResumeTerms {
     }
 }
 
-/// The features of a reduction, of the place where the optimizer runs, and of the type of the sums between sites.
+/// The features of a reduction, of the place where the optimizer runs, and of the encoding of sums between sites.
 pub fn features_of_reduction(
     reduction: Reduction,
     optimize_at: OptimizeAt,
@@ -158,7 +158,7 @@ pub fn features_of_reduction(
         (Feature::FlatReduction, reduction == Reduction::Flat),
         (Feature::HierarchicalReduction, is_hierarchical),
         (Feature::OptimizerAtOwner, optimize_at == OptimizeAt::Owner),
-        (Feature::SumsInBf16, between_sites == BetweenSites::Bf16),
+        (Feature::RoundedSums, between_sites != BetweenSites::F32),
     ])
 }
 

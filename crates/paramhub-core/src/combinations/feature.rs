@@ -63,7 +63,7 @@ features! {
     FlatReduction, "flat-reduction", "the reduction flat";
     HierarchicalReduction, "hierarchical-reduction", "the reduction tree, ring or sharded";
     OptimizerAtOwner, "optimizer-at-owner", "an optimizer at the owners (`optimize_at`)";
-    SumsInBf16, "sums-in-bf16", "`between_sites = bf16`";
+    RoundedSums, "rounded-sums", "`between_sites` other than f32";
     // A job's policies.
     ContinuesOverInterfaces, "continues-over-interfaces", "`on_interface_down = continue`";
     RedialGrace, "redial-grace", "a `redial_grace` other than 0.5 and 0";

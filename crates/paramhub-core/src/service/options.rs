@@ -35,7 +35,7 @@ pub struct JobOptions {
     pub reduction: Reduction,
     /// The place where the optimizer runs if there are several sites.
     pub optimize_at: OptimizeAt,
-    /// The type in which sums cross between racks and hosts, if hubs serve them.
+    /// The encoding in which sums cross between racks and hosts, if hubs serve them.
     #[serde(skip_serializing_if = "is_default")]
     pub between_sites: BetweenSites,
     /// The job's share of a hub core's time, relative to the other jobs with work there; 1 to 100.

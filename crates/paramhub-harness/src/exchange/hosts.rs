@@ -47,8 +47,8 @@ pub struct HostsFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", requires = "hosts")]
     optimize_at: Option<OptimizeAt>,
-    /// The type in which sums cross between racks then: f32 or bf16 [default: f32]
-    #[arg(long, value_name = "TYPE", requires = "hosts")]
+    /// How sums cross between racks then: f32, bf16, or the sums of matrices in one-bit or two-bit [default: f32]
+    #[arg(long, value_name = "CODEC", requires = "hosts")]
     between_sites: Option<BetweenSites>,
     /// The number of standbys of each chunk, 0 or 1 [default: 0]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=1), requires = "hosts")]

@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut, Range};
 use bytemuck::Zeroable;
 
 /// Cache lines start at multiples of this; vector loads must not straddle them.
-const LINE_BYTES: usize = 64;
+pub(super) const LINE_BYTES: usize = 64;
 const LINE_ELEMENTS: usize = LINE_BYTES / size_of::<f32>();
 
 /// A zeroed array that starts on a cache line. It can be read and written once it has been touched.

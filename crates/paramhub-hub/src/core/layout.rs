@@ -5,12 +5,13 @@ use std::ops::Range;
 
 use paramhub_core::chunk::Extent;
 use paramhub_core::codec::Codec;
+use paramhub_core::composition::BetweenSites;
 use paramhub_core::exchange::{GatheredLayer, Rules};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::wire::State;
 use paramhub_kernels::TILE_ELEMENTS;
 
-use super::buffer::whole_lines;
+use super::buffer::{LINE_BYTES, whole_lines};
 use super::plan::ShardPlan;
 
 /// Elements that are handled at once. So few that their sum, parameters and optimizer state stay in the L1
@@ -37,6 +38,10 @@ pub(super) struct ChunkPlace {
     /// The codec of the parameters that are sent to workers. If gradients are quantised, the hub may send a
     /// quantised change instead.
     pub(super) parameter: Codec,
+    /// The codec in which sums cross between sites.
+    pub(super) between_sites: Codec,
+    /// The first byte among the sums as they cross between sites.
+    pub(super) crossing_offset_bytes: usize,
     pub(super) group: u16,
     /// `true` if contributions with NaN or an infinity are refused.
     pub(super) rejects_non_finite: bool,
@@ -55,6 +60,12 @@ impl ChunkPlace {
     pub(super) fn encoded_range(&self) -> Range<usize> {
         let start = self.array_offset * 2;
         start..start + self.elements as usize * 2
+    }
+
+    /// The chunk's bytes among the sums as they cross between sites.
+    pub(super) fn crossing_range(&self) -> Range<usize> {
+        let start = self.crossing_offset_bytes;
+        start..start + self.extent().bytes(self.between_sites) as usize
     }
 
     pub(super) fn extent(&self) -> Extent {
@@ -97,8 +108,10 @@ pub(super) struct Layout {
     pub(super) parked_members: usize,
     /// `true` if the sums of previous steps are kept for the sites below.
     pub(super) keeps_totals: bool,
-    /// The bytes of the array of sums as they cross between sites. Sums in f32 go up from where they are made, and are not in it.
+    /// The bytes of the array of sums as they cross between sites.
     pub(super) crossing_bytes: usize,
+    /// The elements of the array of what the quantising of sums between sites has lost; 0 if none are quantised.
+    pub(super) lost_elements: usize,
     /// The bytes of the array of encoded parameters; 0 if all parameters are sent as f32.
     pub(super) encoded_bytes: usize,
     /// The elements of all chunks whose gradients are quantised.
@@ -119,7 +132,11 @@ impl Layout {
         // The slots of each key that takes factors. They are consecutive.
         let mut slots_of: HashMap<u32, Range<u32>> = HashMap::with_capacity(factor_keys.len());
         let mut offset = 0;
-        let (mut quantised_elements, mut answer_bytes) = (0, 0);
+        let (mut quantised_elements, mut answer_bytes, mut crossing_bytes) = (0, 0, 0);
+        let between_sites = plan.composed.composition.between_sites;
+        let keeps_totals = plan.ports.has_member_sites() && plan.optimizes_here();
+        // Sums in f32 go up from where they are made.
+        let crosses = keeps_totals || between_sites != BetweenSites::F32;
         let slots: Vec<ChunkPlace> = plan
             .placement()
             .chunks(plan.route)
@@ -134,6 +151,7 @@ impl Layout {
                 }
                 // A key that takes factors gets no gradient frames, so the gradient codec does not apply to it.
                 let gradient = if takes_factors { key.dtype.codec() } else { settings.codec_of(key) };
+                let between_sites = between_sites.codec_of(key);
                 let slot = ChunkPlace {
                     key: extent.key,
                     elements: extent.elements,
@@ -141,8 +159,12 @@ impl Layout {
                     array_offset: offset,
                     gradient,
                     parameter: key.dtype.codec(),
+                    between_sites,
+                    crossing_offset_bytes: crossing_bytes,
                     group: key.group,
-                    rejects_non_finite: settings.reject_non_finite || gradient.is_quantised(),
+                    rejects_non_finite: settings.reject_non_finite
+                        || gradient.is_quantised()
+                        || between_sites.is_quantised(),
                     quantised_offset: quantised_elements,
                     answer_offset_bytes: answer_bytes,
                 };
@@ -153,6 +175,9 @@ impl Layout {
                     true => extent.elements as usize,
                     false => whole_lines(extent.elements as usize),
                 };
+                if crosses {
+                    crossing_bytes += (extent.bytes(between_sites) as usize).next_multiple_of(LINE_BYTES);
+                }
                 if slot.gradient.is_quantised() {
                     quantised_elements += whole_lines(extent.elements as usize);
                     answer_bytes += extent.bytes(slot.gradient) as usize;
@@ -160,9 +185,6 @@ impl Layout {
                 slot
             })
             .collect();
-        let keeps_totals = plan.ports.has_member_sites() && plan.optimizes_here();
-        let between_sites = plan.between_sites();
-        let crosses = keeps_totals || (between_sites != Codec::F32 && plan.ports.to_sites().next().is_some());
         let any_encoded = slots.iter().any(|slot| slot.parameter != Codec::F32);
         let range = |key: Option<u32>| key.and_then(|key| slots_of.get(&key)).cloned().unwrap_or_default();
         let gathered = plan.factor_blocks.iter().map(|&block| GatheredLayer {
@@ -181,7 +203,12 @@ impl Layout {
             state_slots: plan.groups.iter().map(|group| plan.optimizer.state_slots(group)).max().unwrap_or(0),
             parked_members: if settings.reproducible { plan.ports.members() as usize - 1 } else { 0 },
             keeps_totals,
-            crossing_bytes: if crosses { offset * between_sites.bytes() } else { 0 },
+            crossing_bytes,
+            lost_elements: if slots.iter().any(|slot| slot.between_sites.is_quantised()) {
+                offset
+            } else {
+                0
+            },
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
             quantised_elements,
             answer_bytes,

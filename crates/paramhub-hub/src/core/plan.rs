@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
-use paramhub_core::codec::Codec;
 use paramhub_core::composition::{Composed, Neighbour, OptimizeAt, SiteId};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
@@ -83,11 +82,6 @@ impl ShardPlan {
     /// owner does.
     pub(crate) fn optimizes_here(&self) -> bool {
         self.composed.composition.optimize_at == OptimizeAt::EverySite
-    }
-
-    /// The codec in which sums cross between sites.
-    pub(crate) fn between_sites(&self) -> Codec {
-        self.composed.composition.between_sites.codec()
     }
 
     /// Returns whether the job goes on without workers that are lost.

@@ -390,7 +390,7 @@ impl Shard {
                 unreachable!("it ends where it is taken")
             }
             SumAction::Update(update) => {
-                self.sums.keep_total(slot);
+                self.keep_total(index);
                 self.arenas.find_no_sources();
                 self.optimise(index, slot, update);
                 return Ok(());

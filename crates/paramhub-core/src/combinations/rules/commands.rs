@@ -10,8 +10,8 @@ use crate::combinations::Feature::{
     HubLabel, HubMembership, HubState, JobName, JoinedManager, JoinsRunningJob, LateLeftOut, Linger,
     ManagerAddress, ManagerTls, MaxHubs, MinWorkers, Momentum, NoChaos, NoHostRank, NoHubs, OneHost,
     OptimizerAtOwner, OutstandingKeys, OwnHub, ProgressTimeout, Quantised, Replicas, Reproducible, Resume,
-    Rewinds, RunningHub, RunsMaxWorkers, SeveralHosts, SeveralHubs, SharedMemory, StartedByMpi, StartedByRun,
-    SumsInBf16, Trace, UnnamedJob, WorkerInterfaces, Workers,
+    Rewinds, RoundedSums, RunningHub, RunsMaxWorkers, SeveralHosts, SeveralHubs, SharedMemory, StartedByMpi,
+    StartedByRun, Trace, UnnamedJob, WorkerInterfaces, Workers,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -339,7 +339,7 @@ pub(super) const LAUNCHERS: &[Rule] = &[
         callers: &[CommandLine],
     },
     Rule {
-        these: &[HierarchicalReduction, OptimizerAtOwner, SumsInBf16],
+        these: &[HierarchicalReduction, OptimizerAtOwner, RoundedSums],
         those: &[OwnHub, DeploymentCc],
         verdict: NoEffect,
         why: "a single hub serves all workers",

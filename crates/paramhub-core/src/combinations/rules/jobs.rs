@@ -11,9 +11,9 @@ use crate::combinations::Feature::{
     LayerWithoutFactors, MaxHubs, NoCheckpointFolder, NoFullyConnectedLayer, NoHubs, NoMatrix, NoOptimizer,
     NoPeerAddress, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage, Quantised,
     QuantisedCodec, RedialGrace, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Replicas,
-    Reproducible, Resume, Rewinds, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites, SharedMemory,
-    SharedParameters, SocketBuffers, SumsInBf16, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs, Weight,
-    WholeChunkOptimizer,
+    Reproducible, Resume, Rewinds, RoundedSums, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites,
+    SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs,
+    Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -250,7 +250,7 @@ pub(super) const SITES: &[Rule] = &[
         callers: &[CreateService],
     },
     Rule {
-        these: &[SumsInBf16],
+        these: &[RoundedSums],
         those: &[FlatReduction],
         verdict: NoEffect,
         why: "with one site no sums cross between sites",
@@ -258,7 +258,7 @@ pub(super) const SITES: &[Rule] = &[
         callers: &[CreateService],
     },
     Rule {
-        these: &[HierarchicalReduction, OptimizerAtOwner, SumsInBf16],
+        these: &[HierarchicalReduction, OptimizerAtOwner, RoundedSums],
         those: &[UnplacedHubs],
         verdict: NoEffect,
         why: "sums go through racks and hosts only where hubs serve them",
@@ -469,7 +469,7 @@ pub(super) const NO_HUBS: &[Rule] = &[
             FlatReduction,
             HierarchicalReduction,
             OptimizerAtOwner,
-            SumsInBf16,
+            RoundedSums,
             ContinuesOverInterfaces,
             Replicas,
             MaxHubs,

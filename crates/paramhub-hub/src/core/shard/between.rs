@@ -89,6 +89,13 @@ impl Shard {
         Ok(())
     }
 
+    /// Keeps a complete sum of all workers' gradients for the sites below. A sum from above is kept when it comes.
+    pub(super) fn keep_total(&mut self, index: u32) {
+        if self.plan.ports.above(index).is_none() {
+            self.sums.keep_total(self.slots[index as usize]);
+        }
+    }
+
     fn lowered(&mut self, checked: &CheckedHeader) -> Result<(u32, ChunkPlace, SumAction), Fault> {
         let (header, (index, slot)) = (&checked.header, self.located(checked));
         // An answer carries the version that it makes, which is the step plus one.

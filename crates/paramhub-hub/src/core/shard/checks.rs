@@ -82,13 +82,10 @@ impl Shard {
                 return Err(self.violation(header.chunk, slot.key, ProtocolViolation::ByFactors));
             }
             Operation::Push | Operation::PushPull => {
-                let codec = self.contribution_codec(side, &slot);
+                let codec = contribution_codec(side, &slot);
                 (codec, slot.extent().bytes(codec))
             }
-            Operation::Total => {
-                let codec = self.plan.between_sites();
-                (codec, slot.extent().bytes(codec))
-            }
+            Operation::Total => (slot.between_sites, slot.extent().bytes(slot.between_sites)),
             Operation::Initialise | Operation::Parameters => {
                 (slot.parameter, slot.extent().bytes(slot.parameter))
             }
@@ -107,15 +104,6 @@ impl Shard {
             });
         }
         Ok(())
-    }
-
-    /// The codec in which contributions arrive.
-    fn contribution_codec(&self, side: Side, slot: &ChunkPlace) -> Codec {
-        match side {
-            Side::Worker(_) => slot.gradient,
-            Side::Below(_) => self.plan.between_sites(),
-            Side::Above | Side::Standby | Side::Serving => Codec::F32,
-        }
     }
 
     /// Returns the first element of a member's contribution that is NaN or infinite, counted within the chunk.
@@ -143,6 +131,15 @@ impl Shard {
                 found
             }
         }
+    }
+}
+
+/// The codec in which contributions arrive.
+fn contribution_codec(side: Side, slot: &ChunkPlace) -> Codec {
+    match side {
+        Side::Worker(_) => slot.gradient,
+        Side::Below(_) => slot.between_sites,
+        Side::Above | Side::Standby | Side::Serving => Codec::F32,
     }
 }
 

@@ -32,11 +32,9 @@ impl Shard {
                     Side::Worker(_) if source == Source::Change(index) => {
                         (Operation::Parameters, slot.gradient)
                     }
-                    Side::Above => (Operation::PushPull, self.plan.between_sites()),
+                    Side::Above => (Operation::PushPull, slot.between_sites),
                     Side::Standby => (Operation::Push, Codec::F32),
-                    Side::Below(_) if self.plan.optimizes_here() => {
-                        (Operation::Total, self.plan.between_sites())
-                    }
+                    Side::Below(_) if self.plan.optimizes_here() => (Operation::Total, slot.between_sites),
                     _ => (Operation::Parameters, slot.parameter),
                 };
                 let payload = self.of_source(port, source);

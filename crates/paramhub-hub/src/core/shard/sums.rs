@@ -5,7 +5,7 @@ use std::ops::Range;
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::Fold;
-use paramhub_kernels::{Aggregator, convert};
+use paramhub_kernels::{Aggregator, convert, quantise};
 
 use super::payload::{Payload, read_blocks};
 use crate::core::arenas::Arenas;
@@ -38,12 +38,13 @@ pub(in crate::core) struct Sums {
     has_part: Vec<bool>,
     /// `true` if the sums of the last updates are kept for sites below to which they have not been sent yet.
     keeps_totals: bool,
-    /// The codec in which sums cross between sites.
-    between_sites: Codec,
     /// The sums as they cross between sites: those of the last updates and, if they are not f32, those that go up. A site above
     /// has taken the sum before its answer comes, and sites below have taken the answer before the next sum is complete, so
     /// each chunk needs one place for both.
     crossing: Buffer<u8>,
+    /// What the quantising of sums here has lost, which is added to the next: at the owner of a chunk of the sum of all workers'
+    /// gradients, at other sites of the sum that goes up.
+    lost: Buffer,
 }
 
 /// A contribution that has arrived whole.
@@ -71,8 +72,8 @@ impl Sums {
             merge: Buffer::reserved(layout.elements, 1)?,
             has_part: vec![false; layout.slots.len()],
             keeps_totals: layout.keeps_totals,
-            between_sites: plan.between_sites(),
             crossing: Buffer::reserved(layout.crossing_bytes, 3)?,
+            lost: Buffer::reserved(layout.lost_elements, 2)?,
         })
     }
 
@@ -207,63 +208,66 @@ impl Sums {
         self.keeps_totals
     }
 
-    /// Makes a complete sum ready to go up.
+    /// Encodes a complete sum that goes up.
     pub(super) fn raise(&mut self, slot: ChunkPlace) {
-        if self.between_sites != Codec::F32 {
+        if slot.between_sites != Codec::F32 {
             self.cross(slot);
         }
     }
 
-    /// A sum that goes up, in its codec.
+    /// A sum that goes up, as it crosses.
     pub(super) fn raised(&self, slot: ChunkPlace) -> &[u8] {
-        match self.between_sites {
+        match slot.between_sites {
             Codec::F32 => bytemuck::cast_slice(&self.merge[slot.range()]),
-            codec => &self.crossing[crossing_range(slot, codec)],
+            _ => &self.crossing[slot.crossing_range()],
         }
     }
 
-    /// Takes the sum of all workers' gradients from the site above.
+    /// Takes the sum of all workers' gradients from the site above, and keeps it for the sites below.
     pub(super) fn lower(&mut self, slot: ChunkPlace, payload: &[u8]) {
-        convert::decode(payload, &mut self.merge[slot.range()], self.between_sites);
+        convert::decode(payload, &mut self.merge[slot.range()], slot.between_sites);
+        if self.keeps_totals {
+            self.crossing[slot.crossing_range()].copy_from_slice(payload);
+        }
     }
 
-    /// Keeps the sum of a step that is about to end for the sites below, and rounds it to what they get. The previous sum has
-    /// left to all of them: without their next contributions, this sum would not be complete.
+    /// At the owner of a chunk, keeps the sum of all workers' gradients for the sites below, and makes it what they get. The
+    /// previous sum has left to all of them: without their next contributions, this sum would not be complete.
     pub(super) fn keep_total(&mut self, slot: ChunkPlace) {
         if self.keeps_totals {
             self.cross(slot);
-            if self.between_sites != Codec::F32 {
-                let crossing = &self.crossing[crossing_range(slot, self.between_sites)];
-                convert::decode(crossing, &mut self.merge[slot.range()], self.between_sites);
+            if slot.between_sites != Codec::F32 {
+                let crossing = &self.crossing[slot.crossing_range()];
+                convert::decode(crossing, &mut self.merge[slot.range()], slot.between_sites);
             }
         }
     }
 
-    /// The sum of a chunk's last update, in the codec in which it goes down.
+    /// The sum of a chunk's last update, as it crosses.
     pub(super) fn total(&self, slot: ChunkPlace) -> &[u8] {
-        &self.crossing[crossing_range(slot, self.between_sites)]
+        &self.crossing[slot.crossing_range()]
     }
 
     /// Encodes a sum as it crosses between sites.
     fn cross(&mut self, slot: ChunkPlace) {
-        let at = crossing_range(slot, self.between_sites);
-        convert::encode(&self.merge[slot.range()], &mut self.crossing[at], self.between_sites);
+        let (sum, crossing) = (&self.merge[slot.range()], &mut self.crossing[slot.crossing_range()]);
+        match slot.between_sites {
+            codec if codec.is_quantised() => {
+                quantise::encode(sum, &mut self.lost[slot.range()], crossing, codec);
+            }
+            codec => convert::encode(sum, crossing, codec),
+        }
     }
 
     /// Calls `each` for its arrays.
     pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
         each(&mut self.merge);
         each(&mut self.crossing);
+        each(&mut self.lost);
         if let Accumulation::InMemberOrder { parked } = &mut self.accumulation {
             parked.iter_mut().for_each(|array| each(array));
         }
     }
-}
-
-/// The bytes of a chunk among the sums that cross between sites.
-fn crossing_range(slot: ChunkPlace, between_sites: Codec) -> Range<usize> {
-    let elements = slot.range();
-    elements.start * between_sites.bytes()..elements.end * between_sites.bytes()
 }
 
 /// Adds the contribution in the arena of `member` to `sum`, or begins `sum` with it if it is the `first`.

@@ -26,7 +26,7 @@ impl Shard {
             unreachable!("chunks are held in two phases only")
         };
         // It rounds the sum, so the norm comes after it.
-        self.sums.keep_total(slot);
+        self.keep_total(index);
         let contributions = self.exchange.contributors();
         let factor = mean_factor(contributions);
         let blocks = slot.blocks(BLOCK_ELEMENTS);
