@@ -125,6 +125,8 @@ class KVStore:
         self._native = native
         self._values: dict[str, Value] = {}
         self._optimizer: Optimizer | None = None
+        self._groups: list[dict[str, float | bool]] = []
+        """The hyperparameters of the groups of keys, from group 1."""
         self._leave_handle: Handle | None = None
         _open.add(self)
 
@@ -209,7 +211,7 @@ class KVStore:
         calls it before the first push, with equal arguments.
 
         ``optimizer`` is an optimizer of `paramhub`, or a name with arguments: ``paramhub.Adam(lr=0.01)`` or
-        ``"adam", lr=0.01``.
+        ``"adam", lr=0.01``. Its numbers are those of all keys, which are group 0, but for those of a group of `add_group`.
         """
         if isinstance(optimizer, str):
             optimizer = named(optimizer, **arguments)
@@ -220,15 +222,39 @@ class KVStore:
             optimizer.name, json.dumps(settings_of(numbers)) if numbers else None
         ).wait()
         self._optimizer = Optimizer(optimizer.name, **numbers)
+        self._groups = []
 
-    def set_hyperparameters(self, **changed: float | bool) -> None:
-        """Changes hyperparameters from the next push on, by the hub's names (``learning_rate=0.01``). Every rank calls it, with
-        equal arguments."""
+    def add_group(self, key: Keys, **own: float | bool) -> int:
+        """Makes keys that have their values a group with hyperparameters of its own, by the hub's names (``weight_decay=0.0``);
+        the others are those of the optimizer. Every rank calls it, with equal arguments, after `set_optimizer` and before the
+        first push. Returns the number of the group, from 1, for `set_hyperparameters`."""
+        numbers = {**self._chosen().hyperparameters, **own}
+        keys = names(key)
+        for name in keys:
+            self._value(name)
+        self._native.add_group(keys, json.dumps(settings_of(numbers))).wait()
+        self._groups.append(numbers)
+        return len(self._groups)
+
+    def set_hyperparameters(self, *, group: int = 0, **changed: float | bool) -> None:
+        """Changes hyperparameters of a group of keys from the next push on, by the hub's names (``learning_rate=0.01``). Every
+        rank calls it, with equal arguments."""
+        optimizer = self._chosen()
+        if not 0 <= group <= len(self._groups):
+            raise MisuseError(
+                f"{self._name()}: there is no group {group} of keys: there are {1 + len(self._groups)}, counted from 0"
+            )
+        numbers = {**(self._groups[group - 1] if group else optimizer.hyperparameters), **changed}
+        self._native.set_hyperparameters(json.dumps(settings_of(numbers)), group).wait()
+        if group:
+            self._groups[group - 1] = numbers
+        else:
+            optimizer.hyperparameters = numbers
+
+    def _chosen(self) -> Optimizer:
         if self._optimizer is None:
             raise MisuseError(f"{self._name()}: there is no optimizer, choose one with set_optimizer")
-        numbers = {**self._optimizer.hyperparameters, **changed}
-        self._native.set_hyperparameters(json.dumps(settings_of(numbers))).wait()
-        self._optimizer.hyperparameters = numbers
+        return self._optimizer
 
     def optimizer_state(self, key: Key) -> tuple[list[bytes], int]:
         """Waits for this rank's pushes. Returns the optimizer's state of a key: for each of the optimizer's slots the f32 values

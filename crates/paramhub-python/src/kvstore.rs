@@ -204,10 +204,18 @@ impl Store {
         self.call(py, move |store| store.set_optimizer(&name, numbers))
     }
 
-    /// Sets hyperparameters, in JSON, from the next push on.
-    fn set_hyperparameters(&self, py: Python<'_>, hyperparameters: &str) -> PyResult<Handle> {
+    /// Makes keys the next group, with hyperparameters in JSON.
+    fn add_group(&self, py: Python<'_>, names: Vec<Name>, hyperparameters: &str) -> PyResult<Handle> {
         let numbers = parse(py, hyperparameters)?;
-        self.call(py, move |store| store.set_hyperparameters(numbers))
+        let keys: Vec<Key> = names.into_iter().map(Key::from).collect();
+        self.call(py, move |store| store.add_group(&keys, numbers).map(drop))
+    }
+
+    /// Sets the hyperparameters of a group, in JSON, from the next push on.
+    #[pyo3(signature = (hyperparameters, group = 0))]
+    fn set_hyperparameters(&self, py: Python<'_>, hyperparameters: &str, group: u16) -> PyResult<Handle> {
+        let numbers = parse(py, hyperparameters)?;
+        self.call(py, move |store| store.set_hyperparameters(group, numbers))
     }
 
     /// Returns a key's optimizer state, after all earlier calls: the f32 values of each slot, and the number of updates.

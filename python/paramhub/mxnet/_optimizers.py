@@ -3,7 +3,7 @@
 MXNet's optimizers update by ``rescale_grad`` times the *sum* of the ranks' gradients, a hub's by the *mean*. Here
 ``factor`` is ``rescale_grad`` times the number of ranks, so that MXNet's gradient is the mean times the factor. The factor is
 not multiplied into gradients: hyperparameters are divided and multiplied by it instead. What cannot be expressed by them, such as
-a ``rescale_grad`` that changes later, scales a gradient before it is pushed.
+a ``rescale_grad`` that changes later, scales a gradient before it is pushed. Keys with equal multipliers are a group at the hub.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import mxnet as mx
 import numpy
 
 from paramhub.errors import MisuseError
-from paramhub.optimizers import Optimizer
 
 Numbers = dict[str, float | bool]
 
 
 class Update(NamedTuple):
-    """One update of a key: the hub's hyperparameters, and the scale of the pushed gradient."""
+    """One update of a group's keys: the hub's hyperparameters, and the scale of the pushed gradient."""
 
     numbers: Numbers
     scale: float
@@ -31,13 +30,23 @@ class _Terms(NamedTuple):
     """The terms of one update, after MXNet's rules for counts, schedulers and multipliers."""
 
     rate: float
-    """The learning rate without the key's multiplier."""
+    """The learning rate without the group's multiplier."""
     multiplier: float
-    """The key's multiplier of the learning rate."""
+    """The group's multiplier of the learning rate."""
     decay: float
-    """The weight decay with the key's multiplier."""
+    """The weight decay with the group's multiplier."""
     count: int
-    """The number of this update of the key, from 1."""
+    """The number of this update of its keys, from 1."""
+
+
+class Group:
+    """Keys with equal multipliers, which have the same hyperparameters at the hub."""
+
+    def __init__(self, rate: float, decay: float) -> None:
+        self.rate_multiplier = rate
+        self.decay_multiplier = decay
+        self.keys: list[Any] = []
+        self.numbers: Numbers = {}
 
 
 class HubOptimizer:
@@ -86,10 +95,11 @@ class HubOptimizer:
         self._first_rate = 1.0
         self._step = 0
         self._is_under_way = False
-        self._numbers: Numbers = {}
+        self._groups: list[Group] = []
+        self._group_of: dict[Any, Group] = {}
 
-    def begin(self) -> Optimizer:
-        """The optimizer for `paramhub.kvstore.KVStore.set_optimizer`, with the numbers of the first update."""
+    def begin(self, keys: list[Any]) -> list[Group]:
+        """The groups of the keys, with the numbers of the first update."""
         self.has_begun = True
         factor = self._factor_now()
         self._factor = factor if factor > 0 and self.name != "adadelta" else 1.0
@@ -98,37 +108,70 @@ class HubOptimizer:
         counts = [*self.optimizer._index_update_count.values(), self.optimizer.begin_num_update]
         self._step = max(counts) + 1
         rate = scheduler(self._step) if scheduler is not None else self.optimizer.lr
-        self._numbers = self._numbers_of(self, _Terms(rate, 1.0, self.optimizer.wd, self._step)).numbers
-        return Optimizer(self.name, **self._numbers)
+        groups: dict[tuple[float, float], Group] = {}
+        for key in keys:
+            multipliers = self._multipliers(key)
+            self._group_of[key] = groups.setdefault(multipliers, Group(*multipliers))
+            self._group_of[key].keys.append(key)
+        self._groups = list(groups.values())
+        for group in self._groups:
+            group.numbers = self._update_of(group, rate, self._step).numbers
+        return self._groups
 
-    def next(self, key: Any) -> tuple[float, Numbers]:
+    def next(self, key: Any) -> tuple[float, list[tuple[int, Numbers]]]:
         """Counts an update of a key, as MXNet's optimizers do. Returns the scale of its gradient, and the hyperparameters that
-        have changed since the last update.
+        have changed since the last update, each with the number of its group. The first key of a step changes all groups.
 
-        Raises MisuseError if keys need different hyperparameters in the same step.
+        Raises MisuseError if keys of a group need different hyperparameters in the same step.
         """
         optimizer = self.optimizer
         optimizer._update_count(key)
         count = optimizer._index_update_count[key]
         scheduler = optimizer.lr_scheduler
         rate = scheduler(optimizer.num_update) if scheduler is not None else optimizer.lr
-        multiplier = optimizer._get_lr(key) / rate if rate else 1.0
-        update = self._numbers_of(self, _Terms(rate, multiplier, optimizer._get_wd(key), count))
-        changed = {name: value for name, value in update.numbers.items() if self._numbers[name] != value}
-        if changed and self._is_asynchronous and self._is_under_way:
+        its = self._group_of[key]
+        if self._multipliers(key) != (its.rate_multiplier, its.decay_multiplier):
+            raise self._refusal(
+                f"lr_mult or wd_mult of key {key!r} has changed since the first push, when its hyperparameters were chosen"
+            )
+        changes = []
+        for number, group in enumerate(self._groups):
+            numbers = self._update_of(group, rate, count).numbers
+            changed = {name: value for name, value in numbers.items() if group.numbers[name] != value}
+            if changed:
+                changes.append((number, changed))
+        if changes and self._is_asynchronous and self._is_under_way:
             raise self._refusal(
                 "its numbers have changed, and an asynchronous store has no step from which the change would hold"
             )
-        if changed and count <= self._step and self._is_under_way:
-            names = ", ".join(f"{name} {self._numbers[name]:g}" for name in changed)
+        if changes and count <= self._step and self._is_under_way:
+            had, changed = self._groups[changes[0][0]].numbers, changes[0][1]
+            names = ", ".join(f"{name} {had[name]:g}" for name in changed)
             wanted = ", ".join(f"{name} {value:g}" for name, value in changed.items())
             raise self._refusal(
-                f"key {key!r} needs {wanted} in its update {count}, and keys of update {self._step} have {names}, but a store "
-                "has the same numbers for all keys, which all are pushed equally often"
+                f"key {key!r} needs {wanted} in its update {count}, and keys of update {self._step} have {names}, but a store's "
+                "keys all are pushed equally often"
             )
         self._step, self._is_under_way = max(count, self._step), True
-        self._numbers |= changed
-        return update.scale * self._factor_now() / self._factor, changed
+        for number, changed in changes:
+            self._groups[number].numbers |= changed
+        return self._update_of(its, rate, count).scale * self._factor_now() / self._factor, changes
+
+    def _update_of(self, group: Group, rate: float, count: int) -> Update:
+        terms = _Terms(rate, group.rate_multiplier, self.optimizer.wd * group.decay_multiplier, count)
+        return self._numbers_of(self, terms)
+
+    def _multipliers(self, key: Any) -> tuple[float, float]:
+        """A key's multipliers of the learning rate and of the weight decay, by MXNet's rules (Optimizer._get_lrs, _get_wds)."""
+        optimizer = self.optimizer
+        if key in optimizer.param_dict:
+            parameter = optimizer.param_dict[key]
+            return parameter.lr_mult, parameter.wd_mult
+        rates, decays = (
+            table[key] if key in table else table.get(optimizer.idx2name.get(key), 1.0)
+            for table in (optimizer.lr_mult, optimizer.wd_mult)
+        )
+        return rates, decays
 
     def to_mxnet(self, slots: list[bytes], shape: tuple[int, ...]) -> Any:
         """A key's state at the hub in the form of MXNet's updater."""
@@ -183,8 +226,11 @@ class HubOptimizer:
         # MXNet multiplies each gradient by the learning rate of its own step and adds that to the momentum, torch and a hub
         # multiply the momentum by the newest learning rate. So with momentum the hub keeps the first rate, and gradients and
         # the decay are scaled.
-        rate = self._first_rate if momentum else terms.rate
-        scale = terms.multiplier * (terms.rate / rate if rate else 1.0)
+        if momentum:
+            rate = self._first_rate
+            scale = terms.multiplier * (terms.rate / rate if rate else 1.0)
+        else:
+            rate, scale = terms.rate * terms.multiplier, 1.0
         numbers: Numbers = {
             "learning_rate": rate * self._factor,
             "momentum": momentum,
@@ -195,11 +241,10 @@ class HubOptimizer:
 
     def _adam(self, terms: _Terms) -> Update:
         optimizer: Any = self.optimizer
-        self._refuse_multiplier(terms)
         # MXNet adds epsilon to the root of the second moment before its bias is corrected, a hub after.
         corrected = math.sqrt(1.0 - optimizer.beta2**terms.count)
         numbers: Numbers = {
-            "learning_rate": terms.rate,
+            "learning_rate": terms.rate * terms.multiplier,
             "beta1": optimizer.beta1,
             "beta2": optimizer.beta2,
             "epsilon": optimizer.epsilon / (self._factor * corrected),
@@ -209,10 +254,10 @@ class HubOptimizer:
 
     def _adagrad(self, terms: _Terms) -> Update:
         optimizer: Any = self.optimizer
-        self._refuse_multiplier(terms)
         # MXNet adds epsilon under the root, which is the same as a sum of squares that begins with epsilon.
         begin = optimizer.float_stable_eps / self._factor**2
-        return Update({"learning_rate": terms.rate, "initial_accumulator": begin, "epsilon": 0.0}, 1.0)
+        rate = terms.rate * terms.multiplier
+        return Update({"learning_rate": rate, "initial_accumulator": begin, "epsilon": 0.0}, 1.0)
 
     def _adadelta(self, _: _Terms) -> Update:
         optimizer: Any = self.optimizer
@@ -221,12 +266,6 @@ class HubOptimizer:
 
     def _test(self, _: _Terms) -> Update:
         return Update({"learning_rate": self._factor, "maximize": True}, 1.0)
-
-    def _refuse_multiplier(self, terms: _Terms) -> None:
-        if terms.multiplier != 1.0:
-            raise self._refusal(
-                "a key has a multiplier of its learning rate, but a store has one rate for all keys"
-            )
 
 
 _optimizers = mx.optimizer

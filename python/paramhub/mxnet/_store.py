@@ -17,6 +17,7 @@ from paramhub._keys import Key, Keys, grouped
 from paramhub.errors import MisuseError
 from paramhub.mxnet import _engine
 from paramhub.mxnet._optimizers import HubOptimizer
+from paramhub.optimizers import Optimizer
 
 GIVEN_UP_INTERVAL = 1.0
 """Seconds between two looks whether the store of an exchange was given up."""
@@ -226,14 +227,14 @@ class Store(KVStoreBase):
             return 1.0
         self._begin()
         self._has_pushed = True
-        scale, changed = self._optimizer.next(name)
+        scale, changes = self._optimizer.next(name)
         if scale != 1.0 and self._forms[name][1] == numpy.float16:
             raise self._wrong(
                 f"key {name!r}: its gradients are of float16 and would be multiplied by {scale:g} before the push, where they "
                 "can overflow or become zero. Use float32 parameters, or `update_on_kvstore=False`"
             )
-        if changed:
-            self._kv.set_hyperparameters(**changed)
+        for group, changed in changes:
+            self._kv.set_hyperparameters(group=group, **changed)
         return scale
 
     def _begin(self) -> None:
@@ -242,7 +243,10 @@ class Store(KVStoreBase):
         optimizer = self._chosen()
         if optimizer.has_begun:
             return
-        self._kv.set_optimizer(optimizer.begin())
+        first, *further = optimizer.begin(list(self._forms))
+        self._kv.set_optimizer(Optimizer(optimizer.name, **first.numbers))
+        for group in further:
+            self._kv.add_group(group.keys, **group.numbers)
         for name, state in self._restored.items():
             self._kv.set_optimizer_state(name, *optimizer.from_mxnet(name, state))
         self._restored = {}

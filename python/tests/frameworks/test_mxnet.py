@@ -41,7 +41,8 @@ def open_store(ticket: paramhub.JobTicket, name: str = "paramhub") -> Any:
     return mx.kv.create(name)
 
 
-def network() -> Any:
+def network(multiplies: bool = False) -> Any:
+    """A network, of which some parameters have multipliers of their own if it ``multiplies``."""
     import mxnet as mx
     from mxnet.gluon import nn
 
@@ -49,6 +50,11 @@ def network() -> Any:
     net = nn.Sequential()
     net.add(nn.Dense(32, activation="relu", in_units=20), nn.Dense(5, in_units=32))
     net.initialize(mx.init.Xavier())
+    if multiplies:
+        for layer in net:
+            layer.bias.wd_mult = 0.0
+        net[0].weight.lr_mult = 0.5
+        net[1].bias.lr_mult = 2.0
     return net
 
 
@@ -80,11 +86,11 @@ def check_equal(net: Any, reference: Any) -> None:
         assert (own.data() - first.data()).abs().max().asscalar() > 100 * TOLERANCE
 
 
-def trained_alone(optimizer: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
+def trained_alone(optimizer: str, arguments: dict[str, Any], *, multiplies: bool = False) -> tuple[Any, Any]:
     """A network that MXNet alone trains on all ranks' points, and its trainer."""
     from mxnet import gluon
 
-    net = network()
+    net = network(multiplies)
     trainer = gluon.Trainer(net.collect_params(), optimizer, arguments, kvstore=None)
     train(net, trainer, range(RANKS))
     return net, trainer
@@ -114,7 +120,24 @@ OPTIMIZERS: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
     "Adam": lambda: ("adam", {"learning_rate": 0.01, "wd": 1e-2, "epsilon": 1e-3}),
     "AdaGrad": lambda: ("adagrad", {"learning_rate": 0.1, "eps": 1e-3}),
     "AdaDelta": lambda: ("adadelta", {}),
+    "SGD, multipliers": lambda: (
+        "sgd",
+        {"learning_rate": 0.1, "wd": 1e-2, "lr_scheduler": falling(0.1)},
+    ),
+    "momentum, multipliers": lambda: (
+        "sgd",
+        {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2, "lr_scheduler": falling(0.1)},
+    ),
+    "Adam, multipliers": lambda: (
+        "adam",
+        {"learning_rate": 0.01, "wd": 1e-2, "epsilon": 1e-3, "lr_scheduler": falling(0.01)},
+    ),
+    "AdaGrad, multipliers": lambda: ("adagrad", {"learning_rate": 0.1, "eps": 1e-3}),
 }
+
+
+def has_multipliers(case: str) -> bool:
+    return case.endswith("multipliers")
 
 
 def arrays_of(state: Any) -> list[numpy.ndarray]:
@@ -130,12 +153,12 @@ def optimizers(rank: Rank, tickets: dict[str, paramhub.JobTicket]) -> None:
         print(case)
         store = open_store(ticket)
         name, arguments = OPTIMIZERS[case]()
-        net = network()
+        net = network(has_multipliers(case))
         trainer = gluon.Trainer(net.collect_params(), name, arguments, kvstore=store)
         train(net, trainer, range(rank.rank, rank.rank + 1))
         assert trainer._update_on_kvstore
         trainer.save_states(f"{case}-{rank.rank}")
-        reference, alone = trained_alone(*OPTIMIZERS[case]())
+        reference, alone = trained_alone(*OPTIMIZERS[case](), multiplies=has_multipliers(case))
         check_equal(net, reference)
         assert trainer.learning_rate == alone.learning_rate
         alone.save_states(f"{case}-alone-{rank.rank}")
@@ -185,7 +208,7 @@ def test_trainers_of_ranks_train_as_one_process_does(hub: paramhub.Hub, team: Te
     team(trainers, tickets, ranks=RANKS, timeout=300)
 
 
-CONTINUED = ["Adam", "momentum, a rate that falls", "AdaGrad"]
+CONTINUED = ["Adam", "momentum, a rate that falls", "AdaGrad", "Adam, multipliers"]
 
 
 def continued(rank: Rank, tickets: dict[str, list[paramhub.JobTicket]]) -> None:
@@ -195,7 +218,7 @@ def continued(rank: Rank, tickets: dict[str, list[paramhub.JobTicket]]) -> None:
         print(case)
         for half, ticket in ((range(5), first), (range(5, STEPS), second)):
             store = open_store(ticket)
-            net = network()
+            net = network(has_multipliers(case))
             trainer = gluon.Trainer(net.collect_params(), *OPTIMIZERS[case](), kvstore=store)
             if half.start > 0:
                 net.load_parameters(f"{case}-parameters")
@@ -207,7 +230,7 @@ def continued(rank: Rank, tickets: dict[str, list[paramhub.JobTicket]]) -> None:
                 trainer.save_states(f"{case}-states")
             store._barrier()
             store.leave()
-        check_equal(net, trained_alone(*OPTIMIZERS[case]())[0])
+        check_equal(net, trained_alone(*OPTIMIZERS[case](), multiplies=has_multipliers(case))[0])
 
 
 def test_a_run_goes_on_from_saved_states(hub: paramhub.Hub, team: Team) -> None:
@@ -231,7 +254,8 @@ def fitted(kvstore: str | None, ranks: range) -> dict[str, numpy.ndarray]:
     module.fit(
         mx.io.NDArrayIter(points, labels, len(ranks) * BATCH, label_name="softmax_label"),
         kvstore=kvstore,
-        optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
+        # Module sets the wd_mult of biases to 0.
+        optimizer_params={"learning_rate": 0.5, "momentum": 0.9, "wd": 1e-2},
         arg_params=start,
         num_epoch=2,
     )
@@ -376,7 +400,11 @@ def refusals(rank: Rank, tickets: dict[str, paramhub.JobTicket]) -> None:
     optimizer.set_wd_mult({"w": 1.0})
     kv.set_optimizer(optimizer)
     kv.push("w", mx.nd.ones((2, 2)))
-    with pytest.raises(paramhub.MisuseError, match=r"key 'v' needs weight_decay 0 .* keys of update 1 have"):
+    optimizer.set_learning_rate(0.5)
+    with pytest.raises(paramhub.MisuseError, match=r"key 'v' needs learning_rate 0.5 .* keys of update 1"):
+        kv.push("v", mx.nd.ones(3))
+    optimizer.set_wd_mult({"v": 3.0})
+    with pytest.raises(paramhub.MisuseError, match="lr_mult or wd_mult of key 'v' has changed"):
         kv.push("v", mx.nd.ones(3))
     with pytest.raises(paramhub.MisuseError, match="the optimizer is chosen before the first push"):
         kv.set_optimizer(optimizer)

@@ -128,8 +128,12 @@ impl KvStore for ConCom {
         self.table.set_optimizer(name, hyperparameters)
     }
 
-    fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
-        self.table.set_hyperparameters(hyperparameters)
+    fn add_group(&self, keys: &[Key], hyperparameters: Hyperparameters) -> Result<u16, StoreError> {
+        self.table.add_group(keys, hyperparameters)
+    }
+
+    fn set_hyperparameters(&self, group: u16, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        self.table.set_hyperparameters(group, hyperparameters)
     }
 
     fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError> {

@@ -1,6 +1,6 @@
 //! A store's entry for one key.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use paramhub_core::codec::Dtype;
@@ -27,6 +27,8 @@ pub(super) struct Entry {
     has_sum: AtomicBool,
     /// The communicator of the key, where there are several.
     line: AtomicUsize,
+    /// The group whose hyperparameters the key's updates have.
+    group: AtomicU16,
 }
 
 struct Weight {
@@ -38,7 +40,7 @@ struct Weight {
     gradient: Vec<f32>,
 }
 
-/// The optimizer of a store, and the number of ranks whose gradients are in a sum.
+/// The optimizer of a key, and the number of ranks whose gradients are in a sum.
 #[derive(Clone)]
 pub(super) struct Updater {
     pub(super) optimizer: Arc<dyn Optimizer>,
@@ -63,6 +65,7 @@ impl Entry {
             is_pending: AtomicBool::new(false),
             has_sum: AtomicBool::new(false),
             line: AtomicUsize::new(0),
+            group: AtomicU16::new(0),
         }
     }
 
@@ -124,6 +127,16 @@ impl Entry {
         for out in outs {
             out.write(|out| convert::encode(&weight.values, out, self.buffer.dtype().codec()));
         }
+    }
+
+    /// Puts the key into a group.
+    pub(super) fn set_group(&self, group: u16) {
+        self.group.store(group, Ordering::Relaxed);
+    }
+
+    /// The key's group.
+    pub(super) fn group(&self) -> u16 {
+        self.group.load(Ordering::Relaxed)
     }
 
     /// Sets the key's communicator.

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use paramhub_kernels::{Hyperparameters, Registry};
+use paramhub_core::limits::GROUPS_MAX;
+use paramhub_kernels::{Hyperparameters, Optimizer, Registry};
 
 use super::entry::{Entry, Updater};
 use super::{Array, Key, OptimizerState, StoreError};
@@ -29,8 +30,14 @@ struct TableState {
     entries: HashMap<Key, Arc<Entry>>,
     /// The entries in the order of `init`, which is the same at all ranks.
     order: Vec<Arc<Entry>>,
-    updater: Option<Updater>,
+    optimizer: Option<ChosenOptimizer>,
     has_pushed: bool,
+}
+
+/// The optimizer of a store, with the hyperparameters of each group.
+struct ChosenOptimizer {
+    optimizer: Arc<dyn Optimizer>,
+    groups: Vec<Hyperparameters>,
 }
 
 impl EntryTable {
@@ -71,7 +78,7 @@ impl EntryTable {
     /// The entry of a key, if arrays of this type and length fit it.
     pub(super) fn entry(&self, key: &Key, arrays: &[Array]) -> Result<Arc<Entry>, StoreError> {
         let entry = self.state().entries.get(key).cloned();
-        let entry = entry.ok_or_else(|| wrong(key, NO_VALUE.into()))?;
+        let entry = entry.ok_or_else(|| no_value(key))?;
         check(key, &entry.buffer, arrays)?;
         Ok(entry)
     }
@@ -89,12 +96,8 @@ impl EntryTable {
     /// Pushes the optimizer's step on the sum in the buffer, if there is an optimizer.
     pub(super) fn update(&self, entry: &Arc<Entry>, priority: i32) -> Result<(), StoreError> {
         entry.note_sum();
-        let updater = {
-            let mut state = self.state();
-            state.has_pushed = true;
-            state.updater.clone()
-        };
-        let Some(updater) = updater else { return Ok(()) };
+        self.state().has_pushed = true;
+        let Some(updater) = self.updater(entry) else { return Ok(()) };
         let here = Arc::clone(entry);
         self.engine
             .operation(format!("update {}", entry.key), Kind::Compute)
@@ -115,7 +118,7 @@ impl EntryTable {
 
     /// Returns whether values are parameters.
     pub(super) fn has_optimizer(&self) -> bool {
-        self.state().updater.is_some()
+        self.state().optimizer.is_some()
     }
 
     /// Returns whether a pull gets the sum itself.
@@ -158,23 +161,51 @@ impl EntryTable {
             return Err(StoreError::Sequence(TOO_LATE));
         }
         optimizer.check(&hyperparameters).map_err(|error| StoreError::Options(error.to_string()))?;
-        state.updater = Some(Updater { optimizer, hyperparameters, ranks: self.ranks });
+        state.optimizer = Some(ChosenOptimizer { optimizer, groups: vec![hyperparameters] });
+        state.order.iter().for_each(|entry| entry.set_group(0));
         Ok(())
     }
 
-    pub(super) fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+    pub(super) fn add_group(
+        &self,
+        keys: &[Key],
+        hyperparameters: Hyperparameters,
+    ) -> Result<u16, StoreError> {
         let mut state = self.state();
-        let updater = state.updater.as_mut().ok_or(StoreError::Sequence(NO_OPTIMIZER))?;
-        let checked = updater.optimizer.check(&hyperparameters);
+        if state.has_pushed {
+            return Err(StoreError::Sequence(TOO_LATE));
+        }
+        let entries = keys.iter().map(|key| state.entries.get(key).cloned().ok_or_else(|| no_value(key)));
+        let entries = entries.collect::<Result<Vec<_>, _>>()?;
+        let chosen = state.optimizer.as_mut().ok_or(StoreError::Sequence(NO_OPTIMIZER))?;
+        let checked = chosen.optimizer.check(&hyperparameters);
         checked.map_err(|error| StoreError::Options(error.to_string()))?;
-        updater.hyperparameters = hyperparameters;
+        let group = next_group(chosen.groups.len())?;
+        chosen.groups.push(hyperparameters);
+        entries.iter().for_each(|entry| entry.set_group(group));
+        Ok(group)
+    }
+
+    pub(super) fn set_hyperparameters(
+        &self,
+        group: u16,
+        hyperparameters: Hyperparameters,
+    ) -> Result<(), StoreError> {
+        let mut state = self.state();
+        let chosen = state.optimizer.as_mut().ok_or(StoreError::Sequence(NO_OPTIMIZER))?;
+        let checked = chosen.optimizer.check(&hyperparameters);
+        checked.map_err(|error| StoreError::Options(error.to_string()))?;
+        let groups = chosen.groups.len();
+        let changed = chosen.groups.get_mut(usize::from(group)).ok_or_else(|| no_group(group, groups))?;
+        *changed = hyperparameters;
         Ok(())
     }
 
     pub(super) fn optimizer_state(&self, key: &Key) -> Result<OptimizerState, StoreError> {
         let entry = self.known(key)?;
         self.engine.wait_for_all()?;
-        Ok(entry.optimizer_state(&self.updater()?))
+        let updater = self.updater(&entry).ok_or(StoreError::Sequence(NO_OPTIMIZER))?;
+        Ok(entry.optimizer_state(&updater))
     }
 
     pub(super) fn set_optimizer_state(&self, key: &Key, restored: OptimizerState) -> Result<(), StoreError> {
@@ -182,7 +213,8 @@ impl EntryTable {
         if self.state().has_pushed {
             return Err(StoreError::Sequence(STATE_TOO_LATE));
         }
-        let Updater { optimizer, hyperparameters, .. } = self.updater()?;
+        let updater = self.updater(&entry).ok_or(StoreError::Sequence(NO_OPTIMIZER))?;
+        let Updater { optimizer, hyperparameters, .. } = updater;
         check_state(key, &restored, optimizer.state_slots(&hyperparameters), entry.buffer.elements())?;
         self.engine.wait_for_all()?;
         entry.set_optimizer_state(restored);
@@ -190,11 +222,15 @@ impl EntryTable {
     }
 
     fn known(&self, key: &Key) -> Result<Arc<Entry>, StoreError> {
-        self.state().entries.get(key).cloned().ok_or_else(|| wrong(key, NO_VALUE.into()))
+        self.state().entries.get(key).cloned().ok_or_else(|| no_value(key))
     }
 
-    fn updater(&self) -> Result<Updater, StoreError> {
-        self.state().updater.clone().ok_or(StoreError::Sequence(NO_OPTIMIZER))
+    /// The optimizer of a key with its hyperparameters as they are now; `None` if the store has none.
+    fn updater(&self, entry: &Entry) -> Option<Updater> {
+        let state = self.state();
+        let ChosenOptimizer { optimizer, groups } = state.optimizer.as_ref()?;
+        let hyperparameters = groups[usize::from(entry.group())];
+        Some(Updater { optimizer: Arc::clone(optimizer), hyperparameters, ranks: self.ranks })
     }
 
     fn state(&self) -> MutexGuard<'_, TableState> {
@@ -204,6 +240,22 @@ impl EntryTable {
 
 fn wrong(key: &Key, reason: String) -> StoreError {
     StoreError::Key { key: key.clone(), reason }
+}
+
+pub(super) fn no_value(key: &Key) -> StoreError {
+    wrong(key, NO_VALUE.into())
+}
+
+pub(super) fn no_group(group: u16, groups: usize) -> StoreError {
+    StoreError::Options(format!("there is no group {group} of keys: there are {groups}, counted from 0"))
+}
+
+/// The number of the group that is added to so many.
+pub(super) fn next_group(groups: usize) -> Result<u16, StoreError> {
+    match groups < GROUPS_MAX {
+        true => Ok(groups as u16),
+        false => Err(StoreError::Options(format!("a store has at most {GROUPS_MAX} groups of keys"))),
+    }
 }
 
 /// Checks that a key's state has the optimizer's slots, each with a value for each element.

@@ -1,6 +1,7 @@
 //! This module has the key-value store whose sums and parameters a hub computes.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use paramhub_core::codec::{Codec, Dtype};
@@ -61,6 +62,8 @@ struct HubEntry {
     /// The key's value, in one dimension.
     buffer: Array,
     memory: EntryMemory,
+    /// The group whose hyperparameters the key's updates have.
+    group: AtomicU16,
 }
 
 /// The memory of the buffer, which the worker's I/O thread borrows.
@@ -109,7 +112,7 @@ impl HubStore {
 
     fn entry_of(&self, key: &Key) -> Result<Arc<HubEntry>, StoreError> {
         let entry = self.state().entries.get(key).cloned();
-        entry.ok_or_else(|| key_error(key, super::entry_table::NO_VALUE.into()))
+        entry.ok_or_else(|| super::entry_table::no_value(key))
     }
 
     /// Returns the job. The first call opens it, with all keys that have a value by then: these are the same
@@ -124,6 +127,7 @@ impl HubStore {
             // A key that was initialised earlier is needed earlier, as in a network's forward pass.
             priority: -(entry.number as i32),
             dtype: entry.buffer.dtype(),
+            group: entry.group(),
             ..TableKey::new(entry.key.to_string(), [entry.buffer.elements() as u64])
         });
         let table = KeyTable::new(keys.collect()).map_err(|error| StoreError::Options(error.to_string()))?;
@@ -178,7 +182,15 @@ impl HubEntry {
             Dtype::F16 | Dtype::BF16 => EntryMemory::Half(Arc::new(BufferSlot::new(vec![0; elements]))),
         };
         let buffer = Array::over(engine, memory.lend(), dtype);
-        HubEntry { key, number, buffer, memory }
+        HubEntry { key, number, buffer, memory, group: AtomicU16::new(0) }
+    }
+
+    fn group(&self) -> u16 {
+        self.group.load(Ordering::Relaxed)
+    }
+
+    fn set_group(&self, group: u16) {
+        self.group.store(group, Ordering::Relaxed);
     }
 
     /// Takes the memory from the buffer, so that the worker can borrow it.
@@ -299,24 +311,48 @@ impl KvStore for HubStore {
         }
         let named = OptimizerChoice::named(name);
         state.optimizer = Some(OptimizerChoice { hyperparameters: Some(hyperparameters), ..named });
+        state.order.iter().for_each(|entry| entry.set_group(0));
         Ok(())
     }
 
-    fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+    fn add_group(&self, keys: &[Key], hyperparameters: Hyperparameters) -> Result<u16, StoreError> {
+        let mut state = self.state();
+        if state.job.is_some() {
+            return Err(StoreError::Sequence(super::entry_table::TOO_LATE));
+        }
+        let entry = |key| state.entries.get(key).cloned().ok_or_else(|| super::entry_table::no_value(key));
+        let entries = keys.iter().map(entry).collect::<Result<Vec<_>, _>>()?;
+        let optimizer =
+            state.optimizer.as_mut().ok_or(StoreError::Sequence(super::entry_table::NO_OPTIMIZER))?;
+        let group = super::entry_table::next_group(1 + optimizer.groups.len())?;
+        optimizer.groups.push(hyperparameters);
+        entries.iter().for_each(|entry| entry.set_group(group));
+        Ok(group)
+    }
+
+    fn set_hyperparameters(&self, group: u16, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
         let mut state = self.state();
         let optimizer =
             state.optimizer.as_mut().ok_or(StoreError::Sequence(super::entry_table::NO_OPTIMIZER))?;
-        optimizer.hyperparameters = Some(hyperparameters);
+        let groups = 1 + optimizer.groups.len();
+        match group.checked_sub(1) {
+            None => optimizer.hyperparameters = Some(hyperparameters),
+            Some(further) => {
+                let changed = optimizer.groups.get_mut(usize::from(further));
+                *changed.ok_or_else(|| super::entry_table::no_group(group, groups))? = hyperparameters;
+            }
+        }
         if let Some(job) = &state.job {
             // A step counts from the moment its push begins, so every push must have left the engine's queue.
             self.engine.wait_for_all()?;
             if job.rank() == 0 || job.loses_workers() {
                 // Keys may be pushed unequally often. A change from a step that a key has made already holds from its next
-                // step on, so that the earliest next step is the right one for all keys.
-                let steps = state.order.iter().map(|entry| job.next_step(entry.number));
+                // step on, so that the earliest next step is the right one for all keys of the group.
+                let keys = state.order.iter().filter(|entry| entry.group() == group);
+                let steps = keys.map(|entry| job.next_step(entry.number));
                 let steps = steps.collect::<Result<Vec<_>, _>>()?;
                 let first_step = steps.into_iter().min().unwrap_or_default();
-                job.set_hyperparameters(first_step, &hyperparameters)?;
+                job.set_group_hyperparameters(group, first_step, &hyperparameters)?;
             }
         }
         Ok(())

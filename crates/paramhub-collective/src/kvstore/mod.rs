@@ -144,11 +144,16 @@ pub trait KvStore: Send + Sync {
     }
 
     /// Chooses the optimizer. From the next push on every key's value is its parameters, which the optimizer
-    /// updates with the mean of the ranks' pushes. Called before the first push.
+    /// updates with the mean of the ranks' pushes. All keys are in group 0, whose hyperparameters these are. Called before the
+    /// first push.
     fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError>;
 
-    /// Changes the optimizer's hyperparameters from the next push on.
-    fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError>;
+    /// Makes keys that have their values a further group, with hyperparameters of its own. Returns its number: 1 for the first
+    /// after [`set_optimizer`](Self::set_optimizer). Called before the first push.
+    fn add_group(&self, keys: &[Key], hyperparameters: Hyperparameters) -> Result<u16, StoreError>;
+
+    /// Changes the hyperparameters of a group from the next push on.
+    fn set_hyperparameters(&self, group: u16, hyperparameters: Hyperparameters) -> Result<(), StoreError>;
 
     /// Waits for this rank's pushes, and returns the optimizer's state of a key. At a hub the first such call opens the
     /// job, as the first push does.

@@ -97,7 +97,7 @@ fn trained(store: &dyn KvStore) -> Vec<Vec<f32>> {
     let parameters = COUNTS.map(|count| array(store, vec![0.0; count]));
     for step in 0..STEPS {
         if step == 3 {
-            store.set_hyperparameters(Hyperparameters { learning_rate: 0.01, ..numbers }).unwrap();
+            store.set_hyperparameters(0, Hyperparameters { learning_rate: 0.01, ..numbers }).unwrap();
         }
         for (at, key) in keys.iter().enumerate().rev() {
             let own = array(store, gradient(store.rank(), at as u32, step, COUNTS[at]));
@@ -138,7 +138,7 @@ fn as_one(store: &dyn KvStore, ranks: u32) -> Vec<Vec<f32>> {
     }
     for step in 0..STEPS {
         if step == 3 {
-            store.set_hyperparameters(Hyperparameters { learning_rate: 0.01, ..numbers }).unwrap();
+            store.set_hyperparameters(0, Hyperparameters { learning_rate: 0.01, ..numbers }).unwrap();
         }
         for (at, &count) in COUNTS.iter().enumerate() {
             let mut mean = vec![0.0; count];

@@ -76,7 +76,7 @@ pub(crate) fn trained(store: &dyn KvStore, ranks: &[u32]) -> Vec<Vec<f32>> {
     let parameters: Vec<Array> = COUNTS.iter().map(|&count| array(store, vec![0.0; count])).collect();
     for step in 0..STEPS {
         if step == 3 {
-            store.set_hyperparameters(Hyperparameters { learning_rate: 0.25, ..numbers }).unwrap();
+            store.set_hyperparameters(0, Hyperparameters { learning_rate: 0.25, ..numbers }).unwrap();
         }
         for (at, key) in keys().iter().enumerate() {
             // A process that stands for several ranks pushes the gradients of all of them.

@@ -110,7 +110,7 @@ fn an_array_that_does_not_fit_is_refused_with_what_would_fit() {
     store.push(&"w".into(), &[array(store, vec![1.0; 4])], 0).unwrap();
     let late = store.set_optimizer("sgd", Hyperparameters::default());
     assert_eq!(message_of(late), "the optimizer is chosen before the first push");
-    assert_eq!(message_of(store.set_hyperparameters(Hyperparameters::default())), "there is no optimizer");
+    assert_eq!(message_of(store.set_hyperparameters(0, Hyperparameters::default())), "there is no optimizer");
 
     let unknown = message_of(local().set_optimizer("sdg", Hyperparameters::default()));
     assert!(unknown.contains("sdg") && unknown.contains("sgd"), "{unknown}");
