@@ -358,7 +358,9 @@ fn rank_0_may_repeat_among_sites_what_came_from_another() {
     let mut exchange = Exchange::among_sites(rules, [ChunkReach { members: 2, has_above: false }]);
     exchange.initialise(0, Some(0), 0).unwrap();
     answer_all(&mut exchange, 0);
-    (0..2).for_each(|member| drop(exchange.push(0, member, 0, Answer::Parameters).unwrap()));
+    for member in 0..2 {
+        exchange.push(0, member, 0, Answer::Parameters).unwrap();
+    }
     assert_eq!(
         [None, Some(0), Some(0)].map(|from| exchange.release(from, 0)),
         [Ok(true), Ok(false), Ok(false)]

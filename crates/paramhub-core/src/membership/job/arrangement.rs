@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::composition::{ArrangeError, Arranged, Place, Reduction, arrange, choose};
+use crate::composition::{ArrangeError, Arranged, BetweenSites, Place, Reduction, arrange, choose};
 use crate::placement::HubShape;
 use crate::service::JobState;
 
@@ -108,6 +108,11 @@ impl Job {
                 (options.reduction, format!("{}, as the job asks", options.reduction))
             }
             CoreBandwidth::Unneeded => (Reduction::Auto, String::new()),
+            // The condition counts sums in f32.
+            _ if options.between_sites != BetweenSites::F32 => {
+                let why = format!("sums cross in {}, as the job asks", options.between_sites);
+                (Reduction::Auto, format!("auto, by the hubs' places: {why}"))
+            }
             CoreBandwidth::Unknown(why) => (Reduction::Auto, format!("auto, by the hubs' places: {why}")),
             CoreBandwidth::Known { rate, source, hubs_source } => match choose(hubs, &self.places, *rate) {
                 Some(choice) => {

@@ -1,5 +1,7 @@
 //! Streams of workers and between sites that are cut at any moment: the numbers stay those of an undisturbed job.
 
+use std::cell::Cell;
+
 use paramhub_core::composition::{BetweenSites, Composition, Crossing, OptimizeAt, Site, SiteId};
 use paramhub_core::settings::Settings;
 
@@ -33,12 +35,13 @@ fn compositions(optimize_at: OptimizeAt) -> [(&'static str, Composition); 4] {
 fn run(
     compositions: impl IntoIterator<Item = (&'static str, Composition)>,
     settings: &Settings,
+    seeds: u64,
     expected: impl Fn(&Composition) -> Vec<f32>,
 ) -> u32 {
     let mut cuts = 0;
     for (name, composition) in compositions {
         let expected = expected(&composition);
-        for seed in 0..SEEDS {
+        for seed in 0..seeds {
             // Some jobs have most of their frames cut, and others hardly any; in some a cut comes after all steps.
             let job = run_once(&composition, settings, seed, 5_000 * (seed % 8));
             for (rank, values) in job.values() {
@@ -79,27 +82,30 @@ fn streams_between_sites_that_are_cut_at_any_moment_change_no_number() {
 #[test]
 fn norms_and_releases_pass_between_sites_whatever_is_cut() {
     let settings = Settings { two_phase: true, ..settings() };
-    let cuts = run(compositions(OptimizeAt::EverySite), &settings, |_| exact(&settings));
+    let cuts = run(compositions(OptimizeAt::EverySite), &settings, SEEDS, |_| exact(&settings));
     assert!(cuts > 2_000, "{cuts} cuts only");
 }
 
 #[test]
 fn sums_that_are_rounded_between_sites_are_rounded_alike_whatever_is_cut() {
     let settings = settings();
+    let exact = exact(&settings);
     for between_sites in [BetweenSites::Bf16, BetweenSites::OneBit, BetweenSites::TwoBit] {
-        let rounded = |(name, composition)| (name, Composition { between_sites, ..composition });
-        let all = [OptimizeAt::EverySite, OptimizeAt::Owner].into_iter().flat_map(compositions).map(rounded);
-        let cuts = run(all, &settings, |composition| {
+        let rounding = |(name, composition)| (name, Composition { between_sites, ..composition });
+        let all = [OptimizeAt::EverySite, OptimizeAt::Owner].into_iter().flat_map(compositions).map(rounding);
+        let differing = Cell::new(0);
+        let cuts = run(all, &settings, SEEDS / 3, |composition| {
             let undisturbed = run_once(composition, &settings, 0, 0);
             assert_eq!(undisturbed.cuts, 0);
             let rounded = undisturbed.values().next().expect("rank 0 has some").1.to_vec();
-            let exact = exact(&settings);
-            assert_ne!(rounded, exact, "these sums are too exact to test roundings");
-            for (rounded, exact) in rounded.iter().zip(exact) {
+            differing.set(differing.get() + u32::from(rounded != exact));
+            for (rounded, exact) in rounded.iter().zip(&exact) {
                 assert!((rounded - exact).abs() < exact.abs() / 64.0, "{rounded}, not about {exact}");
             }
             rounded
         });
-        assert!(cuts > 2_000, "{cuts} cuts only");
+        assert!(cuts > 700, "{cuts} cuts only");
+        // Where owners optimise, the sums of some shapes are exact.
+        assert!(differing.get() >= 4, "{between_sites}: only {differing:?} of 8 shapes have rounded any sum");
     }
 }

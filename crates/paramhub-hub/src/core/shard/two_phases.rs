@@ -22,11 +22,11 @@ impl Shard {
     /// Adds a sum's part of the norm and answers the sites below; with the last chunk of the step, sends the norm to all ranks
     /// here. Updates the chunk if its step is released already.
     pub(super) fn hold(&mut self, index: u32, slot: ChunkPlace) {
+        // It rounds the sum, so the norm comes after it.
+        self.keep_total(index);
         let UpdateTiming::OnRelease(held) = &mut self.timing else {
             unreachable!("chunks are held in two phases only")
         };
-        // It rounds the sum, so the norm comes after it.
-        self.keep_total(index);
         let contributions = self.exchange.contributors();
         let factor = mean_factor(contributions);
         let blocks = slot.blocks(BLOCK_ELEMENTS);
