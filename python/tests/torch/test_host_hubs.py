@@ -147,8 +147,6 @@ def in_bf16(rank: Rank, optimizes_at_hub: bool) -> list[float]:
     layer(torch.full((1, 300), 1 + 1 / 512)).sum().backward()
     optimizer.step()
     layer(torch.zeros(1, 300))
-    # What is no gradient stays exact.
-    assert hub_torch.allreduce(torch.full((20_000,), 1 + 1 / 512)).unique().tolist() == [1 + 1 / 512]
     # A layer whose factors go from rank to rank sends no sums between hosts.
     HubOptimizer(torch.nn.Sequential(torch.nn.Linear(256, 256)), paramhub.SGD(**SGD), scheme="factors")
     return layer.weight.detach().unique().tolist()
