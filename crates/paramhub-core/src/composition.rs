@@ -15,24 +15,22 @@
 mod arrange;
 mod choose;
 mod neighbour;
+mod options;
 #[cfg(test)]
 mod tests;
-
-use std::fmt;
-use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::chunk::ChunkMap;
-use crate::codec::Codec;
-use crate::key::{Key, KeyTable};
+use crate::key::KeyTable;
 use crate::limits::{HUBS_MAX, WORKERS_MAX};
 use crate::placement::{HubShape, Placement, ShapeError, Spread, deal};
 
 pub use arrange::{ArrangeError, Arranged, arrange};
 pub use choose::{Choice, ServedRack, choose, served_racks};
 pub use neighbour::Neighbour;
+pub use options::{BetweenSites, OptimizeAt, Reduction};
 
 /// Sites of one job.
 pub const SITES_MAX: usize = HUBS_MAX;
@@ -87,60 +85,6 @@ pub enum Crossing {
     Ring,
 }
 
-/// The place where the optimizer runs. `every_site`: at every site, on the same global gradient, so that
-/// all models are bit-identical. `owner`: at each chunk's owner, which answers with parameters.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum OptimizeAt {
-    /// At every site, on the same global gradient: all models are bit-identical (PHub section 3.4).
-    #[default]
-    EverySite,
-    /// At each chunk's owner, which answers with parameters.
-    Owner,
-}
-
-/// The encoding in which sums cross between sites. `f32`: as hubs make them. `bf16`: in half the bytes. `one-bit` and
-/// `two-bit`: those of keys of two dimensions quantised with error feedback, of which each hub keeps the loss for the next step,
-/// and the others in f32. Sums are rounded at every site on the way to the owner; the owner rounds the sum of all workers'
-/// gradients, too, so that all models stay bit-identical. There is no f16, whose range the sum of many gradients may exceed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum BetweenSites {
-    /// As hubs make them.
-    #[default]
-    F32,
-    /// In half the bytes.
-    Bf16,
-    /// In one bit an element.
-    OneBit,
-    /// In two bits an element.
-    TwoBit,
-}
-
-impl BetweenSites {
-    const ALL: [BetweenSites; 4] =
-        [BetweenSites::F32, BetweenSites::Bf16, BetweenSites::OneBit, BetweenSites::TwoBit];
-
-    /// The codec of the sums of a key's gradients.
-    pub fn codec_of(self, key: &Key) -> Codec {
-        match self.codec() {
-            codec if codec.is_quantised() && key.shape.len() != 2 => Codec::F32,
-            codec => codec,
-        }
-    }
-
-    fn codec(self) -> Codec {
-        match self {
-            BetweenSites::F32 => Codec::F32,
-            BetweenSites::Bf16 => Codec::BF16,
-            BetweenSites::OneBit => Codec::OneBit,
-            BetweenSites::TwoBit => Codec::TwoBit,
-        }
-    }
-}
-
 /// The place of a worker or a hub.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -153,104 +97,8 @@ pub struct Place {
     pub host: String,
 }
 
-/// The way in which the sums of sites become those of all workers.
-///
-/// A worker belongs to the site of its host, if a hub serves that host; else of its rack; else of the hubs
-/// that serve all. A worker that names no rack is in the rack of its host's hub. A host's site with one worker
-/// is left out. Above a host's site is that of its rack or, without one, that of all; above a rack's site that
-/// of all. Sites are numbered by hosts, racks and all, each in the order of their names.
-///
-/// - `auto` (the default): as the hubs' places say; several racks without a hub above them reduce as with
-///   `sharded`. If the manager knows the rate between the racks, or its hubs have probed it, PHub's condition
-///   chooses another one where that is faster. A job whose hubs have no place has one site.
-/// - `flat`: one site of all hubs, except those of single hosts.
-/// - `tree`: the site of all is above all others; without one, that of the first rack.
-/// - `ring`, `sharded`: racks are peers, whatever serves all; the site of all takes part only if it has
-///   workers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum Reduction {
-    /// Follows from the hubs' places. The job is flat if no hub has a place. Otherwise sums go through hosts
-    /// and racks, and between racks as with [`Sharded`](Self::Sharded), or through the hub that serves all
-    /// racks if there is one. If the manager knows the rate of the core, or its hubs have probed it,
-    /// [`choose`] decides.
-    #[default]
-    Auto,
-    /// One site of all hubs, except those that serve a single host.
-    Flat,
-    /// Through hosts and racks, then to a parent: the hubs that serve all racks, else those of the first
-    /// rack.
-    Tree,
-    /// Through hosts and racks, then round a ring of racks.
-    Ring,
-    /// Through hosts and racks; then each rack completes its share of the chunks.
-    Sharded,
-}
-
-impl Reduction {
-    const ALL: [Reduction; 5] =
-        [Reduction::Auto, Reduction::Flat, Reduction::Tree, Reduction::Ring, Reduction::Sharded];
-}
-
-impl fmt::Display for Reduction {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Reduction::Auto => "auto",
-            Reduction::Flat => "flat",
-            Reduction::Tree => "tree",
-            Reduction::Ring => "ring",
-            Reduction::Sharded => "sharded",
-        })
-    }
-}
-
-impl FromStr for Reduction {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let named = Reduction::ALL.into_iter().find(|reduction| reduction.to_string() == text);
-        named.ok_or_else(|| format!("`{text}` is no reduction: there are auto, flat, tree, ring and sharded"))
-    }
-}
-
-impl fmt::Display for OptimizeAt {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            OptimizeAt::EverySite => "every-site",
-            OptimizeAt::Owner => "owner",
-        })
-    }
-}
-
-impl FromStr for OptimizeAt {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let named = [OptimizeAt::EverySite, OptimizeAt::Owner].into_iter().find(|at| at.to_string() == text);
-        named.ok_or_else(|| format!("the optimizer cannot run at `{text}`: there are every-site and owner"))
-    }
-}
-
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
-}
-
-impl fmt::Display for BetweenSites {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.codec().fmt(f)
-    }
-}
-
-impl FromStr for BetweenSites {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let named = BetweenSites::ALL.into_iter().find(|sums| sums.to_string() == text);
-        named.ok_or_else(|| {
-            format!("sums cannot cross between sites as `{text}`: there are f32, bf16, one-bit and two-bit")
-        })
-    }
 }
 
 /// The reason why sites cannot be composed.

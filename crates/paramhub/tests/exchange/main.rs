@@ -41,6 +41,7 @@ mod quantised;
 mod raw;
 mod reproducible;
 mod rewind;
+mod rounded_sites;
 mod shared;
 mod sites;
 mod state;

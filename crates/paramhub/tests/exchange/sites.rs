@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use paramhub_control::ManagerClient;
 use paramhub_core::codec::{Codec, Dtype};
-use paramhub_core::composition::{BetweenSites, OptimizeAt, Reduction};
+use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::service::{CreateService, JobOptions};
@@ -24,8 +24,6 @@ over_transports!(
     the_mean_is_that_of_all_workers_whatever_the_tree,
     every_site_optimises_alike_and_as_one_hub_does,
     owners_may_optimise_for_all,
-    sums_cross_in_bf16_if_the_job_asks,
-    sums_of_matrices_cross_in_one_or_two_bits_if_the_job_asks,
     state_that_rank_0_restores_reaches_every_site,
     narrow_gradients_are_summed_in_f32_across_sites,
     settings_that_sites_cannot_serve_are_refused_with_the_reason,
@@ -340,91 +338,6 @@ fn owners_may_optimise_for_all(transports: Transports) {
             let job_options = JobOptions { reduction, optimize_at: OptimizeAt::Owner, ..Default::default() };
             for outcome in cluster.run(&racks, job_options, &settings, model) {
                 assert_close(&format!("{name}, {reduction:?}"), &outcome, &flat[0]);
-            }
-        }
-    }
-}
-
-/// Gradients are a little more than 1, so that every sum is rounded to a whole number.
-fn sums_cross_in_bf16_if_the_job_asks(transports: Transports) {
-    let gradient = 1.0_f32 + 1.0 / 512.0;
-    let elements = SIZES.iter().sum::<u64>() as f64;
-    for (name, hubs, racks, reductions) in shapes() {
-        let cluster = Racks::new(transports, &hubs);
-        for reduction in reductions.into_iter().filter(|reduction| *reduction != Reduction::Flat) {
-            for clip_norm in [None, Some(1e6)] {
-                let settings =
-                    Settings { optimizer: sgd(1.0, 0.0), clip_norm, ..Settings::new(keys(&SIZES)) };
-                let options = JobOptions { between_sites: BetweenSites::Bf16, ..options(reduction) };
-                cluster.run(&racks, options, &settings, |job| {
-                    let mut model: Vec<Vec<f32>> =
-                        SIZES.iter().map(|&size| vec![8.0; size as usize]).collect();
-                    job.broadcast(&mut model, 0).unwrap();
-                    for step in 0..STEPS {
-                        let handles: Vec<_> = (0..)
-                            .zip(&mut model)
-                            .map(|(key, values)| {
-                                let own = vec![gradient; values.len()];
-                                job.push_pull(key, own, std::mem::take(values)).unwrap()
-                            })
-                            .collect();
-                        if clip_norm.is_some() {
-                            let (_, norm) = job.gradient_norm(step).unwrap().wait().unwrap();
-                            assert_eq!(norm, elements.sqrt(), "{name}, {reduction:?}");
-                        }
-                        model = handles.into_iter().map(|handle| handle.wait().unwrap().1).collect();
-                        let expected = 7.0 - step as f32;
-                        let is_expected = |value: &f32| *value == expected;
-                        let found = model.iter().flatten().find(|value| !is_expected(value));
-                        assert_eq!(found, None, "{name}, {reduction:?}, {clip_norm:?}, step {step}");
-                    }
-                });
-            }
-        }
-    }
-}
-
-/// What one step loses is added to the next, so the loss does not grow from step to step.
-fn sums_of_matrices_cross_in_one_or_two_bits_if_the_job_asks(transports: Transports) {
-    const STEPS: u32 = 24;
-    let shape = [300, 40];
-    let keys = || KeyTable::new(vec![Key::new("matrix", shape), Key::new("bias", [37])]).unwrap();
-    let lengths = [300 * 40, 37];
-    let gradient = |rank: u32, i: usize| ((i * 7919 + rank as usize * 31) % 61) as f32 - 30.0;
-    for (name, hubs, racks, reductions) in shapes() {
-        let cluster = Racks::new(transports, &hubs);
-        let mean = |i| {
-            let ranks = racks.len() as u32;
-            (0..ranks).map(|rank| gradient(rank, i)).sum::<f32>() / ranks as f32
-        };
-        for reduction in reductions.into_iter().filter(|reduction| *reduction != Reduction::Flat) {
-            for between_sites in [BetweenSites::OneBit, BetweenSites::TwoBit] {
-                let name = format!("{name}, {reduction:?}, {between_sites}");
-                let settings = Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys()) };
-                let options = JobOptions { between_sites, ..options(reduction) };
-                let models = cluster.run(&racks, options, &settings, |job| {
-                    let mut model = lengths.map(|length| vec![0.0_f32; length]).to_vec();
-                    job.broadcast(&mut model, 0).unwrap();
-                    let own = lengths.map(|length| (0..length).map(|i| gradient(job.rank(), i)).collect());
-                    let own: [Vec<f32>; 2] = own;
-                    for _ in 0..STEPS {
-                        let handles: Vec<_> = (0..)
-                            .zip(own.iter().zip(&mut model))
-                            .map(|(key, (own, values))| {
-                                job.push_pull(key, own.clone(), std::mem::take(values)).unwrap()
-                            })
-                            .collect();
-                        model = handles.into_iter().map(|handle| handle.wait().unwrap().1).collect();
-                    }
-                    model
-                });
-                assert!(models.iter().all(|model| *model == models[0]), "{name}: the ranks' models differ");
-                let lost = |key: usize, i: usize| (models[0][key][i] + STEPS as f32 * mean(i)).abs();
-                let most = |key: usize| (0..lengths[key]).map(|i| lost(key, i)).fold(0.0, f32::max);
-                assert!(most(1) < 1e-3, "{name}: the bias has lost {}", most(1));
-                let lost = most(0);
-                // Without error feedback it would be up to half of all that is exchanged, 15 a step.
-                assert!(lost > 1.0 && lost < 150.0, "{name}: the matrix has lost {lost}");
             }
         }
     }
