@@ -12,7 +12,7 @@ from typing import Any
 
 from paramhub import _native
 from paramhub._hub import create_job
-from paramhub.errors import ConnectError, JobFailedError, Rewound
+from paramhub.errors import ConnectError, JobFailedError, MisuseError, Rewound
 from paramhub.torch._job_options import LINGER_DEFAULT
 from paramhub.torch._log import log
 from paramhub.torch._options import Options
@@ -250,6 +250,7 @@ class RunJobs:
         run = hub.run if is_kept else secrets.token_hex(4)
         name = f"{_script_name()}-{run}/{label}"
         try:
+            self._check_places(options)
             if finds:
                 self._former = _native.ended_job(hub.url, name, admin_token=hub.admin_token, patience=10.0)
             ticket = create_job(
@@ -269,6 +270,22 @@ class RunJobs:
             raise
         self._store.write_secret(f"job/{label}", json.dumps(ticket))
         return ticket
+
+    def _check_places(self, options: dict[str, Any]) -> None:
+        """Raises MisuseError if the run asks how hosts and racks sum, and its only hub serves all ranks of one host. The
+        connection manager would wait until the timeout, since hubs of racks might come."""
+        hubs = self._hubs
+        if not (hubs.access.is_embedded and hubs.is_on_one_host) or hubs.sums_by_host:
+            return
+        asked = {
+            "rounded-sums": options.get("between_sites") not in (None, "f32"),
+            "optimizer-at-owner": options.get("optimize_at") == "owner",
+        }
+        conflict = _native.conflict(
+            ["unplaced-hubs", *(name for name, is_asked in asked.items() if is_asked)]
+        )
+        if conflict is not None:
+            raise MisuseError(conflict[0])
 
     def close(self, job: _native.Job, *, abandon: bool = False) -> None:
         """Leaves a job before the end of the run. With ``abandon`` it does not wait; the hub then notices the end of this

@@ -157,3 +157,18 @@ def test_sums_cross_between_hosts_in_bf16_if_the_run_asks(
     team: Team, hub: paramhub.Hub, optimizes_at_hub: bool
 ) -> None:
     assert team(in_bf16, optimizes_at_hub, env={"PARAMHUB_URL": hub.url}) == 4 * [[7.0]]
+
+
+def without_host_hubs(rank: Rank, arguments: dict[str, str]) -> str:
+    hub_torch.init(rank=rank.rank, size=2, local_rank=rank.rank, local_size=2, **arguments)
+    with pytest.raises(paramhub.ParamhubError) as refused:
+        HubOptimizer(torch.nn.Linear(4, 4), paramhub.SGD(**SGD))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("arguments", [{"between_sites": "bf16"}, {"optimize_at": "owner"}])
+def test_what_concerns_hosts_hubs_is_refused_at_once_on_one_host(
+    team: Team, arguments: dict[str, str]
+) -> None:
+    for refused in team(without_host_hubs, arguments, ranks=2):
+        assert next(iter(arguments)) in refused and "or leave it out" in refused, refused
