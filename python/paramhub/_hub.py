@@ -74,12 +74,11 @@ def create_job(
     the bytes; or those of matrices in ``one-bit`` or ``two-bit`` with error feedback, which needs finite gradients.
 
     ``on_interface_down`` is what the job does when a network interface goes down: ``fail``, or ``continue`` over the other
-    interfaces. ``continue`` needs synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
+    interfaces. ``continue`` needs synchronous consistency, one site and a ``dead_after`` of 15 or more.
 
     ``redial_grace`` is how long a hub waits for a worker whose connection was cut, 0.5 by default and at most 60; the worker
     dials again meanwhile, and the step goes on as if nothing had happened. A worker whose process has ended is lost at once.
-    Asynchronous jobs, jobs with ``clip_norm``, those that leave out late workers, and those whose hubs serve racks or hosts
-    do not wait.
+    Asynchronous jobs and those that leave out late workers do not wait.
 
     ``on_worker_loss`` is what the job does when a worker is lost: ``fail``, or ``continue`` with the workers that are left,
     until another process takes the rank: it joins the job with the same ticket, and begins with the parameters at the hubs

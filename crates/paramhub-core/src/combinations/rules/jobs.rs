@@ -221,7 +221,7 @@ pub(super) const SITES: &[Rule] = &[
         these: &[SeveralSites],
         those: &[Quantised],
         verdict: Refused,
-        why: "sums go between racks and hosts in full, and parameters from above would be rounded once more at each",
+        why: "sums between racks and hosts have an encoding of their own (`between_sites`), and parameters from above would be rounded once more at each",
         remedy: "use the reduction flat, or f32",
         callers: &[InitService, Python],
     },
