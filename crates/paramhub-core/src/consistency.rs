@@ -3,6 +3,9 @@
 use serde::{Deserialize, Serialize};
 
 /// The consistency of a job's parameters.
+///
+/// Where hubs serve racks or hosts, it is that of these sites to one another: the workers of a site always step together, their
+/// mean is one contribution, and sites take the place of workers in what follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]

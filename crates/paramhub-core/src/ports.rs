@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use crate::composition::{Composed, Neighbour, SiteId};
+use crate::consistency::Consistency;
 use crate::exchange::ChunkReach;
 use crate::placement::RouteId;
 use crate::wire::Direction;
@@ -68,6 +69,8 @@ pub struct Ports {
     ranks: Vec<u32>,
     sites: Vec<SitePort>,
     member_sites: Vec<SiteId>,
+    /// The number of workers of each member site and of the sites below it.
+    workers_of_sites: Vec<u32>,
     /// The number of members that are sites below this one, not beside it. They come first in `member_sites`.
     children: usize,
     /// The port of slot `s` and member site `j`, at `s * member_sites + j`.
@@ -108,6 +111,10 @@ impl Ports {
             below: vec![NONE; chunks.len() * member_sites.len()],
             above: vec![NONE; chunks.len()],
             ranks,
+            workers_of_sites: member_sites
+                .iter()
+                .map(|&member| composition.ranks_below(member).len() as u32)
+                .collect(),
             member_sites,
         };
         for ((index, site, route), slots) in found {
@@ -254,14 +261,36 @@ impl Ports {
         }
     }
 
-    /// The reach of each slot, in order: how many members contribute to it, and whether its sum goes up.
-    pub fn reach(&self) -> impl Iterator<Item = ChunkReach> + '_ {
-        (0..self.above.len()).map(|slot| {
+    /// The reach of each slot, in order: how many members contribute to it and step together, and whether its sum goes up.
+    ///
+    /// In an asynchronous job, and one with bounded staleness, a site's members step together, and sites do not: at the owner
+    /// of a chunk each site that is beside it or, if there is none, below it, contributes by itself.
+    pub fn reach(&self, consistency: Consistency) -> impl Iterator<Item = ChunkReach> + '_ {
+        let has_peers = self.member_sites.len() > self.children;
+        let at_owner = match (self.has_member_sites(), has_peers) {
+            (false, _) => 0,
+            (true, false) => self.ranks.len(),
+            (true, true) => self.ranks.len() + self.children,
+        };
+        (0..self.above.len()).map(move |slot| {
             let at = slot * self.member_sites.len();
             let sites =
                 self.below[at..at + self.member_sites.len()].iter().filter(|&&port| port != NONE).count();
-            ChunkReach { members: (self.ranks.len() + sites) as u32, has_above: self.above[slot] != NONE }
+            let members = (self.ranks.len() + sites) as u32;
+            let has_above = self.above[slot] != NONE;
+            let is_synchronous = consistency == Consistency::Synchronous || has_above;
+            ChunkReach {
+                members,
+                together: if is_synchronous { members } else { at_owner as u32 },
+                has_above,
+            }
         })
+    }
+
+    /// For each member, the number of workers whose gradients its contributions sum up; in a ring, without those of the sites
+    /// that are farther away.
+    pub fn workers_of(&self) -> impl Iterator<Item = u32> + '_ {
+        std::iter::repeat_n(1, self.ranks.len()).chain(self.workers_of_sites.iter().copied())
     }
 
     /// The ports for sites, with their numbers.

@@ -121,7 +121,8 @@ def init(
     Only a `HubOptimizer` has these, since its parameters are at the hub:
 
     - ``consistency`` is ``sync``, ``async`` (each rank's gradient is an update of its own, and no rank waits for another), or
-      ``staleness:STEPS`` (the same, and no rank is more than so many steps ahead of the slowest).
+      ``staleness:STEPS`` (the same, and no rank is more than so many steps ahead of the slowest). With ``reduction`` ``tree``
+      or ``sharded`` the ranks of a host or rack whose hub sums first step together, and hosts or racks stand for ranks.
     - ``optimize_at`` (``every-site`` or ``owner``) is where the optimizer runs if hubs serve racks or hosts.
     - ``stragglers`` (``wait``, ``drop:FRACTION``, ``backup:N``) is what becomes of gradients that come late; see
       `paramhub.create_job`.

@@ -159,6 +159,42 @@ def test_sums_cross_between_hosts_in_bf16_if_the_run_asks(
     assert team(in_bf16, optimizes_at_hub, env={"PARAMHUB_URL": hub.url}) == 4 * [[7.0]]
 
 
+def by_host_asynchronously(rank: Rank, reduction: str | None) -> tuple[float, float]:
+    """Every update lowers the weight by 1, as the mean of gradients of 1. Returns the updates seen after 5 steps of all."""
+    os.environ["PARAMHUB_HOST"] = f"host-{rank.rank // 2}"
+    hub_torch.init(
+        rank=rank.rank,
+        size=4,
+        local_rank=rank.rank % 2,
+        local_size=2,
+        host_hub=True,
+        consistency="async",
+        reduction=reduction,
+    )
+    layer = torch.nn.Linear(300, 3, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = HubOptimizer(layer, paramhub.SGD(lr=1.0))
+    for step in range(6):
+        if step == 5:
+            hub_torch.barrier()
+        optimizer.zero_grad()
+        layer(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+    return -layer.weight.max().item(), -layer.weight.min().item()
+
+
+@pytest.mark.parametrize(("reduction", "updates_a_step"), [("tree", 2), (None, 4)])
+def test_hosts_or_ranks_do_not_wait_for_one_another(
+    team: Team, hub: paramhub.Hub, reduction: str | None, updates_a_step: int
+) -> None:
+    results = team(by_host_asynchronously, reduction, env={"PARAMHUB_URL": hub.url})
+    for least, most in results:
+        assert 5 * updates_a_step < least and most <= 6 * updates_a_step
+    if reduction == "tree":
+        assert results[0] == results[1] and results[2] == results[3], "the ranks of a host have the same"
+
+
 def without_host_hubs(rank: Rank, arguments: dict[str, str]) -> str:
     hub_torch.init(rank=rank.rank, size=2, local_rank=rank.rank, local_size=2, **arguments)
     with pytest.raises(paramhub.ParamhubError) as refused:

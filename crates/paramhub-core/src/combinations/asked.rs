@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Conflict, Feature, Features, check, conflict_of};
 use crate::checkpoint::Every;
 use crate::codec::Dtype;
-use crate::composition::{BetweenSites, Composition, OptimizeAt, Reduction};
+use crate::composition::{BetweenSites, Composition, Crossing, OptimizeAt, Reduction};
 use crate::consistency::Consistency;
 use crate::key::Key;
 use crate::limits::REDIAL_GRACE_S;
@@ -166,7 +166,11 @@ impl Composition {
     /// The features of the hubs that serve a job.
     pub fn features(&self) -> Features {
         let hubs: usize = self.sites.iter().map(|site| site.hubs.len()).sum();
-        Features::of([(Feature::SeveralSites, !self.is_flat()), (Feature::SeveralHubs, hubs > 1)])
+        Features::of([
+            (Feature::SeveralSites, !self.is_flat()),
+            (Feature::SitesInRing, self.crossing == Crossing::Ring && self.tops().len() > 1),
+            (Feature::SeveralHubs, hubs > 1),
+        ])
     }
 }
 

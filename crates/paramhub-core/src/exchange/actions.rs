@@ -24,6 +24,8 @@ pub enum Fold {
     },
     /// Park the payload at the member's place until the contributions of all lower members are in the sum.
     Park,
+    /// Keep the payload apart from the sum under way: it is an update of its own, which follows at once.
+    Apart,
     /// Discard the payload: it is in the sum already, or its step is over.
     Drop,
 }
@@ -55,8 +57,10 @@ pub struct Update {
     pub step: u32,
     /// Updates since the optimizer's state was zero, this one included: Adam's t.
     pub number: u64,
-    /// Contributions in the sum; the mean divides by this number.
+    /// Workers' contributions in the sum; the mean divides by this number.
     pub contributions: u32,
+    /// `true` if it is of a contribution that was kept [apart](Fold::Apart), and not of the sum under way.
+    pub is_apart: bool,
 }
 
 /// The way in which the hub answers a request.

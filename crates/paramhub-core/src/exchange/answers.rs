@@ -1,7 +1,7 @@
 //! Requests for parameters and optimizer state, and when they and contributions are answered.
 
 use super::actions::Answer;
-use super::state::{Exchange, MemberRequest, StepStage};
+use super::state::{ChunkState, Exchange, MemberRequest, StepStage};
 use super::violation::ProtocolViolation;
 use crate::consistency::Consistency;
 use crate::stragglers::Quorum;
@@ -14,10 +14,10 @@ impl Exchange {
         if self.is_unanswered(slot, member) {
             return Err(ProtocolViolation::Unanswered);
         }
-        let newest = match self.rules.consistency {
+        let newest = match self.steps_together(slot, member) {
             // A member that has joined waits for the version that its first step starts from.
-            Consistency::Synchronous => member_state.next_step.max(chunk.version as u32),
-            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => member_state.next_step,
+            true => member_state.next_step.max(chunk.version as u32),
+            false => member_state.next_step,
         };
         // Before rank 0 has sent parameters, the version that they start from is unknown.
         if chunk.initialised && version > newest {
@@ -71,14 +71,11 @@ impl Exchange {
 
     /// The version to send with the answer to `member`.
     pub fn answer_version(&self, slot: u32, member: u32) -> u32 {
-        match self.rules.consistency {
-            // A site gets the total of a chunk that is held, which is not at the next version yet.
-            Consistency::Synchronous if self.is_site(member) => self.member(slot, member).next_step,
-            Consistency::Synchronous => self.chunks[slot as usize].version as u32,
-            // Without common steps each worker counts its own.
-            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => {
-                self.member(slot, member).next_step
-            }
+        // A site gets the total of a chunk that is held, which is not at the next version yet. Members without common steps
+        // count their own.
+        match self.steps_together(slot, member) && !self.is_site(member) {
+            true => self.chunks[slot as usize].version as u32,
+            false => self.member(slot, member).next_step,
         }
     }
 
@@ -113,15 +110,24 @@ impl Exchange {
         let next_step = self.member(slot, member).next_step;
         chunk.initialised
             && !chunk.awaits_standby
-            && match self.rules.consistency {
-                _ if matches!(answer, Answer::State(_)) => true,
-                // Another site needs the total to hold the chunk as well.
-                Consistency::Synchronous => {
-                    let has_total = chunk.stage == StepStage::Held && self.is_site(member);
-                    u64::from(next_step) <= chunk.version + u64::from(has_total)
-                }
-                Consistency::Asynchronous => true,
-                Consistency::BoundedStaleness(bound) => next_step - slowest <= bound,
-            }
+            && (matches!(answer, Answer::State(_))
+                || self.has_ended(slot, member) && self.is_within_bound(chunk, next_step, slowest))
+    }
+
+    /// Whether the step has ended to which the member contributed last.
+    fn has_ended(&self, slot: u32, member: u32) -> bool {
+        let chunk = self.chunks[slot as usize];
+        // Another site needs the total to hold the chunk as well.
+        let has_total = chunk.stage == StepStage::Held && self.is_site(member);
+        let next_step = self.member(slot, member).next_step;
+        !self.steps_together(slot, member) || u64::from(next_step) <= chunk.version + u64::from(has_total)
+    }
+
+    /// Whether a member may go on that is so far. Where a site is above, that site holds back its answer.
+    fn is_within_bound(&self, chunk: ChunkState, next_step: u32, slowest: u32) -> bool {
+        match self.rules.consistency {
+            Consistency::BoundedStaleness(bound) => chunk.reach.has_above || next_step - slowest <= bound,
+            Consistency::Synchronous | Consistency::Asynchronous => true,
+        }
     }
 }

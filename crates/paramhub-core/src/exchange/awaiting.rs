@@ -18,24 +18,22 @@ impl Exchange {
             (StepStage::SummingFactors | StepStage::SentUp, _) => None,
             // Until all chunks are held, members wait for something at another chunk.
             (StepStage::Held, _) => self.held_step().map(Awaited::Release),
-            (StepStage::Open, Consistency::Synchronous) => {
-                (chunk.arrived > 0).then_some(Awaited::Contribution(step))
-            }
-            (StepStage::Open, Consistency::Asynchronous) => None,
+            (StepStage::Open, _) if chunk.arrived > 0 => Some(Awaited::Contribution(step)),
             (StepStage::Open, Consistency::BoundedStaleness(_)) => {
                 self.has_waiting(slot).then(|| Awaited::Contribution(self.slowest(slot)))
             }
+            (StepStage::Open, Consistency::Synchronous | Consistency::Asynchronous) => None,
         }
     }
 
     /// The members that others wait for, ascending, if [`awaits`](Self::awaits) returns a contribution.
     pub fn late(&self, slot: u32) -> impl Iterator<Item = u32> + '_ {
         let chunk = self.chunks[slot as usize];
-        let last = match self.rules.consistency {
-            Consistency::Synchronous => chunk.version,
-            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => self.slowest(slot).into(),
+        let (members, last) = match chunk.arrived > 0 {
+            true => (chunk.reach.together, chunk.version),
+            false => (self.member_count(slot), self.slowest(slot).into()),
         };
-        (0..self.member_count(slot)).filter(move |&member| {
+        (0..members).filter(move |&member| {
             !self.departed[member as usize] && u64::from(self.member(slot, member).next_step) <= last
         })
     }
@@ -148,7 +146,7 @@ mod tests {
     #[test]
     fn the_sum_of_the_site_above_is_not_awaited_here() {
         let rules = Rules { workers: 6, ..rules(Consistency::Synchronous, false) };
-        let reach = ChunkReach { members: 3, has_above: true };
+        let reach = ChunkReach { members: 3, together: 3, has_above: true };
         let mut exchange = Exchange::among_sites(rules, [reach]);
         exchange.initialise(0, Some(0), 0).unwrap();
         answer(&mut exchange, 0);

@@ -26,11 +26,13 @@ impl Exchange {
         }
         let state = self.member_mut(slot, member);
         (state.next_step, state.request) = (step + 1, MemberRequest::Waiting(answer));
-        let (members_due, contributions_due) = match self.rules.consistency {
-            Consistency::Synchronous => (chunk.reach.members - self.absent, self.contributors()),
-            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => (1, 1),
-        };
+        if !self.steps_together(slot, member) {
+            let contributions = self.workers_of[member as usize];
+            let update = self.chunks[slot as usize].update_apart(step, contributions);
+            return Ok(Arrival { fold: Fold::Apart, then: SumAction::Update(update) });
+        }
         let fold = self.fold(slot, member);
+        let members_due = chunk.reach.together - self.absent;
         let chunk = &mut self.chunks[slot as usize];
         chunk.arrived += 1;
         let then = match chunk.arrived == members_due {
@@ -43,7 +45,7 @@ impl Exchange {
                 chunk.stage = StepStage::SummingFactors;
                 SumAction::Make
             }
-            true => self.complete(slot, step, contributions_due),
+            true => self.complete(slot, step, self.contributors_at(slot)),
         };
         Ok(Arrival { fold, then })
     }
@@ -65,7 +67,7 @@ impl Exchange {
             u32::MAX => return Err(ProtocolViolation::StepsExhausted),
             _ => {}
         }
-        if self.rules.consistency == Consistency::Synchronous && u64::from(step) > chunk.version {
+        if self.steps_together(slot, member) && u64::from(step) > chunk.version {
             return Err(ProtocolViolation::StepAhead { expected: chunk.version as u32, got: step });
         }
         Ok(())
@@ -131,12 +133,22 @@ impl Exchange {
         not_lost.map(|member| self.member(slot, member).next_step).min().unwrap_or(0)
     }
 
-    /// Members whose contribution to the chunk's step under way is missing, ascending.
+    /// Members whose contribution to the chunk's step under way is missing, ascending. Those that do not step together are
+    /// never among them.
     pub fn missing(&self, slot: u32) -> impl Iterator<Item = u32> + '_ {
         let chunk = self.chunks[slot as usize];
         let version = chunk.version;
-        (0..chunk.reach.members - self.absent)
+        (0..chunk.reach.together - self.absent)
             .filter(move |&member| u64::from(self.member(slot, member).next_step) <= version)
+    }
+
+    /// The number of workers that contribute to each update of the chunk by the members that step together.
+    fn contributors_at(&self, slot: u32) -> u32 {
+        let together = self.chunks[slot as usize].reach.together;
+        match self.rules.consistency {
+            Consistency::Synchronous => self.contributors(),
+            _ => self.workers_of[..together as usize].iter().sum(),
+        }
     }
 
     /// Returns the destination of the contribution and counts it. Contributions are summed in the order of

@@ -24,20 +24,29 @@ struct Worker {
 struct TestJob {
     exchange: Exchange,
     rules: Rules,
+    /// The number of ranks that step together, from rank 0 on.
+    together: u32,
     workers: Vec<Worker>,
     sum: Vec<Contribution>,
     parked: Vec<Option<Contribution>>,
+    apart: Option<Contribution>,
     /// For each update: its contributions, in the order in which they were summed.
     model: Vec<Vec<Contribution>>,
+    /// The number of updates that are of all ranks that step together.
+    steps: u32,
     owed: Vec<(u32, Answer)>,
 }
 
 impl TestJob {
-    fn new(rules: Rules) -> Self {
+    fn new(rules: Rules, together: u32) -> Self {
+        let reach = ChunkReach { members: rules.members, together, has_above: false };
         let worker = || Worker { next_step: 0, waiting: None, left: false };
         TestJob {
-            exchange: Exchange::new(rules, 1),
+            exchange: Exchange::among_sites(rules, [reach]),
             rules,
+            together,
+            apart: None,
+            steps: 0,
             workers: (0..rules.workers).map(|_| worker()).collect(),
             sum: vec![],
             parked: vec![None; rules.workers as usize],
@@ -55,6 +64,7 @@ impl TestJob {
         let arrival = self.exchange.push(0, rank, step, answer)?;
         match arrival.fold {
             Fold::Drop => unreachable!("no stream is cut here"),
+            Fold::Apart => assert!(self.apart.replace((rank, step)).is_none()),
             Fold::Park => {
                 assert!(self.parked[rank as usize].replace((rank, step)).is_none(), "a place taken twice")
             }
@@ -83,11 +93,16 @@ impl TestJob {
 
     fn update(&mut self, update: Option<Update>) {
         if let Some(update) = update {
-            assert_eq!(update.contributions as usize, self.sum.len());
+            let sum = match self.apart.take() {
+                Some(apart) => vec![apart],
+                None => std::mem::take(&mut self.sum),
+            };
+            self.steps += u32::from(!update.is_apart);
+            assert_eq!(update.contributions as usize, sum.len());
             let before = if self.rules.has_parameters { UPDATES_BEFORE } else { 0 };
             assert_eq!(update.number, before + self.model.len() as u64 + 1);
-            assert!(self.sum.iter().all(|&(_, step)| step == update.step));
-            self.model.push(std::mem::take(&mut self.sum));
+            assert!(sum.iter().all(|&(_, step)| step == update.step));
+            self.model.push(sum);
             self.settle();
         }
     }
@@ -115,19 +130,12 @@ impl TestJob {
         assert_eq!(worker.waiting.take(), Some(answer), "an answer answers a request, once");
         assert_eq!(version, worker.next_step);
         let (step, clock) = (version, worker.next_step);
-        match self.rules.consistency {
-            Consistency::Synchronous => {
-                assert_eq!(
-                    self.model.len() as u32,
-                    step,
-                    "no rank sees a step before all contributed, nor two at once"
-                );
-            }
-            Consistency::Asynchronous => {}
-            Consistency::BoundedStaleness(bound) => {
-                let slowest = self.workers.iter().filter(|w| !w.left).map(|w| w.next_step).min().unwrap();
-                assert!(clock - slowest <= bound, "rank {rank} is {} steps ahead", clock - slowest);
-            }
+        if rank < self.together {
+            assert_eq!(self.steps, step, "no rank sees a step before all contributed, nor two at once");
+        }
+        if let Consistency::BoundedStaleness(bound) = self.rules.consistency {
+            let slowest = self.workers.iter().filter(|w| !w.left).map(|w| w.next_step).min().unwrap();
+            assert!(clock - slowest <= bound, "rank {rank} is {} steps ahead", clock - slowest);
         }
         if step > 0 {
             let own = self.model.iter().flatten().filter(|&&(r, s)| r == rank && s + 1 == step).count();
@@ -166,8 +174,8 @@ impl TestJob {
     }
 }
 
-fn run(rules: Rules, losses: bool, mut rng: TestRng) {
-    let mut job = TestJob::new(rules);
+fn run(rules: Rules, together: u32, losses: bool, mut rng: TestRng) {
+    let mut job = TestJob::new(rules, together);
     if rules.has_parameters {
         for rank in 1..rules.workers {
             assert_eq!(job.push(rank, 0, Answer::Applied), Err(ProtocolViolation::NotInitialised));
@@ -276,57 +284,56 @@ fn leave(job: &mut TestJob, rng: &mut TestRng) -> bool {
 
 /// Returns whether a present rank waits for a step to which a rank that left has not contributed.
 fn stranded(job: &TestJob) -> bool {
-    let step = job.model.len() as u32;
-    let incomplete = job.workers.iter().any(|worker| worker.left && worker.next_step <= step);
+    let mut together = job.workers[..job.together as usize].iter();
+    let incomplete = together.any(|worker| worker.left && worker.next_step <= job.steps);
     let waits = |rank: usize| {
         let worker = &job.workers[rank];
         !worker.left && worker.waiting.is_some() && job.owed.iter().all(|&(owed, _)| owed as usize != rank)
     };
     let unreleased = job.workers[0].left && job.exchange.held_step().is_some();
-    job.rules.consistency == Consistency::Synchronous
-        && (incomplete || unreleased)
-        && (0..job.workers.len()).any(waits)
+    (incomplete || unreleased) && (0..job.together as usize).any(waits)
 }
 
 fn check_model(job: &TestJob) {
-    let present = job.workers.iter().filter(|worker| !worker.left).count();
-    match job.rules.consistency {
-        Consistency::Synchronous => {
-            for (step, update) in job.model.iter().enumerate() {
-                let mut ranks: Vec<u32> = update.iter().map(|&(rank, _)| rank).collect();
-                if !job.rules.reproducible {
-                    ranks.sort_unstable();
-                }
-                assert_eq!(ranks, (0..job.rules.workers).collect::<Vec<_>>(), "step {step}");
-            }
+    let is_apart = |&(rank, _): &Contribution| rank >= job.together;
+    let (apart, together): (Vec<_>, Vec<_>) = job.model.iter().partition(|update| is_apart(&update[0]));
+    for (step, update) in together.into_iter().enumerate() {
+        let mut ranks: Vec<u32> = update.iter().map(|&(rank, _)| rank).collect();
+        if !job.rules.reproducible {
+            ranks.sort_unstable();
         }
-        _ => {
-            assert!(job.model.iter().all(|update| update.len() == 1));
-            assert!(job.model.len() >= present * STEPS as usize);
-        }
+        assert_eq!(ranks, (0..job.together).collect::<Vec<_>>(), "step {step}");
     }
+    let present = job.workers[job.together as usize..].iter().filter(|worker| !worker.left).count();
+    assert!(apart.iter().all(|update| update.len() == 1));
+    assert!(apart.len() >= present * STEPS as usize);
 }
 
-fn rules() -> impl Strategy<Value = Rules> {
+/// The rules of a job, and how many ranks step together.
+fn rules() -> impl Strategy<Value = (Rules, u32)> {
     let consistency = prop_oneof![
         3 => Just((Consistency::Synchronous, false)),
         3 => Just((Consistency::Synchronous, true)),
         1 => Just((Consistency::Asynchronous, false)),
         2 => (0u32..3).prop_map(|bound| (Consistency::BoundedStaleness(bound), false)),
     ];
-    (1u32..6, consistency, any::<bool>(), any::<bool>()).prop_map(
-        |(workers, (consistency, reproducible), has_parameters, two_phase)| Rules {
-            members: workers,
-            first_members: workers,
-            first_site: workers,
-            rank_0: Some(0),
-            workers,
-            consistency,
-            reproducible,
-            has_parameters,
-            two_phase: two_phase && has_parameters && consistency == Consistency::Synchronous,
-            quorum: None,
-            rewind_every: None,
+    (1u32..6, 0u32..6, consistency, any::<bool>(), any::<bool>()).prop_map(
+        |(workers, together, (consistency, reproducible), has_parameters, two_phase)| {
+            let is_synchronous = consistency == Consistency::Synchronous;
+            let rules = Rules {
+                members: workers,
+                first_members: workers,
+                first_site: workers,
+                rank_0: Some(0),
+                workers,
+                consistency,
+                reproducible,
+                has_parameters,
+                two_phase: two_phase && has_parameters && is_synchronous,
+                quorum: None,
+                rewind_every: None,
+            };
+            (rules, if is_synchronous { workers } else { together.min(workers) })
         },
     )
 }
@@ -335,8 +342,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_interleaving_serves_every_worker_right(rules in rules(), losses in prop::bool::weighted(0.4), rng in any_rng()) {
-        run(rules, losses, rng);
+    fn any_interleaving_serves_every_worker_right((rules, together) in rules(), losses in prop::bool::weighted(0.4), rng in any_rng()) {
+        run(rules, together, losses, rng);
     }
 }
 

@@ -3,7 +3,6 @@
 use super::actions::Answer;
 use super::state::{Exchange, MemberRequest, StepStage};
 use super::violation::{Awaited, LeftWhileAwaited};
-use crate::consistency::Consistency;
 
 impl Exchange {
     /// Notes that a member has left of its own accord, and calls `on_due` as [`Exchange::mark_due_answers`] does, for
@@ -51,7 +50,7 @@ impl Exchange {
             let step = chunk.version as u32;
             let gone = gone_rank_0.filter(|_| self.released != Some(step));
             gone.map(|rank_0| (rank_0, Awaited::Release(step)))
-        } else if self.rules.consistency == Consistency::Synchronous && self.rules.quorum.is_none() {
+        } else if self.rules.quorum.is_none() {
             self.missing(slot)
                 .find(|&member| self.departed[member as usize])
                 .map(|member| (member, Awaited::Contribution(chunk.version as u32)))
@@ -62,10 +61,13 @@ impl Exchange {
             matches!(self.member(slot, member).request, MemberRequest::Waiting(_))
                 && !self.departed[member as usize]
         };
+        // A member that steps with no other waits for what that one may still send.
+        let members = match missing {
+            Some((_, Awaited::Contribution(_))) => chunk.reach.together,
+            _ => self.rules.members,
+        };
         match missing {
-            Some((member, awaited)) if (0..self.rules.members).any(waits) => {
-                Err(LeftWhileAwaited { member, awaited })
-            }
+            Some((member, awaited)) if (0..members).any(waits) => Err(LeftWhileAwaited { member, awaited }),
             _ => Ok(()),
         }
     }

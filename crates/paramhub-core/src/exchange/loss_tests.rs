@@ -56,7 +56,7 @@ fn a_step_ends_with_those_who_remain_and_what_came_whole_counts() {
     push(&mut exchange, 1, 0, 0);
     exchange.lose(1);
     assert_eq!((exchange.end_if_complete(0), exchange.end_if_complete(1)), (None, None));
-    let update = |contributions| Update { step: 0, number: 1, contributions };
+    let update = |contributions| Update { step: 0, number: 1, contributions, is_apart: false };
     assert_eq!(push(&mut exchange, 0, 2, 0), SumAction::Update(update(3)), "with what the lost member sent");
     assert_eq!(push(&mut exchange, 1, 2, 0), SumAction::Update(update(2)));
     assert_eq!(answer_all(&mut exchange, 0), [0, 2], "a lost member gets no answer");
@@ -70,7 +70,10 @@ fn the_loss_of_the_last_that_was_awaited_ends_the_step() {
     push(&mut exchange, 0, 0, 0);
     push(&mut exchange, 0, 2, 0);
     exchange.lose(1);
-    assert_eq!(exchange.end_if_complete(0), Some(Update { step: 0, number: 1, contributions: 2 }));
+    assert_eq!(
+        exchange.end_if_complete(0),
+        Some(Update { step: 0, number: 1, contributions: 2, is_apart: false })
+    );
     assert_eq!(answer_all(&mut exchange, 0), [0, 2]);
 }
 
@@ -88,7 +91,7 @@ fn a_process_that_takes_the_place_contributes_to_the_step_under_way_if_the_forme
     assert_eq!(exchange.end_if_complete(0), None);
     exchange.pull(0, 1, 1).unwrap();
     assert_eq!(answer_all(&mut exchange, 0), [1]);
-    let update = Update { step: 1, number: 2, contributions: 2 };
+    let update = Update { step: 1, number: 2, contributions: 2, is_apart: false };
     assert_eq!(push(&mut exchange, 0, 1, 1), SumAction::Update(update), "no step was lost");
 }
 
@@ -105,7 +108,10 @@ fn a_process_that_takes_the_place_does_not_contribute_where_the_former_has() {
     push(&mut exchange, 0, 0, 1);
     assert_eq!(exchange.rejoin(1), 1);
     assert!(!exchange.has_contributed(1, 1, 0));
-    assert_eq!(exchange.end_if_complete(1), Some(Update { step: 0, number: 1, contributions: 1 }));
+    assert_eq!(
+        exchange.end_if_complete(1),
+        Some(Update { step: 0, number: 1, contributions: 1, is_apart: false })
+    );
     exchange.pull(0, 1, 1).unwrap();
     exchange.pull(1, 1, 1).unwrap();
     assert_eq!((answer_all(&mut exchange, 0), answer_all(&mut exchange, 1)), (vec![1], vec![0, 1]));
@@ -124,7 +130,7 @@ fn steps_before_the_one_at_which_a_process_joins_are_made_without_its_rank() {
     assert_eq!(exchange.rejoin(1), 1);
     exchange.join_at(1, 3);
     for (slot, contributions) in [(0, 2), (1, 1)] {
-        let update = Update { step: 0, number: 1, contributions };
+        let update = Update { step: 0, number: 1, contributions, is_apart: false };
         assert_eq!(push(&mut exchange, slot, 0, 0), SumAction::Update(update));
         answer_all(&mut exchange, slot);
         for step in [1, 2] {
@@ -199,7 +205,7 @@ fn all_make_the_step_again_from_which_all_were_lost() {
         }
         assert_eq!(answer_all(&mut exchange, slot), [0, 1]);
         assert_eq!(push(&mut exchange, slot, 0, 0), SumAction::Wait);
-        let update = Update { step: 0, number: 1, contributions: 2 };
+        let update = Update { step: 0, number: 1, contributions: 2, is_apart: false };
         assert_eq!(push(&mut exchange, slot, 1, 0), SumAction::Update(update));
     }
     assert_eq!(exchange.left_out(), [0, 0]);
@@ -470,7 +476,8 @@ fn begun_with(first: u32, workers: u32) -> Exchange {
 fn steps_do_not_wait_for_members_that_have_not_come_and_do_not_count_them_as_left_out() {
     let mut exchange = begun_with(2, 4);
     push(&mut exchange, 0, 1, 0);
-    let update = |step, contributions| Update { step, number: u64::from(step) + 1, contributions };
+    let update =
+        |step, contributions| Update { step, number: u64::from(step) + 1, contributions, is_apart: false };
     assert_eq!(push(&mut exchange, 0, 0, 0), SumAction::Update(update(0, 2)));
     assert_eq!(answer_all(&mut exchange, 0), [0, 1]);
     assert_eq!(exchange.left_out(), [0; 4]);

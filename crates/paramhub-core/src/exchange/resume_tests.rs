@@ -122,6 +122,7 @@ impl TestJob {
                 self.repeats += u32::from(is_repeat);
                 match arrival.fold {
                     Fold::Drop => assert!(is_repeat),
+                    Fold::Apart => unreachable!("all ranks step together"),
                     Fold::Park => assert!(!std::mem::replace(&mut self.parked[at][rank as usize], true)),
                     Fold::Sum { starts_sum, parked } => {
                         assert_eq!(starts_sum, self.sums[at].is_empty());

@@ -174,7 +174,7 @@ fn members_begin_anew_if_a_chunk_has_no_parameters() {
         start(&mut exchange, slot, 7);
         exchange.push(slot, 1, 7, Answer::Parameters).unwrap();
         let then = exchange.push(slot, 0, 7, Answer::Parameters).unwrap().then;
-        assert_eq!(then, SumAction::Update(Update { step: 7, number: 1, contributions: 2 }));
+        assert_eq!(then, SumAction::Update(Update { step: 7, number: 1, contributions: 2, is_apart: false }));
     }
     assert_eq!(exchange.newest_rewind(), Ok(Some(8)));
 }
@@ -227,13 +227,19 @@ fn a_reproducible_job_sums_those_that_are_there_in_their_order() {
     assert_eq!(push(&mut exchange, 0, 0).fold, Fold::Sum { starts_sum: true, parked: 1..1 });
     let last = push(&mut exchange, 1, 0);
     assert_eq!(last.fold, Fold::Sum { starts_sum: false, parked: 2..3 });
-    assert_eq!(last.then, SumAction::Update(Update { step: 0, number: 1, contributions: 3 }));
+    assert_eq!(
+        last.then,
+        SumAction::Update(Update { step: 0, number: 1, contributions: 3, is_apart: false })
+    );
     exchange.rewind(1, 2);
     exchange.rewind_chunk(0, 1);
     assert_eq!(push(&mut exchange, 1, 1).fold, Fold::Park);
     let last = push(&mut exchange, 0, 1);
     assert_eq!(last.fold, Fold::Sum { starts_sum: true, parked: 1..2 });
-    assert_eq!(last.then, SumAction::Update(Update { step: 1, number: 2, contributions: 2 }));
+    assert_eq!(
+        last.then,
+        SumAction::Update(Update { step: 1, number: 2, contributions: 2, is_apart: false })
+    );
 }
 
 #[test]
@@ -243,7 +249,10 @@ fn a_step_of_two_phases_is_released_with_those_that_are_there() {
     route.push(0, 0, 0);
     assert_eq!(route.exchange.held_step(), Some(0));
     route.exchange.release(Some(0), 0).unwrap();
-    assert_eq!(route.exchange.release_next(), Some((0, Update { step: 0, number: 1, contributions: 1 })));
+    assert_eq!(
+        route.exchange.release_next(),
+        Some((0, Update { step: 0, number: 1, contributions: 1, is_apart: false }))
+    );
 }
 
 /// A worker that exchanges all chunks of both routes in every step.

@@ -41,6 +41,9 @@ pub struct Rules {
 pub struct ChunkReach {
     /// The number of members that contribute to the chunk, counted from member 0.
     pub members: u32,
+    /// The number of members, counted from member 0, that step together: an update needs the contributions of all of them.
+    /// Every contribution of the others is an update of its own.
+    pub together: u32,
     /// `true` if the sum goes on to a site above, or first to a standby.
     pub has_above: bool,
 }

@@ -140,7 +140,8 @@ mod tests {
             rewind_every: None,
         };
         let has_above = role == Role::Serves { has_standby: true };
-        let mut exchange = Exchange::among_sites(rules, [ChunkReach { members: MEMBERS, has_above }]);
+        let mut exchange =
+            Exchange::among_sites(rules, [ChunkReach { members: MEMBERS, together: MEMBERS, has_above }]);
         exchange.set_role(role);
         exchange
     }

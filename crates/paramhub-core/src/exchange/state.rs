@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use super::actions::{Answer, Update};
 use super::rewind::KeptVersion;
 use super::rules::{ChunkReach, Rules};
+use crate::consistency::Consistency;
 use crate::standbys::Role;
 
 /// The state of one route's chunks. Slots number the chunks as in [`crate::placement::Placement::chunks`].
@@ -24,6 +25,8 @@ pub struct Exchange {
     pub(super) absent: u32,
     /// For each member, whether a process has its place.
     pub(super) presence: Vec<Presence>,
+    /// For each member, the number of workers whose gradients its contributions sum up: more than one for a site.
+    pub(super) workers_of: Vec<u32>,
     /// For each member, the first step to which it contributes: another process contributed to earlier ones.
     pub(super) joined_at: Vec<u32>,
     /// The slots and members for which the sum of the step under way has a contribution of a process that was
@@ -55,11 +58,12 @@ pub struct Exchange {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ChunkState {
     pub(super) reach: ChunkReach,
-    /// The number of updates; its low 32 bits travel.
+    /// The number of updates or, if only some members step together, the number of those that they made; its low 32 bits
+    /// travel.
     pub(super) version: u64,
     /// Updates since the optimizer's state was zero, which need not have been at version 0.
     pub(super) updates: u64,
-    /// Contributions to the step under way.
+    /// Contributions to the step under way of the members that step together.
     pub(super) arrived: u32,
     /// The number of them that are in the sum; fewer than `arrived` only while some are parked.
     pub(super) folded: u32,
@@ -71,7 +75,7 @@ pub(super) struct ChunkState {
     pub(super) initialised: bool,
     /// `true` while the standby has not acknowledged the parameters that the chunk starts from.
     pub(super) awaits_standby: bool,
-    /// `true` once the chunk has had an update here.
+    /// `true` once the chunk has had an update here of the members that step together.
     pub(super) has_moved_on: bool,
     /// `true` if members contribute factors.
     pub(super) takes_factors: bool,
@@ -163,14 +167,22 @@ impl ChunkState {
         self.arrived = 0;
         self.folded = 0;
         self.stage = StepStage::Open;
-        Update { step, number: self.updates, contributions }
+        Update { step, number: self.updates, contributions, is_apart: false }
+    }
+
+    /// Updates the chunk with one member's contribution, beside the step under way of those that step together.
+    pub(super) fn update_apart(&mut self, step: u32, contributions: u32) -> Update {
+        self.version += u64::from(self.reach.together == 0);
+        self.updates += 1;
+        Update { step, number: self.updates, contributions, is_apart: true }
     }
 }
 
 impl Exchange {
     /// The state of `chunks` chunks. It allocates all the memory it will ever need.
     pub fn new(rules: Rules, chunks: u32) -> Self {
-        let reach = ChunkReach { members: rules.members, has_above: false };
+        let together = if rules.consistency == Consistency::Synchronous { rules.members } else { 0 };
+        let reach = ChunkReach { members: rules.members, together, has_above: false };
         Self::among_sites(rules, std::iter::repeat_n(reach, chunks as usize))
     }
 
@@ -187,6 +199,7 @@ impl Exchange {
             departures: 0,
             absent: 0,
             presence: vec![Presence::Present; rules.members as usize],
+            workers_of: vec![1; rules.members as usize],
             joined_at: vec![0; rules.members as usize],
             former_contributions: HashSet::new(),
             complete_chunks: [0; 2],
@@ -204,6 +217,13 @@ impl Exchange {
         exchange.begin_with(rules.first_members);
         exchange.await_all();
         exchange
+    }
+
+    /// Sets the number of workers whose gradients each member's contributions sum up. Without this call it is 1.
+    pub fn set_workers_of(&mut self, workers_of: impl IntoIterator<Item = u32>) {
+        self.workers_of.clear();
+        self.workers_of.extend(workers_of);
+        debug_assert_eq!(self.workers_of.len(), self.rules.members as usize);
     }
 
     /// Gives the places of this many members, counted from member 0, to processes, and those of the others to nobody.
@@ -236,6 +256,11 @@ impl Exchange {
         self.chunks[slot as usize].takes_factors
     }
 
+    /// The step that the member contributes to next.
+    pub fn next_step(&self, slot: u32, member: u32) -> u32 {
+        self.member(slot, member).next_step
+    }
+
     /// The chunk's step under way.
     pub fn step(&self, slot: u32) -> u32 {
         self.chunks[slot as usize].version as u32
@@ -254,6 +279,11 @@ impl Exchange {
     /// In a synchronous job without a quorum: the number of workers that contribute to each step.
     pub fn contributors(&self) -> u32 {
         self.rules.workers - self.absent
+    }
+
+    /// Returns whether an update with a contribution of this member needs those of others.
+    pub fn steps_together(&self, slot: u32, member: u32) -> bool {
+        member < self.chunks[slot as usize].reach.together
     }
 
     /// The number of members that contribute to the chunk, counted from member 0.

@@ -64,7 +64,10 @@ fn all_but_one_end_a_step_and_the_last_gets_what_they_made() {
     let mut exchange = begun(4, Quorum::Count(3), 1);
     assert_eq!(push(&mut exchange, 2, 0), SumAction::Wait);
     assert_eq!(push(&mut exchange, 0, 0), SumAction::Wait);
-    assert_eq!(push(&mut exchange, 3, 0), SumAction::Update(Update { step: 0, number: 1, contributions: 3 }));
+    assert_eq!(
+        push(&mut exchange, 3, 0),
+        SumAction::Update(Update { step: 0, number: 1, contributions: 3, is_apart: false })
+    );
     assert_eq!(owed(&mut exchange, 0), [0, 2, 3]);
     for member in [0, 2, 3] {
         assert_eq!(answer(&mut exchange, member), 1);
@@ -150,7 +153,10 @@ fn a_rank_that_leaves_is_not_waited_for_and_strands_no_other() {
     assert_eq!(update.contributions, 1);
     assert_eq!(owed(&mut exchange, 0), [1]);
     answer(&mut exchange, 1);
-    assert_eq!(push(&mut exchange, 1, 1), SumAction::Update(Update { step: 1, number: 2, contributions: 1 }));
+    assert_eq!(
+        push(&mut exchange, 1, 1),
+        SumAction::Update(Update { step: 1, number: 2, contributions: 1, is_apart: false })
+    );
     assert_eq!(exchange.left_out(), [0; 3], "a rank that has left is not left out");
 }
 

@@ -31,7 +31,7 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     assert_eq!(exchange.missing(0).collect::<Vec<_>>(), [0]);
     let update = exchange.push(0, 0, 100, Answer::Applied).unwrap().then;
     let SumAction::Update(update) = update else { panic!("{update:?}") };
-    assert_eq!(update, Update { step: 100, number: 1, contributions: 2 });
+    assert_eq!(update, Update { step: 100, number: 1, contributions: 2, is_apart: false });
 }
 
 #[test]
@@ -210,7 +210,7 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
     assert_eq!(exchange.held_step(), None);
     for slot in 0..CHUNKS {
         assert!(exchange.is_releasing());
-        let update = Update { step: 20, number: 1, contributions: 2 };
+        let update = Update { step: 20, number: 1, contributions: 2, is_apart: false };
         assert_eq!(exchange.release_next(), Some((slot, update)));
         assert_eq!(answer_all(&mut exchange, slot), 2);
         // An answered member goes on, while other chunks of the previous step still wait.
@@ -218,7 +218,10 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
         assert_eq!(exchange.held_step(), (slot == CHUNKS - 1).then_some(21));
         assert!(exchange.release(Some(0), 21).is_ok() == (slot == CHUNKS - 1), "one release at a time");
     }
-    assert_eq!(exchange.release_next().unwrap().1, Update { step: 21, number: 2, contributions: 2 });
+    assert_eq!(
+        exchange.release_next().unwrap().1,
+        Update { step: 21, number: 2, contributions: 2, is_apart: false }
+    );
 }
 
 #[test]
@@ -272,7 +275,7 @@ fn rank_0_may_repeat_its_last_release_once_after_its_stream_was_replaced() {
 /// A hub of two chunks in a two-phase job of sites. Its members are a worker, which is not rank 0, and a site below.
 fn among_sites(has_above: bool) -> Exchange {
     let rules = Rules { workers: 3, first_site: 1, rank_0: None, ..two_phases(1).rules };
-    let reach = ChunkReach { members: 2, has_above };
+    let reach = ChunkReach { members: 2, together: 2, has_above };
     let mut exchange = Exchange::among_sites(rules, [reach; 2]);
     for slot in 0..2 {
         exchange.initialise(slot, None, 5).unwrap();
@@ -311,7 +314,10 @@ fn a_site_below_gets_the_total_of_a_held_chunk_and_goes_on_with_the_release() {
     // The site was released before, and contributes to the next step of a chunk that waits for its update.
     let ahead = exchange.push(1, site, 6, Answer::Parameters);
     assert_eq!(ahead, Err(ProtocolViolation::StepAhead { expected: 5, got: 6 }));
-    assert_eq!(exchange.release_chunk(1), Some(Update { step: 5, number: 1, contributions: 3 }));
+    assert_eq!(
+        exchange.release_chunk(1),
+        Some(Update { step: 5, number: 1, contributions: 3, is_apart: false })
+    );
     assert_eq!(answers(&mut exchange, 1), [(worker, 6)]);
     assert_eq!(exchange.push(1, site, 6, Answer::Parameters).unwrap().then, SumAction::Wait);
     assert_eq!((exchange.release_chunk(1), exchange.release_next().map(|(slot, _)| slot)), (None, Some(0)));
@@ -355,7 +361,8 @@ fn a_release_may_come_before_the_last_totals_of_its_step() {
 #[test]
 fn rank_0_may_repeat_among_sites_what_came_from_another() {
     let rules = Rules { workers: 3, first_site: 1, ..two_phases(1).rules };
-    let mut exchange = Exchange::among_sites(rules, [ChunkReach { members: 2, has_above: false }]);
+    let mut exchange =
+        Exchange::among_sites(rules, [ChunkReach { members: 2, together: 2, has_above: false }]);
     exchange.initialise(0, Some(0), 0).unwrap();
     answer_all(&mut exchange, 0);
     for member in 0..2 {

@@ -273,8 +273,7 @@ impl fmt::Display for JobOptions {
 }
 
 /// The reaction of a job when an interface goes down. `fail`: the job fails, with the interface's name.
-/// `continue`: its streams continue over the remaining interfaces; only for synchronous jobs at one site
-/// whose steps have one phase.
+/// `continue`: its streams continue over the remaining interfaces; only for synchronous jobs at one site.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -283,7 +282,7 @@ pub enum OnInterfaceDown {
     #[default]
     Fail,
     /// Its streams continue over the remaining interfaces, as long as there are any. Only for synchronous
-    /// jobs at one site whose steps have one phase; see [`combinations`](crate::combinations).
+    /// jobs at one site; see [`combinations`](crate::combinations).
     Continue,
 }
 

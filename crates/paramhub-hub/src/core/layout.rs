@@ -6,6 +6,7 @@ use std::ops::Range;
 use paramhub_core::chunk::Extent;
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::BetweenSites;
+use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::{GatheredLayer, Rules};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::wire::State;
@@ -112,6 +113,8 @@ pub(super) struct Layout {
     pub(super) crossing_bytes: usize,
     /// The elements of the array of what the quantising of sums between sites has lost; 0 if none are quantised.
     pub(super) lost_elements: usize,
+    /// The elements of the array for a contribution that is an update of its own; 0 if there are none.
+    pub(super) apart_elements: usize,
     /// The bytes of the array of encoded parameters; 0 if all parameters are sent as f32.
     pub(super) encoded_bytes: usize,
     /// The elements of all chunks whose gradients are quantised.
@@ -208,6 +211,10 @@ impl Layout {
                 offset
             } else {
                 0
+            },
+            apart_elements: match settings.consistency {
+                Consistency::Synchronous => 0,
+                _ => slots.iter().map(|slot| slot.elements as usize).max().unwrap_or(0),
             },
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
             quantised_elements,

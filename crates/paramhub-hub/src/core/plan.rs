@@ -6,6 +6,7 @@ use std::time::Duration;
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::composition::{Composed, Neighbour, OptimizeAt, SiteId};
+use paramhub_core::consistency::Consistency;
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::CONTROL_BYTES_MAX;
@@ -79,9 +80,10 @@ impl ShardPlan {
     }
 
     /// Returns whether every site optimises, including this one, and answers are sums; otherwise each chunk's
-    /// owner does.
+    /// owner does. Where sites do not step together, no sum is that of all of them.
     pub(crate) fn optimizes_here(&self) -> bool {
         self.composed.composition.optimize_at == OptimizeAt::EverySite
+            && self.settings.consistency == Consistency::Synchronous
     }
 
     /// Returns whether the job goes on without workers that are lost.

@@ -122,8 +122,9 @@ impl Shard {
         };
         let slots = layout.slots.len() as u32;
         let now = Instant::now();
-        let mut exchange = Exchange::among_sites(layout.rules, plan.ports.reach());
+        let mut exchange = Exchange::among_sites(layout.rules, plan.ports.reach(layout.rules.consistency));
         exchange.set_role(plan.role);
+        exchange.set_workers_of(plan.ports.workers_of());
         layout.factor_layers.iter().for_each(|layer| exchange.take_factors(layer.slots()));
         let mut shard = Shard {
             exchange,
@@ -359,7 +360,10 @@ impl Shard {
             && !self.sums.keeps_totals()
         {
             // Contributions that still lie in arenas are summed in the pass that updates the parameters.
-            self.find_sources(index, slot, Some(member), header.step);
+            match update.is_apart {
+                true => self.arenas.find_sources(&slot.extent(), |other| other == member),
+                false => self.find_sources(index, slot, header.step),
+            }
             self.optimise(index, slot, update);
             return Ok(());
         }
@@ -367,15 +371,15 @@ impl Shard {
             self.look_at_median(index);
         }
         if !matches!(arrival.then, SumAction::Wait) {
-            self.sums.gather(index, slot, member, &mut self.arenas, &*self.plan.aggregator);
+            self.sums.gather(index, slot, &mut self.arenas, &*self.plan.aggregator);
         }
         self.go_on(index, slot, arrival.then)
     }
 
     /// Finds the contributions to `step` that still lie in arenas.
-    fn find_sources(&mut self, index: u32, slot: ChunkPlace, last: Option<u32>, step: u32) {
+    fn find_sources(&mut self, index: u32, slot: ChunkPlace, step: u32) {
         let (exchange, waits_for_all) = (&self.exchange, self.plan.quorum.is_none());
-        self.sums.find_sources(&mut self.arenas, &slot, last, |member| {
+        self.sums.find_sources(&mut self.arenas, &slot, |member| {
             waits_for_all || exchange.has_contributed(index, member, step)
         });
     }
@@ -417,15 +421,18 @@ impl Shard {
             factor: self.timing.factor(),
             tensor: self.timing.tensor(slot.key),
         };
-        let has_part = self.sums.end_step(index);
-        let uses_merge = has_part || self.model.is_by_chunk();
+        let has_part = match update.is_apart {
+            true => self.sums.take_apart(),
+            false => self.sums.end_step(index),
+        };
+        let has_array = has_part || self.model.is_by_chunk();
         let (aggregator, optimizer) = (&*self.plan.aggregator, &*self.plan.optimizer);
         let extent = slot.extent();
         let mut total = [0.0_f32; BLOCK_ELEMENTS];
         for block in slot.blocks(self.model.block_elements) {
             let at = slot.array_offset + block.start..slot.array_offset + block.end;
-            let sum = match uses_merge {
-                true => self.sums.part_mut(at.clone()),
+            let sum = match has_array {
+                true => self.sums.of_update(slot, &block, update.is_apart),
                 false => &mut total[..block.len()],
             };
             for (first, sum) in (block.start..).step_by(BLOCK_ELEMENTS).zip(sum.chunks_mut(BLOCK_ELEMENTS)) {

@@ -171,7 +171,7 @@ impl Route {
             core,
             state: RouteState::Opening,
             is_given_up: false,
-            exchange: Exchange::among_sites(rules, neighbours.reach()),
+            exchange: Exchange::among_sites(rules, neighbours.reach(rules.consistency)),
             chunks: composed.placements[usize::from(site)].chunks(id).iter().map(chunk).collect(),
             copy: site,
             serves: true,

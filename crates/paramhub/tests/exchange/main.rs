@@ -44,6 +44,7 @@ mod rewind;
 mod rounded_sites;
 mod shared;
 mod sites;
+mod stale_sites;
 mod state;
 mod stragglers;
 mod streams;

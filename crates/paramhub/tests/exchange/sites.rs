@@ -408,26 +408,28 @@ fn narrow_gradients_are_summed_in_f32_across_sites(transports: Transports) {
 fn settings_that_sites_cannot_serve_are_refused_with_the_reason(transports: Transports) {
     let racks = ["a", "b"];
     let cluster = Racks::new(transports, &[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
-    let wrong = |racks: &[&str], settings: &Settings| {
-        let options = JobOptions { rendezvous_timeout_s: 1.0, ..Default::default() };
+    let wrong = |racks: &[&str], reduction: Reduction, settings: &Settings| {
+        let options = JobOptions { rendezvous_timeout_s: 1.0, ..options(reduction) };
         let outcomes = cluster.try_run(racks, options, settings, |_| Ok(()));
         outcomes.into_iter().map(|outcome| outcome.unwrap_err().to_string()).collect::<Vec<_>>()
     };
     let asynchronous = Settings { consistency: Consistency::Asynchronous, ..Settings::new(keys(&[4])) };
     let one_bit = Key::new("w", [4]).in_codec(Codec::OneBit);
     let quantised = Settings::new(KeyTable::new(vec![one_bit]).unwrap());
-    let mut cases = vec![(asynchronous, "synchronous steps")];
+    let ring = "or synchronous steps";
+    let mut cases = vec![(asynchronous, ring, "use the reduction tree, sharded or flat")];
     if transports == Transports::tcp() {
-        cases.push((quantised, "key `w` (one-bit): hubs that serve racks or hosts cannot"));
+        let quantised_key = "key `w` (one-bit): hubs that serve racks or hosts cannot";
+        cases.push((quantised, quantised_key, "use the reduction flat"));
     }
-    for (settings, reason) in cases {
-        for refused in wrong(&racks, &settings) {
-            assert!(refused.contains(reason) && refused.contains("use the reduction flat"), "{refused}");
+    for (settings, reason, remedy) in cases {
+        for refused in wrong(&racks, Reduction::Ring, &settings) {
+            assert!(refused.contains(reason) && refused.contains(remedy), "{refused}");
         }
     }
     // A hub may still join until the time is up. The rank that gives up second gets the reason of the first
     // as well.
-    for refused in wrong(&["a", "z"], &Settings::new(keys(&[4]))) {
+    for refused in wrong(&["a", "z"], Reduction::Auto, &Settings::new(keys(&[4]))) {
         assert!(refused.contains("rank 1 is in rack \"z\", which no hub serves"), "{refused}");
     }
 }

@@ -228,7 +228,7 @@ impl Chunks {
                 self.aggregator.assign(&mut work.sum, payload, header.codec)
             }
             Fold::Sum { starts_sum: false, .. } => self.aggregator.add(&mut work.sum, payload, header.codec),
-            Fold::Park | Fold::Drop => bail!("nothing is parked or repeated here"),
+            Fold::Park | Fold::Apart | Fold::Drop => bail!("every step is that of all ranks, once"),
         }
         if let SumAction::Update(update) = arrival.then {
             let step = Step {

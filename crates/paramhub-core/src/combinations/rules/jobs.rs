@@ -12,8 +12,8 @@ use crate::combinations::Feature::{
     NoPeerAddress, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage, Quantised,
     QuantisedCodec, RedialGrace, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Replicas,
     Reproducible, Resume, Rewinds, RoundedSums, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites,
-    SharedMemory, SharedParameters, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob, UnplacedHubs,
-    Weight, WholeChunkOptimizer,
+    SharedMemory, SharedParameters, SitesInRing, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob,
+    UnplacedHubs, Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -202,12 +202,12 @@ pub(super) const SCHEMES: &[Rule] = &[
 
 pub(super) const SITES: &[Rule] = &[
     Rule {
-        these: &[SeveralSites],
+        these: &[SitesInRing],
         those: &[Asynchronous, BoundedStaleness],
         verdict: Refused,
-        why: "among racks and hosts every step waits for all workers",
-        remedy: "use the reduction flat, or synchronous steps",
-        callers: &[InitService, Python],
+        why: "a sum that goes round has the gradients of all racks, so that none can go on without the others",
+        remedy: "use the reduction tree, sharded or flat, or synchronous steps",
+        callers: &[InitService],
     },
     Rule {
         these: &[OptimizerAtOwner],

@@ -72,7 +72,7 @@ impl Shard {
     /// Updates a chunk with the contributions in its sum.
     pub(super) fn end_step(&mut self, index: u32, update: Update) -> usize {
         let slot = self.slots[index as usize];
-        self.find_sources(index, slot, None, update.step);
+        self.find_sources(index, slot, update.step);
         self.optimise(index, slot, update);
         slot.elements as usize
     }

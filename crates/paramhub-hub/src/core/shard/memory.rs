@@ -44,6 +44,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
         + layout.encoded_bytes as u64
         + layout.crossing_bytes as u64
         + layout.lost_elements as u64 * 4
+        + layout.apart_elements as u64 * 4
         + quantised
         + books
         + slots

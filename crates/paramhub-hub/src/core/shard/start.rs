@@ -102,8 +102,9 @@ impl Shard {
         }
     }
 
-    /// Copies one of these parts to the buffer from which it leaves by a port. Neither parameters nor state
-    /// change before all sites have them: no step is complete without their contributions.
+    /// Copies one of these parts to the buffer from which it leaves by a port. Where sites step together, neither parameters nor
+    /// state change before all sites have them: no step is complete without their contributions. Where they do not, a site
+    /// begins with the newest parameters, and state is for the owner alone.
     pub(crate) fn stage_start(&mut self, port: u32, index: u32, part: u8) {
         if part + 1 < self.start_parts(index) {
             return self.spill_state(port, index, usize::from(part));
@@ -120,8 +121,12 @@ impl Shard {
         let payload = &self.outboxes[port as usize].spill[..];
         let chunk = self.plan.placement().chunks(self.plan.route)[index as usize];
         let is_last = part + 1 == self.start_parts(index);
+        let first_step = match self.plan.ports.side(port) {
+            Side::Below(member) => self.exchange.next_step(index, member),
+            _ => self.exchange.step(index),
+        };
         let (operation, codec, step) = match is_last {
-            true => (Operation::Initialise, self.slots[index as usize].parameter, self.exchange.step(index)),
+            true => (Operation::Initialise, self.slots[index as usize].parameter, first_step),
             false => (Operation::InitialiseState, Codec::F32, u32::from(part)),
         };
         (Header { operation, codec, chunk, step, length: payload.len() as u32 }, payload)

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use paramhub_core::codec::Codec;
-use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::Fold;
 use paramhub_kernels::{Aggregator, convert, quantise};
 
@@ -18,8 +17,6 @@ enum Accumulation {
     /// In the order of arrival. Contributions in arenas stay there until the step is complete, so that all of
     /// them are added in one pass over the sum.
     OnArrival,
-    /// Each contribution is an update of its own: no sum is of all ranks.
-    EachAlone,
     /// In the order of arrival, those in arenas too: a step may end without a rank, which then overwrites its
     /// arena.
     OnArrivalFromArenas,
@@ -45,6 +42,10 @@ pub(in crate::core) struct Sums {
     /// What the quantising of sums here has lost, which is added to the next: at the owner of a chunk of the sum of all workers'
     /// gradients, at other sites of the sum that goes up.
     lost: Buffer,
+    /// A contribution that is an update of its own, until that is made, which is at once.
+    apart: Buffer,
+    /// `true` if `apart` has it: otherwise it lies in an arena.
+    has_apart: bool,
 }
 
 /// A contribution that has arrived whole.
@@ -62,10 +63,8 @@ impl Sums {
             Accumulation::InMemberOrder { parked: parked.collect::<Result<_, _>>()? }
         } else if plan.stragglers.leaves_out() {
             Accumulation::OnArrivalFromArenas
-        } else if plan.settings.consistency == Consistency::Synchronous {
-            Accumulation::OnArrival
         } else {
-            Accumulation::EachAlone
+            Accumulation::OnArrival
         };
         Ok(Sums {
             accumulation,
@@ -74,6 +73,8 @@ impl Sums {
             keeps_totals: layout.keeps_totals,
             crossing: Buffer::reserved(layout.crossing_bytes, 3)?,
             lost: Buffer::reserved(layout.lost_elements, 2)?,
+            apart: Buffer::reserved(layout.apart_elements, 2)?,
+            has_apart: false,
         })
     }
 
@@ -91,6 +92,12 @@ impl Sums {
         let sum = &mut self.merge[slot.range()];
         match (fold, &mut self.accumulation) {
             (Fold::Drop, _) => {}
+            (Fold::Apart, _) => {
+                if let Payload::Here(wire) = payload {
+                    aggregator.assign(&mut self.apart[..slot.elements as usize], wire, codec);
+                    self.has_apart = true;
+                }
+            }
             (Fold::Park, Accumulation::InMemberOrder { parked }) => {
                 // A contribution in an arena waits there.
                 if let Payload::Here(wire) = payload {
@@ -126,18 +133,16 @@ impl Sums {
         }
     }
 
-    /// Finds the contributions that still lie in arenas, of the step that ends. `last` is the member whose contribution
-    /// completes it, if one does, and `has_contributed` says which others have.
+    /// Finds the contributions that still lie in arenas, of the step that ends: `has_contributed` says which members have
+    /// contributed to it.
     pub(super) fn find_sources(
         &self,
         arenas: &mut Arenas,
         slot: &ChunkPlace,
-        last: Option<u32>,
         has_contributed: impl Fn(u32) -> bool,
     ) {
         match self.accumulation {
             Accumulation::OnArrival => arenas.find_sources(&slot.extent(), has_contributed),
-            Accumulation::EachAlone => arenas.find_sources(&slot.extent(), |member| Some(member) == last),
             Accumulation::OnArrivalFromArenas | Accumulation::InMemberOrder { .. } => {
                 arenas.find_no_sources()
             }
@@ -164,13 +169,12 @@ impl Sums {
         &mut self,
         index: u32,
         slot: ChunkPlace,
-        last: u32,
         arenas: &mut Arenas,
         aggregator: &dyn Aggregator,
     ) {
         let adds = std::mem::replace(&mut self.has_part[index as usize], true);
         // Where sums are gathered before they are complete, a step waits for all members.
-        self.find_sources(arenas, &slot, Some(last), |_| true);
+        self.find_sources(arenas, &slot, |_| true);
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let sum = &mut self.merge[slot.array_offset + block.start..slot.array_offset + block.end];
             arenas.gather(aggregator, slot.gradient, block.start, sum, adds);
@@ -181,6 +185,20 @@ impl Sums {
     pub(super) fn end_step(&mut self, index: u32) -> bool {
         let has_part = std::mem::take(&mut self.has_part[index as usize]);
         has_part || matches!(self.accumulation, Accumulation::InMemberOrder { .. })
+    }
+
+    /// Begins the update with a contribution that is apart from the sum under way. Returns whether it is here, and not in an
+    /// arena.
+    pub(super) fn take_apart(&mut self) -> bool {
+        std::mem::take(&mut self.has_apart)
+    }
+
+    /// A block of the sum that a chunk is updated with.
+    pub(super) fn of_update(&mut self, slot: ChunkPlace, block: &Range<usize>, is_apart: bool) -> &mut [f32] {
+        match is_apart {
+            true => &mut self.apart[block.clone()],
+            false => &mut self.merge[slot.array_offset + block.start..slot.array_offset + block.end],
+        }
     }
 
     /// Drops the sums of all steps under way.
@@ -264,6 +282,7 @@ impl Sums {
         each(&mut self.merge);
         each(&mut self.crossing);
         each(&mut self.lost);
+        each(&mut self.apart);
         if let Accumulation::InMemberOrder { parked } = &mut self.accumulation {
             parked.iter_mut().for_each(|array| each(array));
         }
