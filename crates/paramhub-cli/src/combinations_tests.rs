@@ -84,7 +84,6 @@ fn options_of_commands_show_the_sentence_of_every_rule_about_them() {
         of_train(None, by_run, chaos()),
         of_train(None, None, TrainSection { chaos_seed: Some(3), ..train() }),
         of_train(None, None, TrainSection { momentum: 0.5, optimizer: TrainOptimizer::AdamW, ..train() }),
-        of_train(None, None, TrainSection { codec: Codec::OneBit, ..shm.clone() }),
         of_train(None, None, TrainSection { on_interface_down: OnInterfaceDown::Continue, ..shm.clone() }),
         of_train(None, None, TrainSection { encrypt: true, ..shm }),
         hub::check(&keep).map_err(|refused| refused.to_string()),

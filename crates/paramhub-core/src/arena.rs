@@ -93,7 +93,7 @@ impl ArenaLayout {
 fn lay(settings: &Settings, end: &mut u64, codec: impl Fn(&Key) -> Codec) -> Vec<KeyMemory> {
     *end = end.next_multiple_of(ALIGNMENT);
     let place = |key: &Key| {
-        // Shared memory never carries quantised tensors: see `Settings::quantises`.
+        // Quantised keys lie here in their own type: see `Settings::quantises`.
         let codec = Some(codec(key)).filter(|codec| !codec.is_quantised()).unwrap_or(key.dtype.codec());
         let alignment = if settings.packed { codec.bytes() as u64 } else { ALIGNMENT };
         let start = end.next_multiple_of(alignment);

@@ -346,9 +346,8 @@ impl Settings {
         key.codec.or(self.codec.filter(is_for)).unwrap_or(key.dtype.codec())
     }
 
-    /// Returns whether any key is quantised. Streams of such a job are never local: memory shared with a hub
-    /// carries raw tensors, which are cheaper there, and a worker's contribution must not be more exact
-    /// because of where it runs.
+    /// Returns whether any key is quantised. Through memory that a worker shares with a hub such keys go in their own type: there
+    /// are no bytes to save, and quantising takes longer than writing them.
     pub fn quantises(&self) -> bool {
         self.keys.keys().iter().any(|key| self.codec_of(key).is_quantised())
     }

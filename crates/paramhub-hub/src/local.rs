@@ -74,7 +74,6 @@ impl JobMemory {
         descriptors: Vec<OwnedFd>,
         shares_parameters: bool,
     ) -> Result<LocalMemory, String> {
-        self.check(Feature::SharedMemory)?;
         let [arena, rings] =
             <[OwnedFd; 2]>::try_from(descriptors).map_err(|found| wrong_descriptors(found.len()))?;
         let rings = Segment::adopt(rings, rings_bytes(RING_BYTES_DEFAULT))
@@ -96,7 +95,7 @@ impl JobMemory {
         self.own.remove(&rank);
     }
 
-    /// Refuses shared memory, or shared parameters, with which the job does not combine.
+    /// Refuses shared parameters, with which the job does not combine.
     pub(crate) fn check(&self, asked: Feature) -> Result<(), String> {
         conflict_of(asked, self.job).map_or(Ok(()), |conflict| Err(conflict.to_string()))
     }

@@ -54,12 +54,14 @@ impl InboundSink<'_> {
         )))
     }
 
-    /// Takes an answer that has come whole. Parameters that are not in `payload` are in the user's memory.
+    /// Takes an answer that has come whole. Parameters that are not in `payload` are in the user's memory; `is_in_arena`: they
+    /// came through shared memory.
     fn take_answer(
         &mut self,
         header: &Header,
         expected: ExpectedAnswer,
         payload: Option<&[u8]>,
+        is_in_arena: bool,
     ) -> Result<(), FrameFault> {
         let extent = expected.extent();
         match header.operation {
@@ -70,7 +72,8 @@ impl InboundSink<'_> {
             Operation::Parameters if header.codec.is_quantised() => {
                 self.in_flight.take_change(extent, payload.ok_or_else(|| unreadable(header))?);
             }
-            Operation::Parameters => self.in_flight.took_whole(extent),
+            // Through shared memory no answer is a change.
+            Operation::Parameters if !is_in_arena => self.in_flight.took_whole(extent),
             _ => {}
         }
         let answered = self.in_flight.requests.answered(expected);
@@ -127,7 +130,7 @@ impl FrameSink for InboundSink<'_> {
         let expected = self.expect(header)?;
         self.in_flight.uncounted_bytes += HEADER_BYTES + header.length as usize;
         self.in_flight.collect(expected.extent());
-        self.take_answer(header, expected, None)
+        self.take_answer(header, expected, None, true)
     }
 
     fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), FrameFault> {
@@ -136,7 +139,7 @@ impl FrameSink for InboundSink<'_> {
         match header.operation {
             Operation::Parameters | Operation::Applied | Operation::State => {
                 let expected = self.begun.take().expect("an answer lands before it is whole");
-                self.take_answer(header, expected, payload)
+                self.take_answer(header, expected, payload, false)
             }
             Operation::Norm => {
                 let (Norm(squares), tensors) = payload.and_then(Norm::decode).ok_or_else(unreadable)?;

@@ -431,8 +431,7 @@ impl JobConfig {
         shape: &HubShape,
         options: &Options,
     ) -> Result<Option<UnixStream>, WorkerError> {
-        let has_standbys = self.job_options.has_standbys();
-        if options.transport == Transport::Tcp || self.settings.quantises() || has_standbys {
+        if options.transport == Transport::Tcp || self.job_options.has_standbys() {
             return Ok(None);
         }
         let reached = match &shape.local {

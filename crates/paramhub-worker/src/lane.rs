@@ -335,8 +335,15 @@ impl Lane {
                 }
                 continue;
             }
-            let (header, extent) = in_flight.header(chunk);
-            let (travels_as, lies_as) = in_flight.codecs(extent.key);
+            let (mut header, extent) = in_flight.header(chunk);
+            let (mut travels_as, lies_as) = in_flight.codecs(extent.key);
+            if travels_as.is_quantised() && self.stream.is_shm() {
+                // It goes in its own type through shared memory.
+                if header.codec == travels_as {
+                    (header.codec, header.length) = (lies_as, extent.bytes(lies_as));
+                }
+                travels_as = lies_as;
+            }
             let mut place = None;
             let of_tensor = header.operation.carries_tensor();
             if header.operation == Operation::InitialiseState {

@@ -287,11 +287,12 @@ mod tests {
         let usual = JobOptions::default();
         let replicas = JobOptions { replicas: 1, ..usual };
         for options in [&auto, &shm] {
-            options.check(&who, &plain, &usual, 1).unwrap();
+            for settings in [&plain, &quantised] {
+                options.check(&who, settings, &usual, 1).unwrap();
+            }
         }
         let refused: Vec<String> = [
             (&tcp, &plain, &usual, 1),
-            (&shm, &quantised, &usual, 1),
             (&auto, &stale, &usual, 1),
             (&auto, &plain, &late, 1),
             (&auto, &plain, &usual, 2),

@@ -176,7 +176,9 @@ def by_host_asynchronously(rank: Rank, reduction: str | None) -> tuple[float, fl
     optimizer = HubOptimizer(layer, paramhub.SGD(lr=1.0))
     for step in range(6):
         if step == 5:
-            hub_torch.barrier()
+            rank.mark(f"{rank.rank} has made five steps")
+            for other in range(4):
+                rank.await_mark(f"{other} has made five steps")
         optimizer.zero_grad()
         layer(torch.ones(1, 300)).sum().backward()
         optimizer.step()

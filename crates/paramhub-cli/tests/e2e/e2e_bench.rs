@@ -81,6 +81,8 @@ fn quantised_exchanges_of_two_to_four_processes_are_exact_and_small_both_ways() 
     ] {
         let (results, shown) = tiny(mixed, more);
         assert_eq!(results["max_abs_error"].as_f64(), Some(0.0), "{more:?}: {shown}");
+        let (results_of_shm, shown) = tiny(mixed, &[more, &["--transport", "shm"]].concat());
+        assert_eq!(results_of_shm["max_abs_error"].as_f64(), Some(0.0), "{more:?}, shm: {shown}");
         for way in ["frame_bytes_sent", "frame_bytes_received"] {
             let bytes = results[way].as_f64().unwrap();
             // The rest is headers of the exact keys' chunks and an occasional heartbeat.
@@ -161,7 +163,6 @@ fn wrong_usage_is_answered_with_what_to_do() {
         (&["--model", "resnet18", "--dtype", "f64"], "f64"),
         (&["--model", "resnet18", "--dtype", "one-bit"], "elements lie in memory"),
         (&["--model", "resnet18", "--codec", "three-bit"], "one-bit or two-bit"),
-        (&["--model", "resnet18", "--codec", "one-bit", "--transport", "shm"], "need TCP"),
         (&["--model", "resnet18", "--workers", "0"], "--workers"),
         (&["--model", "resnet18", "--streams", "65"], "1..=64"),
         (&["--model", "resnet18", "--scale", "0"], "--scale"),

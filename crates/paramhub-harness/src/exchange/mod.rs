@@ -196,11 +196,6 @@ impl ExchangeFlags {
             let why = "--shared-parameters needs shared memory: give --transport shm or auto with it";
             return Err(Usage(why.into()).into());
         }
-        if self.codec.is_some_and(Codec::is_quantised) && self.transport != Transport::Tcp {
-            let why =
-                "--codec one-bit and two-bit need TCP: memory that is shared with a hub carries raw tensors";
-            return Err(Usage(why.into()).into());
-        }
         let name = model.name.clone();
         let keys = model.keys(element_type(self.dtype)?, self.codec, self.scale)?;
         let spec = Spec {

@@ -10,7 +10,7 @@ use paramhub::{Codec, Dtype, Key, Registry};
 use paramhub_kernels::{Step, convert, quantise};
 use serde::{Deserialize, Serialize};
 
-use super::spec::Spec;
+use super::spec::{Spec, Transport};
 
 const BLOCK_ELEMENTS: usize = 8192;
 /// The number of no rank, for the initial parameters.
@@ -88,6 +88,9 @@ pub(super) fn check(spec: &Spec, exchanges: u64, tensors: &[&[u8]]) -> anyhow::R
     let mut verdict = Verdict::default();
     for ((number, key), tensor) in (0..).zip(spec.keys.keys()).zip(tensors) {
         let (memory, codec) = (key.dtype.codec(), settings.codec_of(key));
+        // Through shared memory quantised keys go in their own type.
+        let is_shared = spec.transport != Transport::Tcp;
+        let travels_as = if is_shared && codec.is_quantised() { memory } else { codec };
         let block_elements = if codec.is_quantised() { chunk_elements } else { BLOCK_ELEMENTS };
         for (first, received) in
             (0..).step_by(block_elements).zip(tensor.chunks(block_elements * memory.bytes()))
@@ -101,15 +104,15 @@ pub(super) fn check(spec: &Spec, exchanges: u64, tensors: &[&[u8]]) -> anyhow::R
             for exchange in 1..=exchanges {
                 // The sum is the same in every exchange, unless the quantisation's losses are added.
                 for rank in 0..if exchange == 1 || codec.is_quantised() { spec.workers } else { 0 } {
-                    let wire = &mut wire[..codec.payload_bytes(length)];
+                    let wire = &mut wire[..travels_as.payload_bytes(length)];
                     contribute(rank, number, first, values);
-                    match codec.is_quantised() {
+                    match travels_as.is_quantised() {
                         true => quantise::encode(values, quantised.lost_by(rank, length), wire, codec),
-                        false => convert::encode(values, wire, codec),
+                        false => convert::encode(values, wire, travels_as),
                     }
                     match rank {
-                        0 => aggregator.assign(sum, wire, codec),
-                        _ => aggregator.add(sum, wire, codec),
+                        0 => aggregator.assign(sum, wire, travels_as),
+                        _ => aggregator.add(sum, wire, travels_as),
                     }
                 }
                 let (number, contributions) = (exchange, spec.workers);

@@ -127,7 +127,8 @@ impl Spec {
         let settings =
             Settings { optimizer, chunk_bytes: self.chunk_bytes, ..Settings::new(self.keys.clone()) };
         // A sum of levels depends on the order, and the last exchange is compared bit by bit.
-        Ok(Settings { reproducible: settings.quantises(), ..settings })
+        let sums_levels = settings.quantises() && self.transport == Transport::Tcp;
+        Ok(Settings { reproducible: sums_levels, ..settings })
     }
 
     /// Raw bytes of each stream, one way: a worker's gradients, spread evenly over as many streams as the

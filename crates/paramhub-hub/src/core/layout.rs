@@ -34,8 +34,10 @@ pub(super) struct ChunkPlace {
     /// The first element in the arrays of parameters and sums. It is at the start of a cache line, except for the chunks of a
     /// key that takes factors, which lie without gaps.
     pub(super) array_offset: usize,
-    /// The codec in which gradients arrive.
+    /// The codec in which gradients arrive over TCP.
     pub(super) gradient: Codec,
+    /// The codec in which they lie in arenas: the same or, if that one quantises, the key's own.
+    pub(super) in_arena: Codec,
     /// The codec of the parameters that are sent to workers. If gradients are quantised, the hub may send a
     /// quantised change instead.
     pub(super) parameter: Codec,
@@ -161,6 +163,7 @@ impl Layout {
                     key_offset: extent.offset,
                     array_offset: offset,
                     gradient,
+                    in_arena: if gradient.is_quantised() { key.dtype.codec() } else { gradient },
                     parameter: key.dtype.codec(),
                     between_sites,
                     crossing_offset_bytes: crossing_bytes,

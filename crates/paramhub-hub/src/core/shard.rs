@@ -24,6 +24,7 @@ mod two_phases;
 use std::time::Instant;
 
 use paramhub_core::between_sites::Departures;
+use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Answer, Exchange, LeftWhileAwaited, ProtocolViolation, SumAction, Update};
 use paramhub_core::hyperparameters::{ChangesOfMembers, Hyperparameters, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
@@ -332,7 +333,8 @@ impl Shard {
             && let Some(element) = self.first_non_finite(member, slot, payload)
         {
             let (key, element) = (self.key_name(slot.key), slot.key_offset + element as u64);
-            return Err(match slot.gradient.is_quantised() {
+            let comes_quantised = slot.gradient.is_quantised() && matches!(payload, Payload::Here(_));
+            return Err(match comes_quantised {
                 true => Fault::NonFiniteBlock { key, element, codec: slot.gradient },
                 false => Fault::NonFinite { key, element },
             });
@@ -436,7 +438,7 @@ impl Shard {
                 false => &mut total[..block.len()],
             };
             for (first, sum) in (block.start..).step_by(BLOCK_ELEMENTS).zip(sum.chunks_mut(BLOCK_ELEMENTS)) {
-                self.arenas.gather(aggregator, slot.gradient, first, sum, has_part);
+                self.arenas.gather(aggregator, slot.in_arena, first, sum, has_part);
             }
             self.model.prefetch(at.end..slot.range().end.min(at.end + BLOCK_ELEMENTS));
             let (parameters, state) = self.model.block_mut(at.clone());
@@ -446,11 +448,14 @@ impl Shard {
             if !self.exchange.skips() {
                 optimizer.apply(&step, parameters, sum, state);
             }
-            let parameters = self.model.encode(at, slot.parameter);
-            self.arenas.hand_out(&extent, block.start, slot.parameter, parameters, true);
+            if !slot.gradient.is_quantised() {
+                let parameters = self.model.encode(at, slot.parameter);
+                self.arenas.hand_out(&extent, block.start, slot.parameter, parameters, true);
+            }
         }
         if slot.gradient.is_quantised() {
             self.quantised.make_answer(&slot, &mut self.model.parameters[slot.range()]);
+            self.hand_out(slot, true);
         }
         self.arenas.forget_targets();
         self.unshared[index as usize] = false;
@@ -463,12 +468,20 @@ impl Shard {
     /// Hands out the chunk's parameters unchanged.
     fn deliver(&mut self, slot: ChunkPlace, are_new: bool) {
         self.copied += self.arenas.copies(are_new) * slot.extent().bytes(slot.parameter) as usize;
-        for block in slot.blocks(BLOCK_ELEMENTS) {
-            let at = slot.array_offset + block.start..slot.array_offset + block.end;
-            let parameters = self.model.encode(at, slot.parameter);
-            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters, are_new);
-        }
+        self.hand_out(slot, are_new);
         self.arenas.forget_targets();
+    }
+
+    /// Writes the chunk's parameters to the arenas that are noted: those of a quantised key as all ranks have them.
+    fn hand_out(&mut self, slot: ChunkPlace, are_new: bool) {
+        if slot.parameter != Codec::F32 {
+            self.model.encode(slot.range(), slot.parameter);
+        }
+        let parameters = self.payload(slot);
+        for block in slot.blocks(BLOCK_ELEMENTS) {
+            let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();
+            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, &parameters[bytes], are_new);
+        }
     }
 
     /// Owes every answer that is due, and notes the ranks whose arenas must have the parameters before the

@@ -4,7 +4,6 @@ use std::path::Path;
 
 use paramhub_core::auth::{Epoch, EpochSecret, Namespace, Nonce};
 use paramhub_core::checkpoint::Resume;
-use paramhub_core::codec::Codec;
 use paramhub_core::combinations::{Caller, Feature, Features};
 use paramhub_core::composition::Composition;
 use paramhub_core::consistency::Consistency;
@@ -57,7 +56,6 @@ fn planned(job: &JobPlan) -> Result<(), String> {
 #[test]
 fn a_hub_shows_the_sentence_of_every_rule_that_it_asks_about() {
     let exact = job(Consistency::Synchronous, JobOptions::default()).settings;
-    let quantised = Settings { codec: Some(Codec::OneBit), ..exact.clone() };
     let memory = |settings: &Settings, others: [(Feature, bool); 1], asked| {
         JobMemory::new(settings, settings.features().and(Features::of(others))).check(asked)
     };
@@ -66,9 +64,7 @@ fn a_hub_shows_the_sentence_of_every_rule_that_it_asks_about() {
     let resumes = JobOptions { resume: Some(Resume::Latest), ..JobOptions::default() };
     let fixed = HubConfig { interfaces: "eth1".parse().unwrap(), ..HubConfig::default() };
     let nothing = Sysfs::at(Path::new("no such folder").to_path_buf());
-    memory(&exact, several, Feature::SharedMemory).unwrap();
     let refused = [
-        memory(&quantised, [(Feature::SeveralHubs, false)], Feature::SharedMemory).unwrap_err(),
         memory(&exact, late, Feature::SharedParameters).unwrap_err(),
         memory(&exact, several, Feature::SharedParameters).unwrap_err(),
         CheckpointPlan::of(&job(Consistency::Synchronous, resumes), None).unwrap_err(),

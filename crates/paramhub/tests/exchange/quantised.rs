@@ -10,13 +10,28 @@ use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::wire::{Header, Operation, Verdict};
 use paramhub_kernels::{Hyperparameters, Registry, Step, convert, quantise};
-use paramhub_worker::{Job, Member, Options, Transport};
+use paramhub_worker::{Job, Member, Options, ParameterSharing, Transport};
 
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, Transports, gradient, keys, sgd};
+use crate::cluster::{Cluster, Transports, gradient, sgd};
 use crate::raw::Raw;
 
+over_transports!(
+    [tcp shm mixed]
+    quantised_keys_beside_exact_ones_come_out_as_the_kernels_make_them,
+    means_and_sums_come_back_quantised_with_what_the_hub_lost_before,
+    many_steps_end_where_exact_ones_do,
+    ranks_have_the_same_parameters_however_they_come_by_them,
+    gradients_are_clipped_as_they_were_rebuilt,
+    a_gradient_that_is_not_finite_fails_its_job_by_name,
+);
+
 const STEPS: u32 = 6;
+
+/// Returns whether a rank quantises its gradients.
+fn quantises(transports: Transports, rank: u32) -> bool {
+    transports.of_rank(rank) == Transport::Tcp
+}
 
 /// Matrices over several chunks and below one block, biases, and keys with codecs of their own.
 fn mixed() -> KeyTable {
@@ -47,8 +62,9 @@ fn start(settings: &Settings) -> Vec<Vec<f32>> {
     lengths.map(|elements| (0..elements).map(|i| i as f32 / 1000.0).collect()).collect()
 }
 
-/// The final parameters of every rank, chunk by chunk, by the kernels.
-fn expected(settings: &Settings, workers: u32) -> Vec<Vec<f32>> {
+/// The final parameters of every rank, chunk by chunk, by the kernels. `quantises` says which ranks quantise their gradients:
+/// those whose bytes go over TCP.
+fn expected(settings: &Settings, workers: u32, quantises: impl Fn(u32) -> bool) -> Vec<Vec<f32>> {
     let registry = Registry::with_builtins();
     let optimizer = registry.optimizer(&settings.optimizer.name).unwrap();
     let aggregator = registry.aggregator("sum").unwrap();
@@ -71,13 +87,20 @@ fn expected(settings: &Settings, workers: u32) -> Vec<Vec<f32>> {
         for step in 0..STEPS {
             for rank in 0..workers {
                 let gradient = gradient(rank, extent.key, step, whole)[at.clone()].to_vec();
-                match codec.is_quantised() {
-                    true => quantise::encode(&gradient, &mut lost[rank as usize], &mut wire, codec),
-                    false => convert::encode(&gradient, &mut wire, codec),
-                }
+                let (wire, codec) = match codec.is_quantised() {
+                    true if quantises(rank) => {
+                        quantise::encode(&gradient, &mut lost[rank as usize], &mut wire, codec);
+                        (&wire[..], codec)
+                    }
+                    true => (bytemuck::cast_slice(&gradient), Codec::F32),
+                    false => {
+                        convert::encode(&gradient, &mut wire, codec);
+                        (&wire[..], codec)
+                    }
+                };
                 match rank {
-                    0 => aggregator.assign(&mut sum, &wire, codec),
-                    _ => aggregator.add(&mut sum, &wire, codec),
+                    0 => aggregator.assign(&mut sum, wire, codec),
+                    _ => aggregator.add(&mut sum, wire, codec),
                 }
             }
             let number = u64::from(step) + 1;
@@ -127,11 +150,10 @@ fn assert_models(got: &[Vec<f32>], want: &[Vec<f32>], settings: &Settings, what:
     }
 }
 
-#[test]
-fn quantised_keys_beside_exact_ones_come_out_as_the_kernels_make_them() {
+fn quantised_keys_beside_exact_ones_come_out_as_the_kernels_make_them(transports: Transports) {
     for (workers, optimizer) in [(2, sgd(0.1, 0.9)), (3, adam()), (4, sgd(0.05, 0.0))] {
         for cores in [1, 2] {
-            let cluster = Cluster::new(Transports::tcp(), cores);
+            let cluster = Cluster::new(transports, cores);
             let settings = settings(optimizer.clone());
             let models = cluster.job("mixed", workers).run(&settings, |job| {
                 let mut model = start(&settings);
@@ -148,7 +170,7 @@ fn quantised_keys_beside_exact_ones_come_out_as_the_kernels_make_them() {
                 assert_models(&pulled, &model, &settings, "pulled");
                 model
             });
-            let expected = expected(&settings, workers);
+            let expected = expected(&settings, workers, |rank| quantises(transports, rank));
             for (rank, model) in models.iter().enumerate() {
                 assert_models(model, &expected, &settings, &format!("rank {rank} of {workers}"));
             }
@@ -156,10 +178,9 @@ fn quantised_keys_beside_exact_ones_come_out_as_the_kernels_make_them() {
     }
 }
 
-#[test]
-fn means_and_sums_come_back_quantised_with_what_the_hub_lost_before() {
+fn means_and_sums_come_back_quantised_with_what_the_hub_lost_before(transports: Transports) {
     for (workers, optimizer) in [(2, "mean"), (3, "sum")] {
-        let cluster = Cluster::new(Transports::tcp(), 1);
+        let cluster = Cluster::new(transports, 1);
         let settings = settings(OptimizerChoice::named(optimizer));
         let models = cluster.job(optimizer, workers).run(&settings, |job| {
             let mut model = start(&settings);
@@ -169,7 +190,7 @@ fn means_and_sums_come_back_quantised_with_what_the_hub_lost_before() {
             assert_eq!(out, model[0]);
             model
         });
-        let expected = expected(&settings, workers);
+        let expected = expected(&settings, workers, |rank| quantises(transports, rank));
         for model in &models {
             assert_models(model, &expected, &settings, optimizer);
         }
@@ -177,9 +198,8 @@ fn means_and_sums_come_back_quantised_with_what_the_hub_lost_before() {
 }
 
 /// With the same gradient again and again, the relative error shrinks as the parameters move.
-#[test]
-fn many_steps_end_where_exact_ones_do() {
-    let cluster = Cluster::new(Transports::tcp(), 1);
+fn many_steps_end_where_exact_ones_do(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let train = |codec: Codec, steps: u32| {
         let settings = Settings {
             optimizer: sgd(0.01, 0.0),
@@ -240,9 +260,8 @@ fn less_than_a_thirtieth_travels_each_way() {
 
 /// Sums in order of arrival may differ from run to run, but never from rank to rank. How a rank gets its
 /// parameters, and whether it skips some, does not matter either.
-#[test]
-fn ranks_have_the_same_parameters_however_they_come_by_them() {
-    let cluster = Cluster::new(Transports::tcp(), 2);
+fn ranks_have_the_same_parameters_however_they_come_by_them(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings = Settings { reproducible: false, ..settings(adam()) };
     let models = cluster.job("ways", 3).run(&settings, |job| {
         let mut model = start(&settings);
@@ -269,9 +288,8 @@ fn ranks_have_the_same_parameters_however_they_come_by_them() {
     }
 }
 
-#[test]
-fn gradients_are_clipped_as_they_were_rebuilt() {
-    let cluster = Cluster::new(Transports::tcp(), 1);
+fn gradients_are_clipped_as_they_were_rebuilt(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings = Settings { clip_norm: Some(0.5), ..settings(sgd(1.0, 0.0)) };
     let models = cluster.job("clipped", 2).run(&settings, |job| {
         let mut model = start(&settings);
@@ -291,9 +309,8 @@ fn gradients_are_clipped_as_they_were_rebuilt() {
     assert!(moved > 0.05 && moved < 0.5, "moved by {moved}");
 }
 
-#[test]
-fn a_gradient_that_is_not_finite_fails_its_job_by_name() {
-    let cluster = Cluster::new(Transports::tcp(), 1);
+fn a_gradient_that_is_not_finite_fails_its_job_by_name(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings = Settings { codec: Some(Codec::OneBit), ..Settings::new(mixed()) };
     beside_a_running_job(&cluster, || {
         let ticket = cluster.job("diverged", 2);
@@ -320,9 +337,13 @@ fn a_gradient_that_is_not_finite_fails_its_job_by_name() {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
         });
         for message in messages {
-            // 808 into the second chunk, and so in its first block.
             assert!(message.contains("rank 1") && message.contains("`fc1.weight`"), "{message}");
-            assert!(message.contains("from element 8192 on, which one-bit cannot carry"), "{message}");
+            // 808 into the second chunk, and so in its first block.
+            let where_it_is = match quantises(transports, 1) {
+                true => "from element 8192 on, which one-bit cannot carry",
+                false => "element 9000",
+            };
+            assert!(message.contains(where_it_is), "{message}");
         }
     });
 }
@@ -390,22 +411,38 @@ fn a_key_that_cannot_be_quantised_is_refused_with_its_reason() {
     let half = Key { dtype: Dtype::BF16, ..Key::new("w", [4, 4]) }.in_codec(Codec::TwoBit);
     let message = refused("half", Settings::new(KeyTable::new(vec![half]).unwrap()));
     assert!(message.contains("key `w` (two-bit, bf16): ") && message.contains("give it as f32"), "{message}");
+}
 
-    let ticket = cluster.job("shm", 1);
-    let options = Options { transport: Transport::Shm, ..Default::default() };
-    let member = Member::connect_with(ticket.membership(0), options).unwrap();
-    let message = member.init(settings(adam())).map(drop).unwrap_err().to_string();
-    assert!(message.contains("carries raw tensors; use the transport auto or tcp"), "{message}");
-
-    // By default a worker beside its hub takes TCP for these keys, and so all contribute alike.
-    let ticket = cluster.job("auto", 1);
-    let job = Member::connect_with(ticket.membership(0), Options::default()).unwrap();
-    let job = job.init(settings(adam())).unwrap();
-    assert!(!job.shares_memory());
-    job.leave().unwrap();
-    let ticket = cluster.job("exact", 1);
-    let job = Member::connect_with(ticket.membership(0), Options::default()).unwrap();
-    let job = job.init(Settings::new(keys(&[4]))).unwrap();
-    assert!(job.shares_memory(), "or the test above shows nothing");
-    job.leave().unwrap();
+#[test]
+fn ranks_beside_their_hub_read_the_parameters_that_all_have_from_one_copy() {
+    let cluster = Cluster::new(Transports::tcp(), 1);
+    let settings = settings(sgd(0.1, 0.9));
+    let ticket = cluster.job("shared", 3);
+    let models = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3)
+            .map(|rank| {
+                let (ticket, settings) = (&ticket, &settings);
+                scope.spawn(move || {
+                    let (transport, shared_parameters) = match rank {
+                        0 => (Transport::Tcp, ParameterSharing::Never),
+                        _ => (Transport::Auto, ParameterSharing::Always),
+                    };
+                    let options = Options { transport, shared_parameters, ..Default::default() };
+                    let member = Member::connect_with(ticket.membership(rank), options).unwrap();
+                    let job = member.init(settings.clone()).unwrap();
+                    assert_eq!(job.shares_memory(), rank > 0, "by default, too");
+                    let mut model = start(settings);
+                    job.broadcast(&mut model, 0).unwrap();
+                    (0..STEPS).for_each(|step| exchange_step(&job, step, &mut model));
+                    job.leave().unwrap();
+                    model
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    let expected = expected(&settings, 3, |rank| rank == 0);
+    for model in &models {
+        assert_models(model, &expected, &settings, "with one copy of the parameters");
+    }
 }

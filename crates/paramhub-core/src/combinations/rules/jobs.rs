@@ -407,14 +407,6 @@ pub(super) const CHECKPOINTS: &[Rule] = &[
 
 pub(super) const WORKERS: &[Rule] = &[
     Rule {
-        these: &[SharedMemory, SharedParameters],
-        those: &[Quantised],
-        verdict: Refused,
-        why: "memory that is shared with a hub carries raw tensors",
-        remedy: "use the transport auto or tcp, or let the keys travel as f32",
-        callers: &[Worker, Hub, CommandLine],
-    },
-    Rule {
         these: &[SharedParameters],
         those: &[Tcp],
         verdict: Refused,

@@ -82,7 +82,7 @@ impl Shard {
                 return Err(self.violation(header.chunk, slot.key, ProtocolViolation::ByFactors));
             }
             Operation::Push | Operation::PushPull => {
-                let codec = contribution_codec(side, &slot);
+                let codec = self.contribution_codec(side, &slot);
                 (codec, slot.extent().bytes(codec))
             }
             Operation::Total => (slot.between_sites, slot.extent().bytes(slot.between_sites)),
@@ -106,8 +106,18 @@ impl Shard {
         Ok(())
     }
 
+    /// The codec in which contributions arrive.
+    fn contribution_codec(&self, side: Side, slot: &ChunkPlace) -> Codec {
+        match side {
+            Side::Worker(member) if self.arenas.has(member) => slot.in_arena,
+            Side::Worker(_) => slot.gradient,
+            Side::Below(_) => slot.between_sites,
+            Side::Above | Side::Standby | Side::Serving => Codec::F32,
+        }
+    }
+
     /// Returns the first element of a member's contribution that is NaN or infinite, counted within the chunk.
-    /// If the gradients are quantised, it is the first element of a block that is not finite.
+    /// If it came quantised, it is the first element of a block that is not finite.
     pub(super) fn first_non_finite(
         &self,
         member: u32,
@@ -124,22 +134,13 @@ impl Shard {
             Payload::InArena => {
                 let place = self.arenas.gradient_place(member, &slot.extent());
                 let mut found = None;
-                read_blocks(&self.arenas, member, place, slot, slot.gradient, |block, wire| {
-                    let here = finite::first_non_finite(wire, slot.gradient);
+                read_blocks(&self.arenas, member, place, slot, slot.in_arena, |block, wire| {
+                    let here = finite::first_non_finite(wire, slot.in_arena);
                     found = found.or(here.map(|element| block.start + element));
                 });
                 found
             }
         }
-    }
-}
-
-/// The codec in which contributions arrive.
-fn contribution_codec(side: Side, slot: &ChunkPlace) -> Codec {
-    match side {
-        Side::Worker(_) => slot.gradient,
-        Side::Below(_) => slot.between_sites,
-        Side::Above | Side::Standby | Side::Serving => Codec::F32,
     }
 }
 

@@ -49,7 +49,9 @@ impl Shard {
         match self.plan.ports.side(port) {
             Side::Above | Side::Standby => Source::Sum(index),
             Side::Below(_) if self.plan.optimizes_here() => Source::Total(index),
-            Side::Worker(rank) if self.lacks_last_change(index, rank) => Source::Change(index),
+            Side::Worker(rank) if !self.has_arena(port) && self.lacks_last_change(index, rank) => {
+                Source::Change(index)
+            }
             _ => Source::Model(index),
         }
     }

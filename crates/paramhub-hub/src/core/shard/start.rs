@@ -122,7 +122,9 @@ impl Shard {
         let chunk = self.plan.placement().chunks(self.plan.route)[index as usize];
         let is_last = part + 1 == self.start_parts(index);
         let first_step = match self.plan.ports.side(port) {
-            Side::Below(member) => self.exchange.next_step(index, member),
+            Side::Below(member) if !self.exchange.steps_together(index, member) => {
+                self.exchange.next_step(index, member)
+            }
             _ => self.exchange.step(index),
         };
         let (operation, codec, step) = match is_last {

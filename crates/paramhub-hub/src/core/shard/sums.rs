@@ -177,7 +177,7 @@ impl Sums {
         self.find_sources(arenas, &slot, |_| true);
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let sum = &mut self.merge[slot.array_offset + block.start..slot.array_offset + block.end];
-            arenas.gather(aggregator, slot.gradient, block.start, sum, adds);
+            arenas.gather(aggregator, slot.in_arena, block.start, sum, adds);
         }
     }
 
@@ -299,8 +299,8 @@ fn add_from_arena(
     first: bool,
 ) {
     let place = arenas.gradient_place(member, &slot.extent());
-    read_blocks(arenas, member, place, slot, slot.gradient, |block, wire| match first {
-        true => aggregator.assign(&mut sum[block], wire, slot.gradient),
-        false => aggregator.add(&mut sum[block], wire, slot.gradient),
+    read_blocks(arenas, member, place, slot, slot.in_arena, |block, wire| match first {
+        true => aggregator.assign(&mut sum[block], wire, slot.in_arena),
+        false => aggregator.add(&mut sum[block], wire, slot.in_arena),
     });
 }
