@@ -180,7 +180,9 @@ impl Composition {
 /// # Errors
 /// The first conflict.
 pub fn check_job(job: &JobPlan, schemes: &Plan) -> Result<(), Conflict> {
-    let (options, hubs) = (job.options.features(), job.composition.features());
+    let is_unasked = job.options.reduction == Reduction::Auto && !job.composition.is_flat();
+    let hubs = job.composition.features().and(Features::of([(Feature::SitesByAuto, is_unasked)]));
+    let options = job.options.features();
     job.settings.check_with(options.and(hubs))?;
     job.settings.check_schemes_with(hubs)?;
     let whole = job.settings.features().and(options).and(hubs);

@@ -58,6 +58,7 @@ features! {
     PythonPackage, "python-package", "the Python package";
     // Hubs of racks and hosts.
     SeveralSites, "several-sites", "hubs that serve racks or hosts";
+    SitesByAuto, "sites-by-auto", "hubs of racks or hosts with the reduction auto";
     SitesInRing, "sites-in-ring", "hubs of racks that sum round a ring";
     SeveralHubs, "several-hubs", "several hubs";
     UnplacedHubs, "unplaced-hubs", "hubs of which none serves a rack or a host";

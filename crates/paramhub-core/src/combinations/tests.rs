@@ -178,6 +178,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     let every = |text: &str| JobOptions { checkpoint_every: Some(text.parse::<Every>().unwrap()), ..usual };
     let at_owner = JobOptions { optimize_at: OptimizeAt::Owner, ..usual };
     let resumes = JobOptions { resume: Some(Resume::Latest), ..usual };
+    let in_ring = JobOptions { reduction: Reduction::Ring, ..usual };
     let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..settings() };
     let clipped = Settings { clip_norm: Some(1.0), ..settings() };
     let quantised = Settings { codec: Some(Codec::TwoBit), ..settings() };
@@ -224,6 +225,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         (&by(Scheme::Factors), continues, flat()),
         (&by(Scheme::FactorsToHub), late, flat()),
         (&stale, usual, racks()),
+        (&stale, in_ring, racks()),
         (&clipped, at_owner, racks()),
         (&quantised, usual, racks()),
         (&settings(), continues, racks()),
@@ -264,7 +266,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         "{}",
         refused[1]
     );
-    assert!(refused[6].starts_with("key `fc.weight` (two-bit): hubs that serve racks"), "{}", refused[6]);
+    assert!(refused[7].starts_with("key `fc.weight` (two-bit): hubs that serve racks"), "{}", refused[7]);
 }
 
 #[test]

@@ -54,8 +54,6 @@ fn updates(model: &[Vec<f32>]) -> (u32, u32) {
 fn sites_of(shape: &str, reduction: Reduction) -> Option<u32> {
     match (shape, reduction) {
         (_, Reduction::Ring | Reduction::Flat) => None,
-        // Between the hubs of two racks on one machine a probe may choose flat.
-        (_, Reduction::Auto) if shape != "a host below a parent" => None,
         ("three racks, rank 0 in the last" | "a parent hub with a worker of its own", _) => Some(3),
         // The rack that is above the other one has that one, a host, and a worker of its own.
         ("a host below a rack beside another", Reduction::Tree) => Some(3),
@@ -68,6 +66,8 @@ fn every_site_contributes_by_itself_and_all_contributions_count(transports: Tran
         let cluster = Racks::new(transports, &hubs);
         let together = Barrier::new(racks.len());
         for reduction in reductions {
+            // Such a job must say by which sites.
+            let reduction = if reduction == Reduction::Auto { Reduction::Tree } else { reduction };
             let Some(sites) = sites_of(name, reduction) else { continue };
             for between_sites in [BetweenSites::F32, BetweenSites::Bf16] {
                 let options = JobOptions { between_sites, ..options(reduction) };

@@ -12,8 +12,8 @@ use crate::combinations::Feature::{
     NoPeerAddress, OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage, Quantised,
     QuantisedCodec, RedialGrace, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Replicas,
     Reproducible, Resume, Rewinds, RoundedSums, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites,
-    SharedMemory, SharedParameters, SitesInRing, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob,
-    UnplacedHubs, Weight, WholeChunkOptimizer,
+    SharedMemory, SharedParameters, SitesByAuto, SitesInRing, SocketBuffers, Tcp, TiedLayer, TwoPhase,
+    UnnamedJob, UnplacedHubs, Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
 use crate::combinations::Verdict::{NoEffect, Refused};
@@ -201,6 +201,14 @@ pub(super) const SCHEMES: &[Rule] = &[
 ];
 
 pub(super) const SITES: &[Rule] = &[
+    Rule {
+        these: &[SitesByAuto],
+        those: &[Asynchronous, BoundedStaleness],
+        verdict: Refused,
+        why: "the workers of a rack or host would step together, which nobody has asked for",
+        remedy: "use the reduction tree or sharded, with which only racks or hosts do not wait for one another, or flat, with which no worker waits",
+        callers: &[InitService],
+    },
     Rule {
         these: &[SitesInRing],
         those: &[Asynchronous, BoundedStaleness],
