@@ -59,6 +59,8 @@ pub(crate) struct Descriptor {
     pub(crate) kind: Collective,
     /// The element and operator of a collective that computes.
     pub(crate) reduction: Option<(ElementType, ReduceOp)>,
+    /// The element of a broadcast whose caller has given it. Other collectives that do not compute move bytes.
+    pub(crate) element: Option<ElementType>,
     /// The root of a collective that has one, else 0.
     pub(crate) root: u32,
     /// The total number of bytes.
@@ -70,7 +72,7 @@ pub(crate) struct Descriptor {
 
 impl Descriptor {
     pub(crate) const fn new(kind: Collective) -> Self {
-        Descriptor { kind, reduction: None, root: 0, bytes: 0, lengths: 0 }
+        Descriptor { kind, reduction: None, element: None, root: 0, bytes: 0, lengths: 0 }
     }
 
     pub(crate) fn with_lengths(self, lengths: impl Iterator<Item = usize>) -> Self {
@@ -94,6 +96,8 @@ impl Descriptor {
         wire[0] = self.kind as u8;
         if let Some((element, op)) = self.reduction {
             (wire[1], wire[2]) = (element as u8, op as u8);
+        } else if let Some(element) = self.element {
+            wire[1] = element as u8;
         }
         wire[4..8].copy_from_slice(&self.root.to_le_bytes());
         wire[8..16].copy_from_slice(&self.bytes.to_le_bytes());
@@ -104,13 +108,15 @@ impl Descriptor {
     /// `None` if the bytes are no descriptor.
     pub(crate) fn decode(wire: &[u8; DESCRIPTOR_BYTES]) -> Option<Descriptor> {
         let number = |at: usize| u64::from_le_bytes(wire[at..at + 8].try_into().expect("a fixed range"));
-        let reduction = match (wire[1], wire[2]) {
-            (0, 0) => None,
-            (element, op) => Some((ElementType::from_wire(element)?, ReduceOp::from_wire(op)?)),
+        let (element, reduction) = match (wire[1], wire[2]) {
+            (0, 0) => (None, None),
+            (element, 0) => (Some(ElementType::from_wire(element)?), None),
+            (element, op) => (None, Some((ElementType::from_wire(element)?, ReduceOp::from_wire(op)?))),
         };
         Some(Descriptor {
             kind: Collective::ALL.into_iter().find(|kind| *kind as u8 == wire[0])?,
             reduction,
+            element,
             root: u32::from_le_bytes(wire[4..8].try_into().expect("a fixed range")),
             bytes: number(8),
             lengths: number(16),
@@ -131,6 +137,7 @@ impl fmt::Display for Descriptor {
         if let Some((element, op)) = self.reduction {
             parts.push(format!("{op} of {element}"));
         }
+        parts.extend(self.element.map(|element| element.to_string()));
         if matches!(self.kind, Broadcast | Reduce | AllReduce | AllGather | ReduceScatter) {
             parts.push(format!("{} bytes", self.bytes));
         }
@@ -158,6 +165,14 @@ mod tests {
         };
         assert_eq!(Descriptor::decode(&sum.encode()), Some(sum));
         assert_eq!(sum.to_string(), "allreduce(sum of bf16, 400 bytes)");
+        let of_i32 = Descriptor {
+            element: Some(ElementType::I32),
+            bytes: 400,
+            root: 1,
+            ..Descriptor::new(Collective::Broadcast)
+        };
+        assert_eq!(Descriptor::decode(&of_i32.encode()), Some(of_i32));
+        assert_eq!(of_i32.to_string(), "broadcast(i32, 400 bytes, root 1)");
         assert_eq!(Descriptor::new(Collective::Barrier).to_string(), "barrier");
     }
 

@@ -161,8 +161,28 @@ impl Mesh {
 
     /// Gives `root`'s bytes to every rank, in place. All ranks pass the same length.
     pub fn broadcast(&self, buffer: ReceiveRegion, root: u32) -> Result<Handle, MeshError> {
+        self.broadcast_as(buffer, None, root)
+    }
+
+    /// Does the same as [`broadcast`](Self::broadcast), and fails if ranks give different element types.
+    pub fn broadcast_of(
+        &self,
+        buffer: ReceiveRegion,
+        element: ElementType,
+        root: u32,
+    ) -> Result<Handle, MeshError> {
+        self.broadcast_as(buffer, Some(element), root)
+    }
+
+    fn broadcast_as(
+        &self,
+        buffer: ReceiveRegion,
+        element: Option<ElementType>,
+        root: u32,
+    ) -> Result<Handle, MeshError> {
         let bytes = buffer.bytes().len();
-        let descriptor = Descriptor { root, bytes: bytes as u64, ..Descriptor::new(Collective::Broadcast) };
+        let of = Descriptor::new(Collective::Broadcast);
+        let descriptor = Descriptor { element, root, bytes: bytes as u64, ..of };
         let kind = OperationKind::Collective(descriptor);
         self.check_root(&kind, root)?;
         let plan = |layout| Plan::broadcast(layout, root, bytes);

@@ -199,9 +199,24 @@ impl Mesh {
         self.issue(py, |mesh| mesh.barrier())
     }
 
-    /// Gives the root's bytes to every rank, in place.
-    fn broadcast(&self, py: Python<'_>, range: Range, root: u32, owner: Py<PyAny>) -> PyResult<Handle> {
-        self.issue(py, |mesh| mesh.broadcast(target(py, &owner, range), root))
+    /// Gives the root's bytes to every rank, in place. With a `dtype` ranks must have the same.
+    #[pyo3(signature = (range, root, owner, dtype = None))]
+    fn broadcast(
+        &self,
+        py: Python<'_>,
+        range: Range,
+        root: u32,
+        owner: Py<PyAny>,
+        dtype: Option<&str>,
+    ) -> PyResult<Handle> {
+        let element = dtype.map(|dtype| element(py, dtype)).transpose()?;
+        self.issue(py, |mesh| {
+            let buffer = target(py, &owner, range);
+            match element {
+                Some(element) => mesh.broadcast_of(buffer, element, root),
+                None => mesh.broadcast(buffer, root),
+            }
+        })
     }
 
     /// Reduces in place, at every rank.

@@ -168,11 +168,15 @@ class Group:
 
     # Moves
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float | None = None) -> Work:
-        """Sends the root's tensor to every rank."""
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, *, compares_types: bool = False, timeout: float | None = None
+    ) -> Work:
+        """Sends the root's tensor to every rank. With ``compares_types`` ranks whose types differ get an error; those of
+        `ELEMENTS` are compared."""
         is_root = self.rank == root
         host, finish = staged(tensor, reads=is_root, writes=not is_root)
-        handle = self._connected().broadcast(memory_range(host), root, host)
+        element = ELEMENTS.get(host.dtype) if compares_types else None
+        handle = self._connected().broadcast(memory_range(host), root, host, element)
         return self._issued("broadcast", host, Work((handle,), finish), timeout)
 
     def allgather(

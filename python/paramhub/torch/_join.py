@@ -410,9 +410,10 @@ class JoinableGroup:
         lengths = [each.numel() for each in inputs]
         return self._joins.note(work, ("reduce_scatter", lengths, output.dtype, op), is_meeting=False)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> JoinableWork:
-        work = self._group.broadcast(tensor, root)
-        return self._joins.note(work, ("broadcast", tensor.numel(), tensor.dtype, root), is_meeting=False)
+    def broadcast(self, tensor: torch.Tensor, root: int, *, compares_types: bool = False) -> JoinableWork:
+        work = self._group.broadcast(tensor, root, compares_types=compares_types)
+        description = ("broadcast", tensor.numel(), tensor.dtype, root, compares_types)
+        return self._joins.note(work, description, is_meeting=False)
 
     def allgather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> JoinableWork:
         work = self._group.allgather_single(output, tensor)
@@ -457,10 +458,11 @@ class JoinableGroup:
         output = _neutral(lengths[self.rank], dtype, op)
         return self._group.reduce_scatter(output, [_neutral(length, dtype, op) for length in lengths], op)
 
-    def _serve_broadcast(self, rank: int, length: int, dtype: str, root: int) -> Work:
+    def _serve_broadcast(self, rank: int, length: int, dtype: str, root: int, compares_types: bool) -> Work:
         if root == self.rank:
             return self._cannot_serve(f"rank {rank} called broadcast with rank {root} as root")
-        return self._group.broadcast(_neutral(length, dtype, "sum"), root)
+        own = _neutral(length, dtype, "sum")
+        return self._group.broadcast(own, root, compares_types=compares_types)
 
     def _serve_allgather_single(self, _: int, length: int, dtype: str) -> Work:
         own = _neutral(length, dtype, "sum")

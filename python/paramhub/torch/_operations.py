@@ -110,7 +110,7 @@ def reduce_in_place(
 def broadcast_in_place(tensor: torch.Tensor, root_rank: int, process_set: ProcessSet) -> Pending:
     """Copies the root's tensor into every rank's."""
     root = root_in(process_set, root_rank)
-    return Pending([process_set.group().broadcast(tensor, root)], tensor)
+    return Pending([process_set.group().broadcast(tensor, root, compares_types=True)], tensor)
 
 
 def gather_all(

@@ -172,6 +172,12 @@ def refusals(rank: Rank) -> dict[str, str]:
     with pytest.raises(hvd.HorovodInternalError) as error:
         hvd.allreduce(torch.ones(2 + odd))
     messages["lengths"] = str(error.value)
+    hvd.shutdown()
+    hvd.init()
+    with pytest.raises(hvd.HorovodInternalError) as error:
+        hvd.broadcast(torch.ones(2, dtype=torch.int32 if odd else torch.float32), 0)
+        hvd.barrier()
+    messages["type of a broadcast"] = str(error.value)
     return messages
 
 
@@ -200,6 +206,7 @@ def test_results_gradients_and_refusals(team: Team) -> None:
         "bools": "a tensor of torch.bool has no mean",
         "bools in parts": "a tensor of torch.bool has no mean",
         "lengths": "allreduce(average of f32, 12 bytes) at rank 1",
+        "type of a broadcast": "broadcast(i32, 8 bytes, root 0) at rank 1",
     }
     for rank, messages in enumerate(team(everything, ranks=3)):
         expected["one rank's sum"] = (

@@ -293,6 +293,15 @@ fn different_collectives_fail_with_both_names(way: Way) {
         assert!(error.contains("broadcast(100 bytes, root 0)"), "{error}");
         assert!(error.contains("broadcast(100 bytes, root 1)"), "{error}");
     }
+    let errors = at_all(meshes(way, 3), |mesh| {
+        let element = if mesh.rank() == 1 { ElementType::I32 } else { ElementType::F32 };
+        let handle = mesh.broadcast_of(ReceiveRegion::owned(vec![0_f32; 25]), element, 0);
+        done(handle).and_then(|()| done(mesh.barrier())).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("broadcast(f32, 100 bytes, root 0)"), "{error}");
+        assert!(error.contains("broadcast(i32, 100 bytes, root 0)"), "{error}");
+    }
     let errors = at_all(meshes(way, 4), |mesh| {
         let buffer = ReceiveRegion::owned(vec![0_f32; 25]);
         let op = if mesh.rank() == 2 { ReduceOp::Max } else { ReduceOp::Sum };
