@@ -215,12 +215,14 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         assert_eq!(conflict(&settings(), options, racks()), Ok(()));
     }
     assert_eq!(conflict(&by(Scheme::Factors), encrypted, flat()), Ok(()));
-    assert_eq!(conflict(&clipped, usual, racks()), Ok(()));
+    for settings in [&clipped, &by(Scheme::Factors)] {
+        assert_eq!(conflict(settings, usual, racks()), Ok(()));
+    }
     for settings in [&exact, &clipped] {
         assert_eq!([rewinds, continues].map(|options| conflict(settings, options, flat())), [Ok(()), Ok(())]);
     }
     let refused: Vec<String> = [
-        (&by(Scheme::Factors), usual, racks()),
+        (&by(Scheme::FactorsToHub), usual, racks()),
         (&by(Scheme::Factors), every("5"), flat()),
         (&by(Scheme::Factors), continues, flat()),
         (&by(Scheme::FactorsToHub), late, flat()),

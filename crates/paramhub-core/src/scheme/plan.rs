@@ -73,6 +73,8 @@ impl fmt::Display for Why {
         f.write_str(match self {
             Why::Asked => "as asked",
             Why::Cheapest => "it moves least over the busiest link",
+            // Factors between ranks need no hub, but what they cost among sites is unknown.
+            Why::SeveralSites => reason(Feature::FactorsToHub, Feature::SeveralSites),
             other => other.obstacle().map_or("", |obstacle| reason(Feature::Factors, obstacle)),
         })
     }
@@ -261,6 +263,7 @@ fn choose(settings: &Settings, cluster: &Cluster, layer: &LayerSettings, costed:
     let why_not = conflict_of(by, asked).map(|conflict| Why::of(conflict.other_than(by)));
     match (why_not, choice) {
         (Some(why), _) => (Scheme::Hub, why),
+        (None, SchemeChoice::Auto) if at_sites.has(Feature::SeveralSites) => (Scheme::Hub, Why::SeveralSites),
         (None, SchemeChoice::Only(scheme)) => (scheme, Why::Asked),
         (None, SchemeChoice::Auto) => (cluster.best_scheme(costed), Why::Cheapest),
     }

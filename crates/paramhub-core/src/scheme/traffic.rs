@@ -104,14 +104,14 @@ impl Cluster {
     }
 
     /// Returns the bytes that a scheme moves at the machines; `None` if the scheme sends factors and the layer
-    /// has none, or it sends factors among several sites.
+    /// has none, or it sends factors to one of several sites.
     pub fn traffic(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
         if self.place == HubPlace::Sites {
             return self.traffic_at_sites(layer, scheme);
         }
         let (workers, hubs) = (f64::from(self.workers), f64::from(self.hubs));
         // Ranks of the fullest machine, and ranks of the other machines.
-        let ranks_here = f64::from(self.workers.div_ceil(self.machines.max(1)));
+        let ranks_here = f64::from(self.ranks_of_fullest_machine());
         let others = workers - ranks_here;
         let ElementBytes { gradient, parameter, factor } = self.encoding;
         let numbers = layer.parameters() as f64;
@@ -132,9 +132,7 @@ impl Cluster {
                 }),
             },
             Scheme::Factors => {
-                // Factors go to each other machine once.
-                let sent = factors? * ranks_here * f64::from(self.machines.saturating_sub(1));
-                let direction = Some(LinkBytes { sent, received: factors? * others });
+                let direction = Some(self.between_ranks(factors?));
                 Traffic {
                     worker: direction.filter(|_| has_plain_workers),
                     hub: is_dedicated.then_some(LinkBytes::default()),
@@ -157,10 +155,27 @@ impl Cluster {
     }
 
     fn traffic_at_sites(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
-        let ElementBytes { gradient, parameter, .. } = self.encoding;
+        let ElementBytes { gradient, parameter, factor } = self.encoding;
         let numbers = layer.parameters() as f64;
-        let worker = LinkBytes { sent: numbers * gradient, received: numbers * parameter };
-        (scheme == Scheme::Hub).then_some(Traffic { worker: Some(worker), hub: None, both: None })
+        let worker = match scheme {
+            Scheme::Hub => LinkBytes { sent: numbers * gradient, received: numbers * parameter },
+            Scheme::Factors => self.between_ranks(layer.factors()? as f64 * factor),
+            Scheme::FactorsToHub => return None,
+        };
+        Some(Traffic { worker: Some(worker), hub: None, both: None })
+    }
+
+    /// Bytes of the fullest machine if each rank's factors, of so many bytes, go to each other machine once.
+    fn between_ranks(&self, factors: f64) -> LinkBytes {
+        let ranks_here = f64::from(self.ranks_of_fullest_machine());
+        LinkBytes {
+            sent: factors * ranks_here * f64::from(self.machines.saturating_sub(1)),
+            received: factors * (f64::from(self.workers) - ranks_here),
+        }
+    }
+
+    fn ranks_of_fullest_machine(&self) -> u32 {
+        self.workers.div_ceil(self.machines.max(1))
     }
 
     /// Returns the bytes that a worker's link would carry while a scheme keeps the busiest link busy; `None` if

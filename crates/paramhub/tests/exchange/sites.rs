@@ -99,25 +99,37 @@ impl Racks {
         settings: &Settings,
         work: impl Fn(&Job) -> Result<T, WorkerError> + Sync,
     ) -> Vec<Result<T, WorkerError>> {
+        self.as_every_rank(racks, options, |membership, options| {
+            let job = Member::connect_with(membership, options)?.init(settings.clone())?;
+            let made = work(&job)?;
+            job.leave()?;
+            Ok(made)
+        })
+    }
+
+    /// Creates a job, and calls `join` for every rank at once with what it needs to join in its rack.
+    pub(crate) fn as_every_rank<T: Send>(
+        &self,
+        racks: &[&str],
+        options: JobOptions,
+        join: impl Fn(Membership, Options) -> T + Sync,
+    ) -> Vec<T> {
         let rendezvous_timeout_s = options.rendezvous_timeout_s.min(20.0);
         let options = JobOptions { rendezvous_timeout_s, ..options };
         // The job before may still be ending at some hub.
         let name = format!("composed-{}", self.jobs.fetch_add(1, Ordering::Relaxed));
         let request = CreateService { name, workers: racks.len() as u32, options };
         let created = self.client.create_service(&request).unwrap();
-        let join = |rank: u32, rack: &str| -> Result<T, WorkerError> {
-            let membership = Membership::of_job(self.client.url(), &created, rank);
+        let join = |rank: u32, rack: &str| {
             let transport = self.transports.of_rank(rank);
             let (rack, host) =
                 rack.strip_prefix("workstation in ").map_or((rack, None), |rack| (rack, Some(HOST)));
             let (rack, host) = (Some(rack.to_owned()), host.map(str::to_owned));
             let options = Options { transport, rack, host, ..Default::default() };
-            let job = Member::connect_with(membership, options)?.init(settings.clone())?;
-            let made = work(&job)?;
-            job.leave()?;
-            Ok(made)
+            join(Membership::of_job(self.client.url(), &created, rank), options)
         };
         std::thread::scope(|scope| {
+            let join = &join;
             let ranks: Vec<_> = (0..)
                 .zip(racks)
                 .map(|(rank, rack)| scope.spawn(move || join(rank, rack)))

@@ -9,6 +9,7 @@ use paramhub_syncer::{LayerFactors, SyncError, Syncers};
 use paramhub_worker::Options;
 
 use crate::cluster::{Cluster, Ticket, Transports, gradient, sgd};
+use crate::sites::{Racks, options, shapes};
 
 const RANKS: u32 = 3;
 /// M, N and K of the fully connected layer.
@@ -163,6 +164,58 @@ fn layers_by_factors_and_through_the_hub_learn_as_one() {
                 .zip(expected)
                 .position(|(&is, &should)| (f64::from(is) - should).abs() > 1e-5 * should.abs().max(1.0));
             assert_eq!(wrong, None, "key {key}");
+        }
+    }
+}
+
+/// Factors go from rank to rank, whatever hubs serve; the other keys' sums cross between racks and hosts.
+#[test]
+fn layers_go_by_factors_where_hubs_serve_racks_and_hosts_too() {
+    let all = settings();
+    let settings = Settings {
+        keys: KeyTable::new(all.keys.keys()[..3].to_vec()).unwrap(),
+        layers: vec![all.layers[0].clone().by(SchemeChoice::Only(Scheme::Factors))],
+        ..all
+    };
+    let step_of = |syncers: &mut Syncers, step| {
+        let rank = syncers.job().rank();
+        let by_factors = syncers.of_key(WEIGHT);
+        assert!(syncers.takes_factors(by_factors));
+        let [x, dy] = factors(rank, step);
+        syncers.send_factors(by_factors, LayerFactors::of_f32(&x, &dy)).unwrap();
+        syncers.send(0, dense(rank, 0, step)).unwrap();
+        syncers.wait().unwrap();
+    };
+    for (name, hubs, racks, reductions) in shapes() {
+        let cluster = Racks::new(Transports::mixed(), &hubs);
+        for reduction in reductions {
+            let models = cluster.as_every_rank(&racks, options(reduction), |membership, options| {
+                let registry = Registry::with_builtins();
+                let mut syncers = Syncers::join(membership, options, settings.clone(), &registry, 1).unwrap();
+                let mut model: Vec<Vec<f32>> = (0..3).map(|key| vec![0.0; elements(key)]).collect();
+                (0..).zip(&mut model).for_each(|(key, values)| syncers.begin(key, values).unwrap());
+                for step in 0..2 {
+                    step_of(&mut syncers, step);
+                    (0..).zip(&mut model).for_each(|(key, values)| drop(syncers.move_out(key, values)));
+                }
+                syncers.leave().unwrap();
+                model
+            });
+            let ranks = racks.len() as u32;
+            for (key, values) in (0..).zip(&models[0]) {
+                let [first, second] = [0, 1].map(|step| {
+                    let of_ranks: Vec<_> = (0..ranks).map(|rank| dense(rank, key, step)).collect();
+                    let mean = |at: usize| of_ranks.iter().map(|own| own[at]).sum::<f32>() / ranks as f32;
+                    (0..values.len()).map(mean).collect::<Vec<_>>()
+                });
+                for (at, value) in values.iter().enumerate() {
+                    // Momentum is 0.5, and the rate 0.1.
+                    let expected = -0.1 * (1.5 * first[at] + second[at]);
+                    let is_near = (value - expected).abs() < 1e-5 * expected.abs().max(1.0);
+                    assert!(is_near, "{name}, {reduction}: key {key}, {at}: {value}, not {expected}");
+                }
+            }
+            assert!(models.iter().all(|model| *model == models[0]), "{name}, {reduction}");
         }
     }
 }

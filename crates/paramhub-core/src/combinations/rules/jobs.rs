@@ -167,11 +167,11 @@ pub(super) const SCHEMES: &[Rule] = &[
         callers: &[Python],
     },
     Rule {
-        these: &[Factors, FactorsToHub],
+        these: &[FactorsToHub],
         those: &[SeveralSites],
         verdict: Refused,
         why: "the job's hubs serve racks or hosts, and only the sums of these cross between them",
-        remedy: "use the reduction flat, or the scheme auto",
+        remedy: "use the reduction flat, or the scheme factors or auto",
         callers: &[InitService],
     },
     Rule {
