@@ -24,7 +24,6 @@ mod two_phases;
 use std::time::Instant;
 
 use paramhub_core::between_sites::Departures;
-use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Answer, Exchange, LeftWhileAwaited, ProtocolViolation, SumAction, Update};
 use paramhub_core::hyperparameters::{ChangesOfMembers, Hyperparameters, Schedule};
 use paramhub_core::lateness::LatenessMonitor;
@@ -463,25 +462,6 @@ impl Shard {
         // The hub that serves the chunk has counted it.
         self.counters.updates += u64::from(!self.exchange.stands_by());
         self.begin_step(index);
-    }
-
-    /// Hands out the chunk's parameters unchanged.
-    fn deliver(&mut self, slot: ChunkPlace, are_new: bool) {
-        self.copied += self.arenas.copies(are_new) * slot.extent().bytes(slot.parameter) as usize;
-        self.hand_out(slot, are_new);
-        self.arenas.forget_targets();
-    }
-
-    /// Writes the chunk's parameters to the arenas that are noted: those of a quantised key as all ranks have them.
-    fn hand_out(&mut self, slot: ChunkPlace, are_new: bool) {
-        if slot.parameter != Codec::F32 {
-            self.model.encode(slot.range(), slot.parameter);
-        }
-        let parameters = self.payload(slot);
-        for block in slot.blocks(BLOCK_ELEMENTS) {
-            let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();
-            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, &parameters[bytes], are_new);
-        }
     }
 
     /// Owes every answer that is due, and notes the ranks whose arenas must have the parameters before the

@@ -1,4 +1,4 @@
-//! The outgoing data of a shard: frames that answer, sums that go up, and the place of their bytes.
+//! The outgoing data of a shard: frames that answer, sums that go up, the place of their bytes, and parameters for arenas.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::Answer;
@@ -6,7 +6,7 @@ use paramhub_core::ports::Side;
 use paramhub_core::wire::{Header, Operation, State};
 
 use super::Shard;
-use crate::core::layout::ChunkPlace;
+use crate::core::layout::{BLOCK_ELEMENTS, ChunkPlace};
 use crate::core::outbox::Source;
 
 impl Shard {
@@ -152,5 +152,24 @@ impl Shard {
     pub(super) fn payload(&self, slot: ChunkPlace) -> &[u8] {
         let quantised = slot.gradient.is_quantised().then(|| self.quantised.parameters(&slot)).flatten();
         quantised.map_or_else(|| self.model.encoded(&slot), bytemuck::cast_slice)
+    }
+
+    /// Hands out the chunk's parameters unchanged.
+    pub(super) fn deliver(&mut self, slot: ChunkPlace, are_new: bool) {
+        self.copied += self.arenas.copies(are_new) * slot.extent().bytes(slot.parameter) as usize;
+        self.hand_out(slot, are_new);
+        self.arenas.forget_targets();
+    }
+
+    /// Writes the chunk's parameters to the arenas that are noted: those of a quantised key as all ranks have them.
+    pub(super) fn hand_out(&mut self, slot: ChunkPlace, are_new: bool) {
+        if slot.parameter != Codec::F32 {
+            self.model.encode(slot.range(), slot.parameter);
+        }
+        let parameters = self.payload(slot);
+        for block in slot.blocks(BLOCK_ELEMENTS) {
+            let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();
+            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, &parameters[bytes], are_new);
+        }
     }
 }
