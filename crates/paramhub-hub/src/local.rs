@@ -95,13 +95,13 @@ impl JobMemory {
         self.own.remove(&rank);
     }
 
-    /// Refuses shared parameters, with which the job does not combine.
-    pub(crate) fn check(&self, asked: Feature) -> Result<(), String> {
-        conflict_of(asked, self.job).map_or(Ok(()), |conflict| Err(conflict.to_string()))
+    /// Refuses shared parameters if the job does not combine with them.
+    pub(crate) fn check_sharing(&self) -> Result<(), String> {
+        conflict_of(Feature::SharedParameters, self.job).map_or(Ok(()), |conflict| Err(conflict.to_string()))
     }
 
     fn common(&mut self) -> Result<CommonParameters, String> {
-        self.check(Feature::SharedParameters)?;
+        self.check_sharing()?;
         let segment = match &self.common {
             Some(segment) => segment.clone(),
             None => {

@@ -56,8 +56,8 @@ fn planned(job: &JobPlan) -> Result<(), String> {
 #[test]
 fn a_hub_shows_the_sentence_of_every_rule_that_it_asks_about() {
     let exact = job(Consistency::Synchronous, JobOptions::default()).settings;
-    let memory = |settings: &Settings, others: [(Feature, bool); 1], asked| {
-        JobMemory::new(settings, settings.features().and(Features::of(others))).check(asked)
+    let memory = |settings: &Settings, others: [(Feature, bool); 1]| {
+        JobMemory::new(settings, settings.features().and(Features::of(others))).check_sharing()
     };
     let late = [(Feature::LateLeftOut, true)];
     let several = [(Feature::SeveralHubs, true)];
@@ -65,8 +65,8 @@ fn a_hub_shows_the_sentence_of_every_rule_that_it_asks_about() {
     let fixed = HubConfig { interfaces: "eth1".parse().unwrap(), ..HubConfig::default() };
     let nothing = Sysfs::at(Path::new("no such folder").to_path_buf());
     let refused = [
-        memory(&exact, late, Feature::SharedParameters).unwrap_err(),
-        memory(&exact, several, Feature::SharedParameters).unwrap_err(),
+        memory(&exact, late).unwrap_err(),
+        memory(&exact, several).unwrap_err(),
         CheckpointPlan::of(&job(Consistency::Synchronous, resumes), None).unwrap_err(),
         addresses_of(&fixed, &[], &nothing).unwrap_err().to_string(),
     ];

@@ -8,8 +8,8 @@ use paramhub_core::ports::Side;
 use paramhub_core::wire::{Header, Operation, Retune};
 use paramhub_kernels::convert;
 
+use super::Shard;
 use super::checks::CheckedHeader;
-use super::{BLOCK_ELEMENTS, Shard};
 use crate::core::fault::Fault;
 use crate::core::layout::ChunkPlace;
 
@@ -78,13 +78,8 @@ impl Shard {
         self.spill(index);
         self.newest_step = self.newest_step.max(update.step);
         self.counters.steps = u64::from(self.newest_step) + 1;
-        for block in slot.blocks(BLOCK_ELEMENTS) {
-            let at = slot.array_offset + block.start..slot.array_offset + block.end;
-            let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();
-            convert::decode(&payload[bytes], &mut self.model.parameters[at.clone()], slot.parameter);
-            let parameters = self.model.encode(at, slot.parameter);
-            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters, true);
-        }
+        convert::decode(payload, &mut self.model.parameters[slot.range()], slot.parameter);
+        self.hand_out(slot, true);
         self.arenas.forget_targets();
         Ok(())
     }
