@@ -100,10 +100,11 @@ class RunJobs:
             of_run["chunk_bytes"] = hub.chunk_bytes
         if is_of_optimizer and (consistency := hub.job.consistency_setting()) is not None:
             of_run["consistency"] = consistency
-        text = json.dumps({**of_run, **settings})
+        settings = {**of_run, **settings}
+        text = json.dumps(settings)
         # A ring gives each link one stream each way: docs/decisions/pytorch.md.
         by_hosts = "ring" if hub.deployment == "cs" else "auto"
-        is_flat = bool(hub.job.replicas) or not self._may_sum_by_host({**of_run, **settings}, text)
+        is_flat = bool(hub.job.replicas) or not self._may_sum_by_host(settings, text)
         reduction = "flat" if is_flat else hub.job.reduction or by_hosts
         stays = is_of_optimizer and hub.job.outlives_ranks
         opening = _Opening(
@@ -206,7 +207,7 @@ class RunJobs:
         if _native.conflict(["several-sites"], text) is not None:
             return False
         # Ranks of one host would wait for one another, where the run asks that no rank waits, or only so many steps.
-        is_asked = self._hubs.access.job.reduction in ("tree", "sharded")
+        is_asked = self._hubs.access.job.reduction not in (None, "auto")
         if settings.get("consistency", "synchronous") != "synchronous" and not is_asked:
             return False
         # With one rank on each host there is nothing to sum there, and layers can go from rank to rank.
