@@ -347,7 +347,7 @@ impl Settings {
     }
 
     /// Returns whether any key is quantised. Through memory that a worker shares with a hub such keys go in their own type: there
-    /// are no bytes to save, and quantising takes longer than writing them.
+    /// are no bytes to save.
     pub fn quantises(&self) -> bool {
         self.keys.keys().iter().any(|key| self.codec_of(key).is_quantised())
     }

@@ -3,8 +3,8 @@
 //! One [`Exchange`] keeps the state of the chunks that one core owns for one job on one route. It never sees
 //! a byte of data, a socket or a clock. The core reports each frame that has arrived whole. The exchange
 //! answers what to do with the payload, whether to run the optimizer, and which ranks may be answered.
-//! Synchronous, asynchronous and bounded-staleness jobs share this code, except for a few lines of
-//! [`Exchange::push`] and [`Exchange::mark_due_answers`].
+//! Synchronous, asynchronous and bounded-staleness jobs share this code: they differ in how many members of a
+//! chunk step together, and in when [`Exchange::mark_due_answers`] lets an answer leave.
 //!
 //! The *version* of a chunk is the number of updates that its parameters have had: an update is a synchronous
 //! step, or one contribution. A worker's push of `step` t contributes to the update that makes version t + 1.
@@ -39,7 +39,9 @@
 //! other.
 //!
 //! In a job of several [sites](crate::composition), members are workers and sites alike. A sum that is
-//! complete here goes to the site above, if there is one, and the step continues with that site's answer.
+//! complete here goes to the site above, if there is one, and the step continues with that site's answer. In an asynchronous
+//! job, and one with bounded staleness, only the members of a site [step together](ChunkReach::together), and another site's
+//! contribution is an update of its own.
 
 mod actions;
 mod answers;
