@@ -48,8 +48,8 @@ pub fn may_lack_start(exchange: &Exchange, side: Side, slot: u32) -> bool {
     match side {
         Side::Standby => exchange.awaits_standby(slot),
         Side::Serving => false,
-        // A site that steps with no other has nothing sent to it once more, and the chunk moves on without it.
-        Side::Below(member) if !exchange.steps_together(slot, member) => true,
+        // A site without which the chunk moves on has nothing sent to it once more.
+        Side::Below(member) if exchange.moves_on_without(slot, member) => true,
         Side::Worker(_) | Side::Below(_) | Side::Above => exchange.is_at_start(slot),
     }
 }

@@ -269,6 +269,13 @@ impl Composition {
         members
     }
 
+    /// The number of workers of the smallest site, with those below it, that contributes to a chunk at the chunk's owner; `None` if
+    /// none does.
+    pub fn fewest_in_member_site(&self) -> Option<u32> {
+        let members = self.tops().into_iter().flat_map(|top| self.member_sites(top));
+        members.map(|member| self.ranks_below(member).len() as u32).min()
+    }
+
     /// The site without a parent that comes `steps` after `top`.
     fn beside(&self, top: SiteId, steps: usize) -> SiteId {
         let tops = self.tops();

@@ -42,7 +42,7 @@ use std::time::Duration;
 use crate::auth::Namespace;
 use crate::service::HubEvent;
 pub use ending::LAST_CHECKPOINT_TIMEOUT;
-pub use event::{Beginning, CoreEvent, Event, FaultCause, LateRank, OverdueEvent, OverdueNeighbours};
+pub use event::{Beginning, CoreEvent, Event, FaultCause, LateNeighbour, OverdueEvent, OverdueNeighbours};
 use job::{Job, Phase};
 pub use opening::READING_SHARE;
 pub use output::{LastCheckpoint, Output, RankChange, Recipient};

@@ -69,8 +69,8 @@ pub struct Ports {
     ranks: Vec<u32>,
     sites: Vec<SitePort>,
     member_sites: Vec<SiteId>,
-    /// The number of workers of each member site and of the sites below it.
-    workers_of_sites: Vec<u32>,
+    /// The ranks of the workers of each member site and of the sites below it.
+    ranks_of_sites: Vec<Vec<u32>>,
     /// The number of members that are sites below this one, not beside it. They come first in `member_sites`.
     children: usize,
     /// The port of slot `s` and member site `j`, at `s * member_sites + j`.
@@ -111,10 +111,7 @@ impl Ports {
             below: vec![NONE; chunks.len() * member_sites.len()],
             above: vec![NONE; chunks.len()],
             ranks,
-            workers_of_sites: member_sites
-                .iter()
-                .map(|&member| composition.ranks_below(member).len() as u32)
-                .collect(),
+            ranks_of_sites: member_sites.iter().map(|&member| composition.ranks_below(member)).collect(),
             member_sites,
         };
         for ((index, site, route), slots) in found {
@@ -290,7 +287,16 @@ impl Ports {
     /// For each member, the number of workers whose gradients its contributions sum up; in a ring, without those of the sites
     /// that are farther away.
     pub fn workers_of(&self) -> impl Iterator<Item = u32> + '_ {
-        std::iter::repeat_n(1, self.ranks.len()).chain(self.workers_of_sites.iter().copied())
+        (0..self.members()).map(|member| self.ranks_of(member).len() as u32)
+    }
+
+    /// The ranks of these workers.
+    pub fn ranks_of(&self, member: u32) -> &[u32] {
+        let member = member as usize;
+        match member.checked_sub(self.ranks.len()) {
+            None => &self.ranks[member..=member],
+            Some(site) => &self.ranks_of_sites[site],
+        }
     }
 
     /// The ports for sites, with their numbers.
@@ -301,6 +307,18 @@ impl Ports {
     /// The port of a rank.
     pub fn of_rank(&self, rank: u32) -> Option<u32> {
         self.ranks.binary_search(&rank).ok().map(|port| port as u32)
+    }
+
+    /// A port by which contributions of a neighbour arrive.
+    pub fn of_neighbour(&self, neighbour: Neighbour) -> Option<u32> {
+        let contributes =
+            |port: &SitePort| matches!(port.side, Side::Below(_)) && Neighbour::Site(port.site) == neighbour;
+        match neighbour {
+            Neighbour::Worker(rank) => self.of_rank(rank),
+            Neighbour::Site(_) | Neighbour::Counterpart(_) => {
+                self.to_sites().find(|(_, port)| contributes(port)).map(|(number, _)| number)
+            }
+        }
     }
 
     /// The port at which the sums of a site's route arrive.

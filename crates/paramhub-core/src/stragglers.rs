@@ -95,6 +95,21 @@ impl Stragglers {
             _ => Ok(()),
         }
     }
+
+    /// Refuses a policy that could never leave out a rack or host, whose workers are left out together. `fewest` is the number of
+    /// workers of the smallest one.
+    ///
+    /// # Errors
+    /// As [`Stragglers::check`].
+    pub fn check_sites(self, fewest: u32) -> Result<(), String> {
+        match self {
+            Stragglers::Backup(backup) if backup < fewest => Err(format!(
+                "a rack or host is left out with all its workers, and none has fewer than {fewest}: use backup:{fewest} or more, \
+                 or the reduction flat"
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl fmt::Display for Stragglers {
@@ -176,6 +191,14 @@ mod tests {
         assert!(refused.ends_with("use backup:3 or less"), "{refused}");
         assert!(Stragglers::Backup(1).check(1).unwrap_err().contains("stragglers = wait"));
         assert_eq!(Stragglers::Drop(0.5).check(1), Ok(()));
+    }
+
+    #[test]
+    fn backup_workers_are_a_whole_site_at_least() {
+        assert_eq!(Stragglers::Backup(2).check_sites(2), Ok(()));
+        assert_eq!(Stragglers::Drop(0.5).check_sites(8), Ok(()));
+        let refused = Stragglers::Backup(2).check_sites(3).unwrap_err();
+        assert!(refused.ends_with("use backup:3 or more, or the reduction flat"), "{refused}");
     }
 
     #[test]

@@ -124,7 +124,8 @@ def init(
       ``staleness:STEPS`` (the same, and no rank is more than so many steps ahead of the slowest). With ``reduction`` ``tree``
       or ``sharded`` the ranks of a host or rack whose hub sums first step together, and hosts or racks stand for ranks.
     - ``optimize_at`` (``every-site`` or ``owner``) is where the optimizer runs if hubs serve racks or hosts.
-    - ``stragglers`` (``wait``, ``drop:FRACTION``, ``backup:N``) is what becomes of gradients that come late; see
+    - ``stragglers`` (``wait``, ``drop:FRACTION``, ``backup:N``) is what becomes of gradients that come late, those of ranks or,
+      with ``reduction`` ``tree`` or ``sharded``, those of hosts and racks whose hub sums first; see
       `paramhub.create_job`.
     - ``checkpoint_every`` (``"1000"`` steps or ``"30s"``): the hubs write checkpoints. A hub that this run starts writes them
       into the folder ``checkpoints``, by default every 30 seconds, and with several hubs only every so many steps; the hub at

@@ -63,10 +63,15 @@ class JobOptions:
         return self.on_worker_loss not in (None, "fail")
 
     @property
+    def leaves_out_late(self) -> bool:
+        """Returns whether the steps of jobs of optimizers end without what is late."""
+        return self.stragglers not in (None, "wait")
+
+    @property
     def needs_one_site(self) -> bool:
         """Returns whether the jobs of optimizers cannot be had if a hub of each host sums first, which would end with its ranks,
         and has no folder for checkpoints."""
-        is_late = self.stragglers not in (None, "wait")
+        is_late = self.leaves_out_late and self.reduction not in ("tree", "sharded")
         goes_on = self.on_interface_down == "continue"
         keeps = self.checkpoint_every is not None or self.resume not in (None, "never")
         return self.outlives_ranks or bool(self.replicas) or is_late or goes_on or keeps

@@ -87,7 +87,7 @@ def _what(name: str) -> str:
 def _job_features(options: JobOptions) -> Iterable[str]:
     if options.consistency not in (None, "sync"):
         yield "consistency"
-    if options.stragglers not in (None, "wait"):
+    if options.leaves_out_late:
         yield "stragglers"
     if options.on_worker_loss not in (None, "fail"):
         yield "on_worker_loss"

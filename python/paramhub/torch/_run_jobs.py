@@ -104,7 +104,10 @@ class RunJobs:
         text = json.dumps(settings)
         # A ring gives each link one stream each way: docs/decisions/pytorch.md.
         by_hosts = "ring" if hub.deployment == "cs" else "auto"
-        is_flat = bool(hub.job.replicas) or not self._may_sum_by_host(settings, text)
+        waits = settings.get("consistency", "synchronous") == "synchronous" and not (
+            is_of_optimizer and hub.job.leaves_out_late
+        )
+        is_flat = bool(hub.job.replicas) or not self._may_sum_by_host(settings, text, waits)
         reduction = "flat" if is_flat else hub.job.reduction or by_hosts
         stays = is_of_optimizer and hub.job.outlives_ranks
         opening = _Opening(
@@ -201,14 +204,14 @@ class RunJobs:
                 "noticed late that an earlier process of a rank had ended: start all ranks again"
             )
 
-    def _may_sum_by_host(self, settings: dict[str, Any], text: str) -> bool:
-        """Returns whether the hosts' hubs can sum for their ranks in a job with these settings, whose JSON is ``text``. If they
-        cannot, every rank exchanges with every hub."""
+    def _may_sum_by_host(self, settings: dict[str, Any], text: str, waits: bool) -> bool:
+        """Returns whether the hosts' hubs can sum for their ranks in a job with these settings, whose JSON is ``text``, and of
+        which ``waits`` says whether every step waits for all ranks. If they cannot, every rank exchanges with every hub."""
         if _native.conflict(["several-sites"], text) is not None:
             return False
-        # Ranks of one host would wait for one another, where the run asks that no rank waits, or only so many steps.
+        # Ranks of one host would wait for one another, where the run asks that no rank waits for all others.
         is_asked = self._hubs.access.job.reduction not in (None, "auto")
-        if settings.get("consistency", "synchronous") != "synchronous" and not is_asked:
+        if not waits and not is_asked:
             return False
         # With one rank on each host there is nothing to sum there, and layers can go from rank to rank.
         return (

@@ -197,6 +197,43 @@ def test_hosts_or_ranks_do_not_wait_for_one_another(
         assert results[0] == results[1] and results[2] == results[3], "the ranks of a host have the same"
 
 
+def past_late_ranks(rank: Rank, reduction: str | None, late: list[int]) -> float:
+    """Every step lowers the weight by 1, as the mean of gradients of 1. Late ranks make one step, after five of the others."""
+    os.environ["PARAMHUB_HOST"] = f"host-{rank.rank // 2}"
+    hub_torch.init(
+        rank=rank.rank,
+        size=4,
+        local_rank=rank.rank % 2,
+        local_size=2,
+        host_hub=True,
+        stragglers=f"backup:{len(late)}",
+        reduction=reduction,
+    )
+    layer = torch.nn.Linear(300, 3, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = HubOptimizer(layer, paramhub.SGD(lr=1.0))
+    is_late = rank.rank in late
+    if is_late:
+        for other in set(range(4)) - set(late):
+            rank.await_mark(f"{other}-is-ahead")
+    for _ in range(1 if is_late else 5):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+    if not is_late:
+        rank.mark(f"{rank.rank}-is-ahead")
+    assert (layer.weight == layer.weight[0, 0]).all()
+    return -layer.weight[0, 0].item()
+
+
+@pytest.mark.parametrize(("reduction", "late"), [("tree", [2, 3]), (None, [2])])
+def test_hosts_or_ranks_that_are_late_are_left_out(
+    team: Team, hub: paramhub.Hub, reduction: str | None, late: list[int]
+) -> None:
+    assert team(past_late_ranks, reduction, late, env={"PARAMHUB_URL": hub.url}) == 4 * [5.0]
+
+
 def without_host_hubs(rank: Rank, arguments: dict[str, str]) -> str:
     hub_torch.init(rank=rank.rank, size=2, local_rank=rank.rank, local_size=2, **arguments)
     with pytest.raises(paramhub.ParamhubError) as refused:

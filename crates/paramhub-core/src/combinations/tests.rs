@@ -232,6 +232,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
         (&quantised, usual, racks()),
         (&settings(), continues, racks()),
         (&settings(), late, racks()),
+        (&settings(), JobOptions { reduction: Reduction::Ring, ..late }, racks()),
         (&settings(), elastic, racks()),
         (&stale, continues, flat()),
         (&stale, late, flat()),

@@ -52,7 +52,7 @@ impl Exchange {
                 // The chunk may have had updates since. An answer that has not begun to leave carries the
                 // newest values, even if older ones are already in an arena.
                 MemberRequest::Sendable(Answer::Parameters)
-                    if self.rules.quorum.is_some_and(Quorum::leaves_out) =>
+                    if self.quorum(slot).is_some_and(Quorum::leaves_out) =>
                 {
                     on_due(member, Answer::Parameters);
                 }
@@ -72,8 +72,9 @@ impl Exchange {
     /// The version to send with the answer to `member`.
     pub fn answer_version(&self, slot: u32, member: u32) -> u32 {
         // A site gets the total of a chunk that is held, which is not at the next version yet. Members without common steps
-        // count their own.
-        match self.steps_together(slot, member) && !self.is_site(member) {
+        // count their own. Where late members are left out, all get the newest.
+        let is_newest = self.steps_together(slot, member) && !self.is_site(member);
+        match is_newest || self.quorum(slot).is_some() {
             true => self.chunks[slot as usize].version as u32,
             false => self.member(slot, member).next_step,
         }
@@ -85,8 +86,9 @@ impl Exchange {
         let request = &mut self.member_mut(slot, member).request;
         debug_assert!(matches!(request, MemberRequest::Sendable(_)), "only what is owed is sent");
         let owed = std::mem::take(request);
-        if self.rules.quorum.is_some() {
-            self.catch_up(slot, member, owed);
+        // An answer with optimizer state brings no parameters.
+        if matches!(owed, MemberRequest::Sendable(Answer::Parameters | Answer::Applied)) {
+            self.catch_up(slot, member);
         }
     }
 

@@ -21,7 +21,7 @@ impl Exchange {
         }
         self.check_push(slot, member, step)?;
         let chunk = self.chunks[slot as usize];
-        if self.rules.quorum.is_some() {
+        if self.quorum(slot).is_some() {
             return self.push_in_time_or_late(slot, member, step, answer);
         }
         let state = self.member_mut(slot, member);
@@ -116,12 +116,23 @@ impl Exchange {
         self.complete(slot, chunk.version as u32, self.contributors())
     }
 
-    /// Takes the answer of the site above to a sum that went up at `step`: the sum of all workers' gradients.
-    /// The step then continues as if the sum had become complete here.
+    /// Takes the answer of the site above to a sum that went up: the sum of all workers' gradients at `step`, or the parameters
+    /// after it. The step then continues as if the sum had become complete here.
+    ///
+    /// In a job that leaves out late members, steps may have ended without this site. The chunk then skips those before `step`.
     pub fn lower(&mut self, slot: u32, step: u32) -> Result<SumAction, ProtocolViolation> {
         let chunk = self.chunks[slot as usize];
-        if chunk.stage != StepStage::SentUp || chunk.version != u64::from(step) {
+        let missed = u64::from(step).checked_sub(chunk.version);
+        let is_due = missed.is_some_and(|missed| missed == 0 || self.rules.quorum.is_some());
+        if chunk.stage != StepStage::SentUp || !is_due {
             return Err(ProtocolViolation::NotAwaited(step));
+        }
+        if missed > Some(0) {
+            // All members here have contributed to the sum that went up.
+            self.chunks[slot as usize].version = u64::from(step);
+            for member in 0..chunk.reach.members {
+                self.member_mut(slot, member).next_step = step + 1;
+            }
         }
         Ok(self.complete(slot, step, self.contributors()))
     }

@@ -50,7 +50,7 @@ impl Exchange {
             let step = chunk.version as u32;
             let gone = gone_rank_0.filter(|_| self.released != Some(step));
             gone.map(|rank_0| (rank_0, Awaited::Release(step)))
-        } else if self.rules.quorum.is_none() {
+        } else if self.quorum(slot).is_none() {
             self.missing(slot)
                 .find(|&member| self.departed[member as usize])
                 .map(|member| (member, Awaited::Contribution(chunk.version as u32)))

@@ -77,6 +77,8 @@ mod resume_tests;
 #[cfg(test)]
 mod rewind_tests;
 #[cfg(test)]
+mod straggler_sites_tests;
+#[cfg(test)]
 mod straggler_tests;
 #[cfg(test)]
 mod tests;

@@ -25,7 +25,7 @@ pub struct Rules {
     /// parameters.
     pub two_phase: bool,
     /// In a job whose steps may end without some members: the condition that ends a chunk's step. Such a job is
-    /// synchronous, has one phase and one site, and is not reproducible.
+    /// synchronous, has one phase, and is not reproducible. Among sites it holds at the chunks that this one owns.
     pub quorum: Option<Quorum>,
     /// The number of members that are there from the beginning, counted from member 0. Others may take the places of the
     /// rest while the job runs, in a job with the quorum [`Quorum::NotLost`], or when all [begin

@@ -7,6 +7,7 @@ use super::rewind::KeptVersion;
 use super::rules::{ChunkReach, Rules};
 use crate::consistency::Consistency;
 use crate::standbys::Role;
+use crate::stragglers::Quorum;
 
 /// The state of one route's chunks. Slots number the chunks as in [`crate::placement::Placement::chunks`].
 #[derive(Clone, Debug)]
@@ -63,14 +64,15 @@ pub(super) struct ChunkState {
     pub(super) version: u64,
     /// Updates since the optimizer's state was zero, which need not have been at version 0.
     pub(super) updates: u64,
-    /// Contributions to the step under way of the members that step together.
+    /// Contributions to the step under way of the members that step together; where steps end without late members, the workers
+    /// whose gradients these are.
     pub(super) arrived: u32,
-    /// The number of them that are in the sum; fewer than `arrived` only while some are parked.
+    /// The number of contributions that are in the sum; fewer than have come only while some are parked.
     pub(super) folded: u32,
-    /// In a job with a quorum: the number of members that may contribute to the step under way and have not.
+    /// In a job with a quorum: the number of workers that may contribute to the step under way and have not.
     /// They have the parameters that it starts from, or are about to receive them.
     pub(super) awaited: u32,
-    /// The number of those members that were counted in the step before.
+    /// The number of those workers that were counted in the step before.
     pub(super) prompt: u32,
     pub(super) initialised: bool,
     /// `true` while the standby has not acknowledged the parameters that the chunk starts from.
@@ -224,6 +226,7 @@ impl Exchange {
         self.workers_of.clear();
         self.workers_of.extend(workers_of);
         debug_assert_eq!(self.workers_of.len(), self.rules.members as usize);
+        self.await_all();
     }
 
     /// Gives the places of this many members, counted from member 0, to processes, and those of the others to nobody.
@@ -279,6 +282,16 @@ impl Exchange {
     /// In a synchronous job without a quorum: the number of workers that contribute to each step.
     pub fn contributors(&self) -> u32 {
         self.rules.workers - self.absent
+    }
+
+    /// The condition that ends a step of the chunk without some members, if it may. What goes to a site above waits for all.
+    pub(super) fn quorum(&self, slot: u32) -> Option<Quorum> {
+        self.rules.quorum.filter(|_| !self.chunks[slot as usize].reach.has_above)
+    }
+
+    /// Returns whether the chunk may move on without a contribution of this member.
+    pub fn moves_on_without(&self, slot: u32, member: u32) -> bool {
+        !self.steps_together(slot, member) || self.quorum(slot).is_some()
     }
 
     /// Returns whether an update with a contribution of this member needs those of others.

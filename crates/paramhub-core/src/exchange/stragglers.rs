@@ -4,13 +4,18 @@
 //! member does not wait: the hub drops its contribution and answers it at once. So a member that waits has
 //! contributed.
 //!
+//! Among sites this holds at a chunk's owner, whose members are workers of its own and whole sites. The members of another
+//! site wait for one another, and what they contribute together comes in time or late as a whole. Medians and quorums count
+//! workers.
+//!
 //! A ring of chunks and workers that wait for each other cannot close if every worker pushes every chunk once
 //! before it pushes any chunk again. For suppose that all workers wait. A chunk at which a member waits lacks
 //! a *prompt* member, one that was counted in the chunk's previous step. That prompt member waits at another
 //! chunk and has the newest parameters of that chunk; it has had them since before it was counted at the
 //! first chunk. So the last update of the other chunk is the older one, and the other chunk lacks a prompt
 //! member in its turn: the chain would never end. A late member cannot take the place of a prompt one in this
-//! argument, so prompt members are counted apart.
+//! argument, so prompt members are counted apart. If the prompt member is a site, the argument is about the worker of it that
+//! has not contributed.
 
 use super::actions::{Answer, Arrival, Fold, SumAction, Update};
 use super::state::{Exchange, MemberRequest, MemberState, Presence};
@@ -26,21 +31,22 @@ impl Exchange {
         step: u32,
         answer: Answer,
     ) -> Result<Arrival, ProtocolViolation> {
+        let workers = self.workers_of[member as usize];
         let chunk = &mut self.chunks[slot as usize];
         if u64::from(step) < chunk.version {
             let next_step = u32::try_from(chunk.version).map_err(|_| ProtocolViolation::StepsExhausted)?;
-            chunk.awaited += 1;
+            chunk.awaited += workers;
             let request = MemberRequest::Waiting(answer);
             let state = self.member_mut(slot, member);
             (state.next_step, state.request, state.is_prompt) = (next_step, request, false);
             return Ok(Arrival { fold: Fold::Drop, then: SumAction::Late });
         }
         let fold = Fold::Sum { starts_sum: chunk.folded == 0, parked: 0..0 };
-        chunk.arrived += 1;
+        chunk.arrived += workers;
         chunk.folded += 1;
-        chunk.awaited -= 1;
+        chunk.awaited -= workers;
         let state = self.member(slot, member);
-        self.chunks[slot as usize].prompt -= u32::from(state.is_prompt);
+        self.chunks[slot as usize].prompt -= if state.is_prompt { workers } else { 0 };
         *self.member_mut(slot, member) =
             MemberState { next_step: step + 1, request: MemberRequest::Waiting(answer), ..state };
         let then = self.end_if_complete(slot).map_or(SumAction::Wait, SumAction::Update);
@@ -51,7 +57,7 @@ impl Exchange {
     /// for every slot after a member has left, was lost or has joined. It then calls [`Exchange::mark_due_answers`] and runs the optimizer, in
     /// either order.
     pub fn end_if_complete(&mut self, slot: u32) -> Option<Update> {
-        let (chunk, quorum) = (self.chunks[slot as usize], self.rules.quorum?);
+        let (chunk, quorum) = (self.chunks[slot as usize], self.quorum(slot)?);
         let is_complete = chunk.awaited == 0
             || match quorum {
                 Quorum::Count(count) => chunk.arrived >= count || chunk.prompt == 0,
@@ -87,11 +93,12 @@ impl Exchange {
         Some(update)
     }
 
-    /// Returns whether at least half of the members that are expected to contribute to the step under way
-    /// have done so, or all members that contributed to the step before.
+    /// Returns whether at least half of the workers that are expected to contribute to the step under way
+    /// have done so, or all that contributed to the step before.
     pub fn has_median(&self, slot: u32) -> bool {
         let chunk = self.chunks[slot as usize];
-        chunk.arrived > 0 && (chunk.arrived >= chunk.awaited || chunk.prompt == 0)
+        let has_median = chunk.arrived >= chunk.awaited || chunk.prompt == 0;
+        self.quorum(slot).is_some() && chunk.arrived > 0 && has_median
     }
 
     /// For each member, how many updates of chunks were made without it; empty if the job waits for all members.
@@ -99,28 +106,29 @@ impl Exchange {
         &self.left_out
     }
 
-    /// Notes that an answer to a member has begun to leave: the member has the newest parameters now, and may
-    /// contribute to the step under way.
-    pub(super) fn catch_up(&mut self, slot: u32, member: u32, owed: MemberRequest) {
+    /// Notes that the newest parameters have begun to leave for a member: it may contribute to the step under way.
+    pub fn catch_up(&mut self, slot: u32, member: u32) {
         let version = self.chunks[slot as usize].version as u32;
         let is_behind = self.member(slot, member).next_step < version;
-        // An answer with optimizer state brings no parameters.
-        if matches!(owed, MemberRequest::Sendable(Answer::Parameters | Answer::Applied)) && is_behind {
+        if self.quorum(slot).is_some() && is_behind {
             self.member_mut(slot, member).next_step = version;
-            self.chunks[slot as usize].awaited += u32::from(!self.departed[member as usize]);
+            let is_here = !self.departed[member as usize];
+            self.chunks[slot as usize].awaited += if is_here { self.workers_of[member as usize] } else { 0 };
         }
     }
 
-    /// Counts the members that may contribute to the step under way and have not.
+    /// Counts the workers that may contribute to the step under way and have not.
     pub(super) fn count_awaited(&mut self, slot: u32) {
-        if self.rules.quorum.is_some() {
+        if self.quorum(slot).is_some() {
             let version = self.chunks[slot as usize].version;
             let (mut awaited, mut prompt) = (0, 0);
             for member in (0..self.rules.members).filter(|&member| !self.departed[member as usize]) {
                 let state = self.member(slot, member);
-                let is_awaited = u64::from(state.next_step) == version;
-                awaited += u32::from(is_awaited);
-                prompt += u32::from(is_awaited && state.is_prompt);
+                if u64::from(state.next_step) == version {
+                    let workers = self.workers_of[member as usize];
+                    awaited += workers;
+                    prompt += if state.is_prompt { workers } else { 0 };
+                }
             }
             let chunk = &mut self.chunks[slot as usize];
             (chunk.awaited, chunk.prompt) = (awaited, prompt);

@@ -271,8 +271,8 @@ pub enum CoreEvent {
         /// The interface.
         by: u16,
     },
-    /// Steps end without a rank.
-    Late(LateRank),
+    /// Steps end without a rank or a site.
+    Late(LateNeighbour),
     /// A rank or a site keeps the others waiting at a route, or no longer does.
     Awaited {
         /// The route.
@@ -325,11 +325,11 @@ pub struct OverdueNeighbours {
     pub has_expired: bool,
 }
 
-/// A report about a rank that is left out.
+/// A report about a rank, or a site with all its ranks, that is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LateRank {
-    /// The rank.
-    pub rank: u32,
+pub struct LateNeighbour {
+    /// The rank or site.
+    pub neighbour: Neighbour,
     /// Steps that left it out, on average over the chunks of a core.
     pub steps: u64,
     /// All steps, on average over the chunks of a core.

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::{JobControl, LateRank, Output, RESUME, Recipient};
+use super::{JobControl, LateNeighbour, Output, RESUME, Recipient};
 use crate::auth::Namespace;
 use crate::composition::Neighbour;
 use crate::placement::RouteId;
@@ -16,8 +16,8 @@ use crate::wire::Notice;
 pub(super) struct Announced {
     /// The neighbours that are silent.
     silent: BTreeSet<Neighbour>,
-    /// For each rank that was left out: the number of digits of the missed steps.
-    late: BTreeMap<u32, u32>,
+    /// For each neighbour that was left out: the number of digits of the missed steps.
+    late: BTreeMap<Neighbour, u32>,
     /// When a neighbour was last reported to continue over an interface.
     moved: BTreeMap<(Neighbour, u16), Duration>,
 }
@@ -80,24 +80,36 @@ impl JobControl {
         self.report(HubEvent::Noticed { namespace, message });
     }
 
-    /// Reports to a late rank, and to rank 0, that steps end without it. The first report of each magnitude is
-    /// enough.
-    pub(super) fn late(&mut self, namespace: Namespace, late: LateRank) {
-        let LateRank { rank, steps, of } = late;
+    /// Reports to a late rank, or to the ranks of a late site, and to rank 0, that steps end without it. The first report of each
+    /// magnitude is enough.
+    pub(super) fn late(&mut self, namespace: Namespace, late: LateNeighbour) {
+        let LateNeighbour { neighbour, steps, of } = late;
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        let (magnitude, announced) = (digits(steps), job.announced.late.entry(rank).or_default());
+        let (magnitude, announced) = (digits(steps), job.announced.late.entry(neighbour).or_default());
         if magnitude <= *announced {
             return;
         }
         *announced = magnitude;
         let message = format!(
-            "rank {rank} of job `{}` is late: {steps} of {of} steps so far have ended without it (stragglers = {})",
-            job.terms.name, job.terms.stragglers
+            "{} of job `{}` is late: {steps} of {of} steps so far have ended without it (stragglers = {})",
+            job.name_of(neighbour),
+            job.terms.name,
+            job.terms.stragglers
         );
+        let itself = match neighbour {
+            Neighbour::Worker(rank) => Some(Recipient::Rank(rank)),
+            // One hub of all those that own chunks is enough.
+            Neighbour::Site(site) => {
+                let owner = job.terms.composed.composition.tops().into_iter().find(|&top| top != site);
+                let speaks = owner == Some(job.terms.site) && job.terms.hub == 0;
+                speaks.then_some(Recipient::Site(site))
+            }
+            Neighbour::Counterpart(_) => None,
+        };
         self.warn(message.clone());
-        self.notify(namespace, Recipient::Rank(0), Some(rank), &message);
-        if rank != 0 {
-            self.notify(namespace, Recipient::Rank(rank), Some(rank), &message);
+        let recipients = [Some(Recipient::Rank(0)), itself.filter(|&to| to != Recipient::Rank(0))];
+        for to in recipients.into_iter().flatten() {
+            self.notify(namespace, to, neighbour.rank(), &message);
         }
         self.report(HubEvent::Noticed { namespace, message });
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::{EndReport, RoleChange};
 use crate::auth::Namespace;
+use crate::composition::SiteId;
 use crate::placement::{HubShape, RouteId};
 use crate::service::{HubEvent, JobPlan, ProbeOrder};
 use crate::standbys::Share;
@@ -223,6 +224,8 @@ pub enum RankChange {
 pub enum Recipient {
     /// One rank.
     Rank(u32),
+    /// All ranks below a site whose sums come here.
+    Site(SiteId),
     /// All ranks that exchange here.
     All,
 }

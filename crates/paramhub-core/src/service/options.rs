@@ -98,7 +98,7 @@ pub struct JobOptions {
     #[serde(skip_serializing_if = "is_default")]
     pub encrypt: bool,
     /// The treatment of workers that are late in a step: `wait`, `drop:FRACTION` or `backup:N`. All but
-    /// `wait` are for synchronous jobs at one site with an optimizer; see
+    /// `wait` are for synchronous jobs with an optimizer; see
     /// [`combinations`](crate::combinations).
     #[serde(skip_serializing_if = "is_default")]
     #[cfg_attr(feature = "openapi", schema(value_type = String, example = "backup:1"))]

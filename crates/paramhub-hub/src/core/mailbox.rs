@@ -9,7 +9,9 @@ use std::time::Instant;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::composition::Neighbour;
-use paramhub_core::job_control::{FaultCause, LateRank, OverdueEvent, RankChange, RoleChange};
+use paramhub_core::job_control::{
+    FaultCause, LateNeighbour, OverdueEvent, RankChange, Recipient, RoleChange,
+};
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{CoreCounters, JobCounters};
 use paramhub_core::wire::{Failure, Notice};
@@ -42,10 +44,8 @@ pub(crate) enum CoreCommand {
         resumed_by: Option<u16>,
         standby: Option<u16>,
     },
-    /// Send a notice to a rank.
-    Notify { namespace: Namespace, rank: u32, notice: Notice },
-    /// Send a notice to all ranks.
-    NotifyAll { namespace: Namespace, notice: Notice },
+    /// Send a notice to ranks.
+    Notify { namespace: Namespace, to: Recipient, notice: Notice },
     /// Take a snapshot of a route's chunks. The core answers with [`CoreEvent::Snapshot`], unless the job
     /// ends.
     Arm { namespace: Namespace, target: SnapshotTarget, snapshot: Box<Snapshot> },
@@ -96,7 +96,7 @@ pub(crate) enum CoreEvent {
     /// The process that takes a rank has its step at all chunks of this core.
     RankJoined { namespace: Namespace, rank: u32, epoch: u64 },
     /// Steps end without this rank.
-    Late { namespace: Namespace, late: LateRank },
+    Late { namespace: Namespace, late: LateNeighbour },
     /// A rank or a site keeps the others waiting at a route, or no longer does.
     Awaited { namespace: Namespace, route: RouteId, event: OverdueEvent },
     /// A route is freed and its streams are closed. `left_out` has for each rank how many updates left it

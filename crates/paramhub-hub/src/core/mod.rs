@@ -42,6 +42,8 @@ use std::time::{Duration, Instant};
 use std::{io, iter};
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::composition::Neighbour;
+use paramhub_core::job_control::Recipient;
 use paramhub_core::liveness::{HEARTBEAT, OwnPauses};
 use paramhub_core::placement::RouteId;
 use paramhub_core::wire::{Notice, Operation};
@@ -360,8 +362,7 @@ impl Core {
                     }
                     self.adopt(namespace, route, port, stream, now);
                 }
-                CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
-                CoreCommand::NotifyAll { namespace, notice } => self.notify_all(namespace, &notice, now),
+                CoreCommand::Notify { namespace, to, notice } => self.notify(namespace, to, &notice, now),
                 CoreCommand::Arm { namespace, target, snapshot } => self.arm(namespace, target, snapshot),
                 CoreCommand::Disarm { namespace, route } => self.disarm(namespace, route),
                 CoreCommand::ChangeRank { namespace, rank, epoch, change } => {
@@ -380,26 +381,40 @@ impl Core {
         false
     }
 
-    /// Sends a notice to a rank on one of its streams here.
-    fn notify(&mut self, namespace: Namespace, rank: u32, notice: &Notice, now: Instant) {
-        let here = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
-        let lane = here.filter_map(|index| {
-            let hosted = self.shards.index(index);
-            let port = hosted.shard.plan().ports.of_rank(rank)?;
-            hosted.lane_of[port as usize].map(|token| (index, port, token))
-        });
-        if let Some((shard, port, token)) = lane.into_iter().next() {
-            self.shards.index_mut(shard).shard.message(port, Operation::Notice, notice.encode());
-            self.flush(token, now);
+    /// Sends a notice to ranks that exchange here, or to a site that passes it on to its ranks.
+    fn notify(&mut self, namespace: Namespace, to: Recipient, notice: &Notice, now: Instant) {
+        let here = self.shard_of.iter().find(|((job, _), _)| *job == namespace);
+        let Some(ports) = here.map(|(_, &index)| self.shards.index(index).shard.plan().ports.clone()) else {
+            return;
+        };
+        match to {
+            Recipient::Rank(rank) => self.notify_neighbour(namespace, Neighbour::Worker(rank), notice, now),
+            Recipient::Site(site) => self.notify_neighbour(namespace, Neighbour::Site(site), notice, now),
+            Recipient::All => {
+                for &rank in ports.ranks() {
+                    self.notify_neighbour(namespace, Neighbour::Worker(rank), notice, now);
+                }
+            }
         }
     }
 
-    /// Sends a notice to every rank that exchanges here.
-    fn notify_all(&mut self, namespace: Namespace, notice: &Notice, now: Instant) {
-        let here = self.shard_of.iter().find(|((job, _), _)| *job == namespace);
-        let workers = here.map(|(_, &index)| self.shards.index(index).shard.plan().ports.clone());
-        for rank in workers.iter().flat_map(|ports| ports.ranks()) {
-            self.notify(namespace, *rank, notice, now);
+    /// Sends a notice to a neighbour on one of its streams here by which contributions come.
+    fn notify_neighbour(
+        &mut self,
+        namespace: Namespace,
+        neighbour: Neighbour,
+        notice: &Notice,
+        now: Instant,
+    ) {
+        let here = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
+        let mut lanes = here.filter_map(|index| {
+            let hosted = self.shards.index(index);
+            let port = hosted.shard.plan().ports.of_neighbour(neighbour)?;
+            hosted.lane_of[port as usize].map(|token| (index, port, token))
+        });
+        if let Some((shard, port, token)) = lanes.next() {
+            self.shards.index_mut(shard).shard.message(port, Operation::Notice, notice.encode());
+            self.flush(token, now);
         }
     }
 }

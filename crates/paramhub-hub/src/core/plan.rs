@@ -80,10 +80,11 @@ impl ShardPlan {
     }
 
     /// Returns whether every site optimises, including this one, and answers are sums; otherwise each chunk's
-    /// owner does. Where sites do not step together, no sum is that of all of them.
+    /// owner does. Where a chunk may move on without a site, no sum is that of all of them.
     pub(crate) fn optimizes_here(&self) -> bool {
         self.composed.composition.optimize_at == OptimizeAt::EverySite
             && self.settings.consistency == Consistency::Synchronous
+            && !self.stragglers.leaves_out()
     }
 
     /// Returns whether the job goes on without workers that are lost.

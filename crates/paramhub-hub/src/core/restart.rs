@@ -91,7 +91,7 @@ impl Core {
                 }
             }
             counters.memory_bytes = 0;
-            let left_out = hosted.shard.left_out().to_vec();
+            let left_out = hosted.shard.left_out_by_rank();
             events.push(CoreEvent::Closed { namespace, counters, left_out });
         }
         let now = Instant::now();

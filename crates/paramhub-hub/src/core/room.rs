@@ -143,7 +143,7 @@ impl Core {
         if let Some(busy) = self.scheduler.remove_shard(hosted.job, index) {
             counters.busy_ns = busy.as_nanos() as u64;
         }
-        let left_out = hosted.shard.left_out().to_vec();
+        let left_out = hosted.shard.left_out_by_rank();
         self.timed.retain(|&other| other != index);
         self.shards.remove_index(index);
         self.shard_of.remove(&(namespace, route));

@@ -307,6 +307,10 @@ impl Shard {
             Operation::Applied => self.acknowledged(port, checked),
             Operation::Total => self.lower(checked, payload.here()),
             Operation::Parameters => self.lower_parameters(checked, payload.here()),
+            Operation::Notice => {
+                self.pass_on_notice(payload.here());
+                Ok(())
+            }
             Operation::Failure => Err(Fault::reported(checked.side, payload.here())),
             // A heartbeat has done its work by arriving.
             _ => Ok(()),

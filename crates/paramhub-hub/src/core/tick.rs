@@ -94,9 +94,8 @@ impl Core {
         }));
         report.left_out.clear();
         for hosted in self.shards.values() {
-            let counted = (0..).zip(hosted.shard.left_out()).filter(|&(_, &updates)| updates > 0);
             let namespace = hosted.shard.plan().namespace;
-            report.left_out.extend(counted.map(|(rank, &updates)| (namespace, rank, updates)));
+            report.left_out.extend(hosted.shard.left_out().map(|(rank, updates)| (namespace, rank, updates)));
         }
     }
 
@@ -110,10 +109,10 @@ impl Core {
         }
     }
 
-    /// Reports the ranks whose contributions steps did not wait for.
+    /// Reports the ranks and sites whose contributions steps did not wait for.
     fn report_late(&mut self) {
         for hosted in self.shards.values_mut() {
-            while let Some(late) = hosted.shard.late_rank() {
+            while let Some(late) = hosted.shard.late_neighbour() {
                 let namespace = hosted.shard.plan().namespace;
                 self.mailbox.send_event(CoreEvent::Late { namespace, late });
             }

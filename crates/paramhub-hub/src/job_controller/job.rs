@@ -186,9 +186,12 @@ fn checked_schemes(job_plan: &JobPlan, shape: &HubShape) -> Result<Plan, String>
     job_plan.settings.check().map_err(|error| refused(error.to_string()))?;
     let schemes = Plan::new(&job_plan.settings, &job_plan.cluster);
     check_job(job_plan, &schemes).map_err(|conflict| refused(conflict.to_string()))?;
-    let stragglers = job_plan.options.stragglers;
+    let (stragglers, composition) = (job_plan.options.stragglers, &job_plan.composition);
     stragglers
-        .check(job_plan.composition.workers())
+        .check(composition.workers())
+        .and_then(|()| {
+            composition.fewest_in_member_site().map_or(Ok(()), |fewest| stragglers.check_sites(fewest))
+        })
         .map_err(|why| refused(format!("stragglers = {stragglers}: {why}")))?;
     let site = job_plan.composition.sites.get(usize::from(job_plan.site));
     let here = job_plan.hub_at(job_plan.hub as usize);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::job_control::{EndReport, Event, Output, Recipient, RoleChange};
+use paramhub_core::job_control::{EndReport, Event, Output, RoleChange};
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::HubCommand;
 use paramhub_core::standbys::Role;
@@ -45,13 +45,9 @@ impl JobController {
                 self.take_last_checkpoint(namespace, before);
             }
             Output::StopCheckpoints(namespace) => self.stop_checkpoint_writer(namespace),
-            Output::Notify { namespace, core, to, notice } => self.send_to_core(
-                core,
-                match to {
-                    Recipient::Rank(rank) => CoreCommand::Notify { namespace, rank, notice },
-                    Recipient::All => CoreCommand::NotifyAll { namespace, notice },
-                },
-            ),
+            Output::Notify { namespace, core, to, notice } => {
+                self.send_to_core(core, CoreCommand::Notify { namespace, to, notice })
+            }
             Output::RefuseRank { namespace, rank, epoch } => {
                 self.directory.refuse_rank(namespace, rank, epoch);
             }

@@ -29,6 +29,7 @@ mod groups;
 mod in_place;
 mod information_book;
 mod kvstore;
+mod late_sites;
 mod local;
 mod losses;
 mod many;

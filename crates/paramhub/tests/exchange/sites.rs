@@ -10,14 +10,14 @@ use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::service::{CreateService, JobOptions};
+use paramhub_core::service::{CreateService, JobOptions, JobStatus};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::Hyperparameters;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
 use paramhub_worker::{Job, Member, Membership, Options, WorkerError};
 
-use crate::cluster::{Transports, WAIT_TIMEOUT, gradient, keys, sgd};
+use crate::cluster::{Transports, WAIT_TIMEOUT, await_true, gradient, keys, sgd};
 
 over_transports!(
     [tcp shm mixed]
@@ -105,6 +105,12 @@ impl Racks {
             job.leave()?;
             Ok(made)
         })
+    }
+
+    /// Waits until the last job has ended, and returns its status.
+    pub(crate) fn await_end(&self) -> JobStatus {
+        let name = format!("composed-{}", self.jobs.load(Ordering::Relaxed) - 1);
+        await_true(&name, || self.client.job(&name).ok().filter(|status| status.state.has_ended()))
     }
 
     /// Creates a job, and calls `join` for every rank at once with what it needs to join in its rack.

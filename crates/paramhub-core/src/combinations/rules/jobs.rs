@@ -210,11 +210,27 @@ pub(super) const SITES: &[Rule] = &[
         callers: &[InitService],
     },
     Rule {
+        these: &[SitesByAuto],
+        those: &[LateLeftOut],
+        verdict: Refused,
+        why: "the workers of a rack or host would be left out together, which nobody has asked for",
+        remedy: "use the reduction tree or sharded, with which late racks or hosts are left out, or flat, with which late workers are",
+        callers: &[InitService],
+    },
+    Rule {
         these: &[SitesInRing],
         those: &[Asynchronous, BoundedStaleness],
         verdict: Refused,
         why: "a sum that goes round has the gradients of all racks, so that none can go on without the others",
         remedy: "use the reduction tree, sharded or flat, or synchronous steps",
+        callers: &[InitService],
+    },
+    Rule {
+        these: &[SitesInRing],
+        those: &[LateLeftOut],
+        verdict: Refused,
+        why: "a sum that goes round has the gradients of all racks, so that none can be left out",
+        remedy: "use the reduction tree, sharded or flat, or `stragglers = wait`",
         callers: &[InitService],
     },
     Rule {
@@ -239,14 +255,6 @@ pub(super) const SITES: &[Rule] = &[
         verdict: Refused,
         why: "streams between hubs cannot go on over other interfaces",
         remedy: "use `on_interface_down = fail`, or use the reduction flat",
-        callers: &[InitService],
-    },
-    Rule {
-        these: &[SeveralSites],
-        those: &[LateLeftOut],
-        verdict: Refused,
-        why: "the sum of a rack or a host would come late as a whole",
-        remedy: "use `stragglers = wait`, or the reduction flat",
         callers: &[InitService],
     },
     Rule {

@@ -10,7 +10,7 @@ fn notices(outputs: &[Output]) -> Vec<(Option<u32>, &str)> {
     });
     let rank = |to: &Recipient| match to {
         Recipient::Rank(rank) => Some(*rank),
-        Recipient::All => None,
+        Recipient::Site(_) | Recipient::All => None,
     };
     notices.map(|(to, message)| (rank(to), message)).collect()
 }
@@ -60,7 +60,8 @@ fn a_rank_that_goes_on_over_another_interface_is_announced_once_in_a_while() {
 #[test]
 fn a_late_rank_is_announced_to_itself_and_to_rank_0_at_every_magnitude() {
     let mut hub = Hub::running(|_| {});
-    let late = |rank, steps| CoreEvent::Late(LateRank { rank, steps, of: 500 });
+    let late =
+        |rank, steps| CoreEvent::Late(LateNeighbour { neighbour: Neighbour::Worker(rank), steps, of: 500 });
     let recipients = |outputs: Vec<Output>| -> Vec<Option<u32>> {
         notices(&outputs).iter().map(|(rank, _)| *rank).collect()
     };

@@ -14,7 +14,7 @@ use paramhub_core::composition::Neighbour;
 use paramhub_core::exchange::Awaited;
 use paramhub_core::job_control::{
     AdmittedStreams, Beginning, CUT_OFF, CoreEvent, Event, FaultCause, HubTerms, JobControl, JobLimits,
-    LAST_CHECKPOINT, LAST_CHECKPOINT_TIMEOUT, LateRank, OverdueEvent, OverdueNeighbours, SHUTDOWN,
+    LAST_CHECKPOINT, LAST_CHECKPOINT_TIMEOUT, LateNeighbour, OverdueEvent, OverdueNeighbours, SHUTDOWN,
 };
 use paramhub_core::placement::RouteId;
 use paramhub_core::service::{CauseKind, JobCounters, StopWhen};
@@ -198,7 +198,10 @@ impl Simulation {
         self.core(namespace, CoreEvent::Silence { neighbour, seconds: Some(3.0) });
         self.core(namespace, CoreEvent::Silence { neighbour, seconds: None });
         self.core(namespace, CoreEvent::Moved { route: 0, neighbour, by: 1 });
-        self.core(namespace, CoreEvent::Late(LateRank { rank: 1, steps: 3, of: 9 }));
+        self.core(
+            namespace,
+            CoreEvent::Late(LateNeighbour { neighbour: Neighbour::Worker(1), steps: 3, of: 9 }),
+        );
         self.core(namespace, waits(Duration::from_secs(3), false));
         let event = OverdueEvent::Over { waited: Duration::from_secs(4) };
         self.core(namespace, CoreEvent::Awaited { route: 0, event });

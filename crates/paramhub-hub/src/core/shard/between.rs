@@ -142,6 +142,20 @@ impl Shard {
         Ok(())
     }
 
+    /// Passes a notice of the site above on to all ranks below.
+    pub(super) fn pass_on_notice(&mut self, payload: &[u8]) {
+        let ports = self.plan.ports.clone();
+        for port in 0..ports.len() {
+            let (Side::Worker(member) | Side::Below(member)) = ports.side(port) else { continue };
+            if ports.is_worker_or_child(member)
+                && !self.departures.has_left(port)
+                && self.message(port, Operation::Notice, payload.to_vec())
+            {
+                self.dirty.insert(port);
+            }
+        }
+    }
+
     /// Notes that a neighbour has left. Once every neighbour below has left, this hub leaves the sites above.
     pub(super) fn leave(&mut self, port: u32) -> Result<(), Fault> {
         if !self.plan.ports.side(port).is_worker() {

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use paramhub_core::exchange::Update;
-use paramhub_core::job_control::LateRank;
+use paramhub_core::job_control::LateNeighbour;
 
 use super::Shard;
 use super::timing::UpdateTiming;
@@ -41,7 +41,7 @@ impl Shard {
 
     /// Returns the time at which the next step ends by time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        self.timing.late_ranks()?.deadlines.next()
+        self.timing.late_members()?.deadlines.next()
     }
 
     /// Ends steps whose time is over, of chunks of about `elements` elements.
@@ -49,7 +49,7 @@ impl Shard {
         self.now = now;
         let mut done = 0;
         while done < elements
-            && let Some(index) = self.timing.late_ranks().and_then(|late| late.deadlines.due(now))
+            && let Some(index) = self.timing.late_members().and_then(|late| late.deadlines.due(now))
         {
             let update = self.exchange.end_step(index).expect("the median has come");
             done += self.end_step(index, update);
@@ -58,7 +58,7 @@ impl Shard {
 
     /// Ends the steps that waited only for a worker that has left.
     pub(super) fn end_without_it(&mut self) {
-        if self.timing.late_ranks().is_none() {
+        if self.timing.late_members().is_none() {
             return self.look_for_steps_to_end();
         }
         for index in 0..self.slots.len() as u32 {
@@ -77,21 +77,39 @@ impl Shard {
         slot.elements as usize
     }
 
-    /// For each rank, how many updates of chunks here left it out; empty if the job waits for all ranks.
-    pub(crate) fn left_out(&self) -> &[u64] {
-        self.exchange.left_out()
+    /// For each rank that was left out: of how many updates of chunks here.
+    pub(crate) fn left_out(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
+        let counted = (0..).zip(self.exchange.left_out()).filter(|&(_, &updates)| updates > 0);
+        counted.flat_map(|(member, &updates)| {
+            self.plan.ports.ranks_of(member).iter().map(move |&rank| (rank, updates))
+        })
     }
 
-    /// A rank to report as left out: first when it has missed a step's worth of updates, then each time that
+    /// Does the same for all ranks, in order; empty if the job waits for all of them.
+    pub(crate) fn left_out_by_rank(&self) -> Vec<u64> {
+        let waits_for_all = self.exchange.left_out().is_empty();
+        let mut by_rank = vec![0; if waits_for_all { 0 } else { self.plan.workers() as usize }];
+        for (rank, updates) in self.left_out() {
+            by_rank[rank as usize] += updates;
+        }
+        by_rank
+    }
+
+    /// A rank or a site to report as left out: first when it has missed a step's worth of updates, then each time that
     /// the number is [`REPORT_FACTOR`] times as large. So there are few reports, however long it goes on.
-    pub(crate) fn late_rank(&mut self) -> Option<LateRank> {
-        let report_from = &mut self.timing.late_ranks_mut()?.report_from;
+    pub(crate) fn late_neighbour(&mut self) -> Option<LateNeighbour> {
+        let report_from = &mut self.timing.late_members_mut()?.report_from;
         let left_out = self.exchange.left_out();
-        let rank = left_out.iter().zip(report_from.iter()).position(|(missed, from)| missed >= from)?;
+        let member = left_out.iter().zip(report_from.iter()).position(|(missed, from)| missed >= from)?;
         let slots = self.slots.len() as u64;
-        let steps = left_out[rank] / slots;
-        report_from[rank] = REPORT_FACTOR.saturating_pow(steps.ilog(REPORT_FACTOR) + 1).saturating_mul(slots);
-        Some(LateRank { rank: rank as u32, steps, of: (self.counters.updates / slots).max(steps) })
+        let steps = left_out[member] / slots;
+        report_from[member] =
+            REPORT_FACTOR.saturating_pow(steps.ilog(REPORT_FACTOR) + 1).saturating_mul(slots);
+        Some(LateNeighbour {
+            neighbour: self.plan.ports.member(member as u32),
+            steps,
+            of: (self.counters.updates / slots).max(steps),
+        })
     }
 }
 
@@ -99,15 +117,20 @@ impl Shard {
 mod tests {
     use std::time::Duration;
 
+    use paramhub_core::composition::{
+        BetweenSites, Composition, Crossing, Neighbour, OptimizeAt, Site, SiteId,
+    };
     use paramhub_core::hyperparameters::Hyperparameters;
-    use paramhub_core::key::Key;
-    use paramhub_core::settings::OptimizerChoice;
+    use paramhub_core::key::{Key, KeyTable};
+    use paramhub_core::settings::{OptimizerChoice, Settings};
     use paramhub_core::stragglers::Stragglers;
-    use paramhub_core::wire::Operation;
+    use paramhub_core::wire::{Header, Notice, Operation};
+    use paramhub_transport::Outgoing;
 
     use super::super::tests::{answer, header, push_pull, shard_with, take, wire};
     use super::*;
-    use crate::core::outbox::{Begun, Source};
+    use crate::core::outbox::{BATCH_FRAMES, Begun, NextFrame, Source};
+    use crate::core::stepped_hub::{one_core, plan_at};
 
     /// Three workers, chunks of two elements that begin at zero, and an optimizer that subtracts the gradient
     /// as it is.
@@ -149,7 +172,7 @@ mod tests {
         push_pull(&mut shard, 0, 0, 1, &[7.0, 7.0]).unwrap();
         let (header, values) = answer(&mut shard, 0);
         assert_eq!((header.step, &values[..]), (2, &[-5.0, -6.0][..]), "its turn had come and gone");
-        assert_eq!(shard.left_out(), [1, 0, 1]);
+        assert_eq!(shard.left_out_by_rank(), [1, 0, 1]);
         assert_eq!((shard.counters().contributions, shard.counters().updates), (4, 2));
     }
 
@@ -172,7 +195,7 @@ mod tests {
             (2, None),
             "no rank is the median of chunk 1"
         );
-        assert_eq!(shard.left_out(), [0, 0, 1]);
+        assert_eq!(shard.left_out_by_rank(), [0, 0, 1]);
         let frames: Vec<_> = (0..2).map(|_| answer(&mut shard, 1)).collect();
         assert_eq!(frames[0].1, [-1.0, -1.5], "of two");
         assert_eq!(frames[1].1, [-1.0, -3.0], "of three");
@@ -191,9 +214,90 @@ mod tests {
             for rank in [0, 1, 0, 1] {
                 answer(&mut shard, rank);
             }
-            reported.extend(std::iter::from_fn(|| shard.late_rank()));
+            reported.extend(std::iter::from_fn(|| shard.late_neighbour()));
         }
-        let expected = [1, 10, 100].map(|steps| LateRank { rank: 2, steps, of: steps });
+        let expected =
+            [1, 10, 100].map(|steps| LateNeighbour { neighbour: Neighbour::Worker(2), steps, of: steps });
         assert_eq!(reported, expected);
+    }
+
+    /// Rank 0 at a hub that owns all chunks, and a site below it with ranks 1 and 2: the shard of either.
+    fn sites_shard(site: SiteId) -> Shard {
+        let sites = [(&[0][..], None), (&[1, 2][..], Some(0))].map(|(workers, parent)| Site {
+            name: String::new(),
+            hubs: vec![one_core()],
+            workers: workers.to_vec(),
+            parent,
+        });
+        let composition = Composition {
+            sites: sites.into(),
+            crossing: Crossing::Sharded,
+            optimize_at: OptimizeAt::EverySite,
+            between_sites: BetweenSites::F32,
+        };
+        let hyperparameters = Some(Hyperparameters { learning_rate: 1.0, ..Default::default() });
+        let optimizer = OptimizerChoice { hyperparameters, ..OptimizerChoice::named("sgd") };
+        let keys = KeyTable::new(vec![Key::new("w", [2])]).unwrap();
+        let settings = Settings { optimizer, ..Settings::new(keys) };
+        Shard::new(plan_at(composition, site, Stragglers::Backup(2), settings)).unwrap()
+    }
+
+    #[test]
+    fn a_site_that_starts_late_starts_with_the_newest_parameters() {
+        let mut shard = sites_shard(0);
+        let below = 1;
+        let zeros = wire(&[0.0, 0.0]);
+        take(&mut shard, 0, &header(Operation::Initialise, 0, 0, &zeros), &zeros).unwrap();
+        let slot = shard.outboxes[0].applied.pop_first().unwrap();
+        shard.answer_begun(0, slot);
+        for step in 0..3 {
+            push_pull(&mut shard, 0, 0, step, &[1.0, 2.0]).unwrap();
+            answer(&mut shard, 0);
+        }
+        let mut picks = [NextFrame::Message; BATCH_FRAMES];
+        let mut starts = Vec::new();
+        while starts.len() < 2 && shard.pick(below, &mut picks) > 0 {
+            let mut frames = [Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] }];
+            shard.frames(below, &picks[..1], &mut frames);
+            let (sent, payload) = (frames[0].header, frames[0].payload.to_vec());
+            shard.note_sent(below, &picks[..1], &[sent], 1, 1);
+            starts.push((sent.operation, sent.step, payload));
+        }
+        assert_eq!(starts, [(Operation::Initialise, 3, wire(&[-3.0, -6.0]))]);
+        // Rank 0 alone is enough to end a step, and so is the site, which counts as two.
+        push_pull(&mut shard, below, 0, 3, &[2.0, 4.0]).unwrap();
+        let (header, values) = answer(&mut shard, below);
+        assert_eq!((header.step, &values[..]), (4, &[-4.0, -8.0][..]), "the mean of two");
+        assert_eq!(shard.left_out_by_rank(), [1, 3, 3]);
+    }
+
+    #[test]
+    fn a_site_that_was_late_moves_on_and_passes_on_what_it_is_told() {
+        let mut shard = sites_shard(1);
+        let above = 2;
+        let zeros = wire(&[0.0, 0.0]);
+        take(&mut shard, above, &header(Operation::Initialise, 0, 0, &zeros), &zeros).unwrap();
+        for rank in [0, 1] {
+            push_pull(&mut shard, rank, 0, 0, &[1.0, 2.0]).unwrap();
+        }
+        let (sum, values) = answer(&mut shard, above);
+        assert_eq!((sum.operation, &values[..]), (Operation::PushPull, &[2.0, 4.0][..]));
+        let newest = wire(&[-7.0, -8.0]);
+        take(&mut shard, above, &header(Operation::Parameters, 0, 7, &newest), &newest).unwrap();
+        for rank in [0, 1] {
+            let (header, values) = answer(&mut shard, rank);
+            assert_eq!((header.step, &values[..]), (7, &[-7.0, -8.0][..]));
+            push_pull(&mut shard, rank, 0, 7, &[1.0, 1.0]).unwrap();
+        }
+        let back = take(&mut shard, above, &header(Operation::Parameters, 0, 7, &newest), &newest);
+        assert!(back.is_err(), "a version that the site had");
+
+        let notice = Notice { rank: None, message: "you are late".into() }.encode();
+        take(&mut shard, above, &header(Operation::Notice, 0, 0, &notice), &notice).unwrap();
+        for rank in [0, 1] {
+            let (header, payload) = shard.outboxes[rank].messages.front().unwrap();
+            assert_eq!((header.operation, payload), (Operation::Notice, &notice));
+        }
+        assert!(shard.outboxes[above as usize].messages.is_empty());
     }
 }

@@ -190,6 +190,11 @@ impl Shard {
                 }
                 NextFrame::Start(slot, part) if has_begun => {
                     let parts = self.start_parts(slot);
+                    if let Side::Below(member) = self.plan.ports.side(port)
+                        && part + 1 == parts
+                    {
+                        self.exchange.catch_up(slot, member);
+                    }
                     // The sum of its step may have been complete before.
                     let goes_there = self.plan.ports.above(slot) == Some(port);
                     let is_sum_due = goes_there && part + 1 == parts && self.exchange.is_sent_up(slot);

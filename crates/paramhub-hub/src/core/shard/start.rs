@@ -102,9 +102,9 @@ impl Shard {
         }
     }
 
-    /// Copies one of these parts to the buffer from which it leaves by a port. Where sites step together, neither parameters nor
-    /// state change before all sites have them: no step is complete without their contributions. Where they do not, a site
-    /// begins with the newest parameters, and state is for the owner alone.
+    /// Copies one of these parts to the buffer from which it leaves by a port. Where every step needs all sites, neither
+    /// parameters nor state change before all sites have them. Where a chunk moves on without some, a site begins with the newest
+    /// parameters, and state is for the owner alone.
     pub(crate) fn stage_start(&mut self, port: u32, index: u32, part: u8) {
         if part + 1 < self.start_parts(index) {
             return self.spill_state(port, index, usize::from(part));

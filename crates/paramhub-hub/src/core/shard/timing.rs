@@ -17,7 +17,7 @@ pub(super) enum UpdateTiming {
     /// The step ends when rank 0 releases it, which it does when it knows the norm of all chunks' gradients.
     OnRelease(HeldStep),
     /// With enough contributions, without those that are late.
-    WithQuorum(LateRanks),
+    WithQuorum(LateMembers),
 }
 
 /// The state of a step whose complete chunks wait for their release.
@@ -36,10 +36,10 @@ pub(super) struct HeldStep {
     pub(super) last: Option<(u32, Arc<[u8]>)>,
 }
 
-/// The state of steps that end without late ranks.
-pub(super) struct LateRanks {
+/// The state of steps that end without late members.
+pub(super) struct LateMembers {
     pub(super) deadlines: Deadlines,
-    /// For each rank: how many updates must have left it out before the next report.
+    /// For each member: how many updates must have left it out before the next report.
     pub(super) report_from: Vec<u64>,
 }
 
@@ -60,9 +60,9 @@ impl UpdateTiming {
             });
         }
         if plan.stragglers.leaves_out() {
-            return UpdateTiming::WithQuorum(LateRanks {
+            return UpdateTiming::WithQuorum(LateMembers {
                 deadlines: Deadlines::new(plan.stragglers, slots, now),
-                report_from: vec![slots as u64; plan.ports.workers() as usize],
+                report_from: vec![slots as u64; plan.ports.members() as usize],
             });
         }
         UpdateTiming::WhenComplete
@@ -84,16 +84,16 @@ impl UpdateTiming {
         }
     }
 
-    /// The state of late ranks, in a job that leaves them out.
-    pub(super) fn late_ranks(&self) -> Option<&LateRanks> {
+    /// The state of late members, in a job that leaves them out.
+    pub(super) fn late_members(&self) -> Option<&LateMembers> {
         match self {
             UpdateTiming::WithQuorum(late) => Some(late),
             UpdateTiming::WhenComplete | UpdateTiming::OnRelease(_) => None,
         }
     }
 
-    /// Does the same as [`late_ranks`](Self::late_ranks).
-    pub(super) fn late_ranks_mut(&mut self) -> Option<&mut LateRanks> {
+    /// Does the same as [`late_members`](Self::late_members).
+    pub(super) fn late_members_mut(&mut self) -> Option<&mut LateMembers> {
         match self {
             UpdateTiming::WithQuorum(late) => Some(late),
             UpdateTiming::WhenComplete | UpdateTiming::OnRelease(_) => None,
