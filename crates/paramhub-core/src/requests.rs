@@ -309,12 +309,13 @@ impl Requests {
     }
 
     /// The codec in which a key's parameters may come if they come as `codec`: those of a quantised key as
-    /// the change since this worker's version, or whole if the hub does not know that the worker has that
-    /// version.
+    /// the change since this worker's version, or whole in f32 if the hub does not know that the worker has that
+    /// version. Through shared memory they come in their own type.
     fn parameters_as(&self, key: u32, codec: Codec) -> Codec {
-        let quantised = self.codecs[key as usize];
-        match codec.is_quantised() && quantised.is_quantised() {
-            true => quantised,
+        let gradient = self.codecs[key as usize];
+        match gradient.is_quantised() && codec == Codec::F32 {
+            true => Codec::F32,
+            false if gradient.is_quantised() && codec.is_quantised() => gradient,
             false => self.dtypes[key as usize].codec(),
         }
     }

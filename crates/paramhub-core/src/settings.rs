@@ -5,8 +5,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
 use crate::chunk::{ChunkMap, TooManyChunks};
-use crate::codec::{Codec, Dtype};
-use crate::combinations::{self, Conflict, Feature, Features};
+use crate::codec::Codec;
+use crate::combinations::{Conflict, Features};
 use crate::consistency::Consistency;
 use crate::hyperparameters::Hyperparameters;
 use crate::key::{Key, KeyTable};
@@ -77,7 +77,7 @@ pub struct Settings {
     /// The codec of gradients; by default that of their dtype. Parameters travel in their key's dtype.
     ///
     /// A quantised codec, one-bit or two-bit, is for the weights of fully connected layers. As the job's
-    /// codec it applies to the f32 keys of two dimensions only, and the others travel in their dtype. Any f32
+    /// codec it applies to the keys of two dimensions only, and the others travel in their dtype. Any
     /// key may name it for itself. Such a key is quantised both ways, with error feedback: see
     /// docs/decisions/quantisation.md.
     #[serde(default)]
@@ -293,11 +293,6 @@ impl Settings {
             return Err(SettingsError::ClipNorm(norm));
         }
         self.check_with(Features::NONE)?;
-        for (key, codec) in self.quantised_keys().filter(|(key, _)| key.dtype != Dtype::F32) {
-            let of_key = Features::of([(Feature::Quantised, true), (Feature::HalfPrecisionKey, true)]);
-            let subject = || format!("key `{}` ({codec}, {})", key.name, key.dtype);
-            combinations::check(of_key).map_err(|conflict| conflict.about(subject()))?;
-        }
         scheme::check(self)?;
         ChunkMap::count(&self.keys, self.chunk_bytes)?;
         Ok(())
@@ -341,8 +336,7 @@ impl Settings {
     /// The codec of a key's gradients: its own; else the job's, if that applies to such keys; else that of
     /// its dtype.
     pub fn codec_of(&self, key: &Key) -> Codec {
-        let is_for =
-            |codec: &Codec| !codec.is_quantised() || (key.dtype == Dtype::F32 && key.shape.len() == 2);
+        let is_for = |codec: &Codec| !codec.is_quantised() || key.shape.len() == 2;
         key.codec.or(self.codec.filter(is_for)).unwrap_or(key.dtype.codec())
     }
 
@@ -414,6 +408,7 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::codec::Dtype;
     use crate::key::Key;
 
     fn settings(shape: u64) -> Settings {
@@ -558,21 +553,18 @@ mod tests {
         ];
         let settings = Settings { codec: Some(Codec::OneBit), ..Settings::new(KeyTable::new(keys).unwrap()) };
         let codecs: Vec<Codec> = settings.keys.keys().iter().map(|key| settings.codec_of(key)).collect();
-        assert_eq!(codecs, [Codec::OneBit, Codec::F32, Codec::F32, Codec::TwoBit, Codec::BF16, Codec::F32]);
+        assert_eq!(codecs, [Codec::OneBit, Codec::F32, Codec::F32, Codec::TwoBit, Codec::OneBit, Codec::F32]);
         assert!(settings.quantises() && settings.check() == Ok(()));
         let stale = Settings { consistency: Consistency::Asynchronous, ..settings };
         let refused = stale.check().unwrap_err().to_string();
         assert!(refused.starts_with("key `fc.weight` (one-bit): quantised keys"), "{refused}");
         assert!(refused.contains("changes since the step before"), "{refused}");
-        let half = Key { dtype: Dtype::F16, ..Key::new("h", [3]) }.in_codec(Codec::OneBit);
-        let half = Settings::new(KeyTable::new(vec![half]).unwrap());
-        assert!(half.check().unwrap_err().to_string().contains("give it as f32"));
         let plain = Settings { codec: Some(Codec::BF16), ..self::settings(3) };
         assert!(!plain.quantises() && plain.check() == Ok(()));
         assert_eq!(plain.codec_of(&plain.keys.keys()[0]), Codec::BF16);
         let vectors = Settings { codec: Some(Codec::TwoBit), ..self::settings(3) };
         let refused = vectors.check().unwrap_err().to_string();
-        assert!(refused.contains("would have no effect with a job without f32 keys"), "{refused}");
+        assert!(refused.contains("would have no effect with a job without keys"), "{refused}");
     }
 
     #[test]

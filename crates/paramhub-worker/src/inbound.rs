@@ -73,7 +73,7 @@ impl InboundSink<'_> {
                 self.in_flight.take_change(extent, payload.ok_or_else(|| unreadable(header))?);
             }
             // Through shared memory no answer is a change.
-            Operation::Parameters if !is_in_arena => self.in_flight.took_whole(extent),
+            Operation::Parameters if !is_in_arena => self.in_flight.took_whole(extent, payload),
             _ => {}
         }
         let answered = self.in_flight.requests.answered(expected);
@@ -117,11 +117,13 @@ impl FrameSink for InboundSink<'_> {
         if self.begun.is_none() {
             *self.begun = Some(self.expect(header)?);
         }
+        let begun = self.begun.as_ref().expect("it was just looked for");
         // Optimizer state has a head, which does not belong in the user's memory.
-        if header.operation != Operation::Parameters || header.codec.is_quantised() {
+        if header.operation != Operation::Parameters
+            || !self.in_flight.come_as_they_lie(header, begun.extent())
+        {
             return Ok(Landing::Staged);
         }
-        let begun = self.begun.as_ref().expect("it was just looked for");
         Ok(Landing::InPlace(self.in_flight.destination(begun.extent())))
     }
 

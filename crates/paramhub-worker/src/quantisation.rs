@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use paramhub_core::chunk::{ChunkId, ChunkMap, Extent};
-use paramhub_core::codec::Codec;
+use paramhub_core::codec::{Codec, Dtype};
 use paramhub_kernels::{convert, quantise, sum};
 
 /// The state of all quantised keys of a job, allocated when it begins.
@@ -14,8 +14,8 @@ pub(crate) struct QuantisationState {
     chunk_elements: u32,
     /// The loss of earlier gradients, which the next one makes up for.
     residual: Vec<f32>,
-    /// The parameters, which answers change. None are kept in a job without an optimizer, where no answer
-    /// depends on an earlier one.
+    /// The parameters, which answers change, in f32 whatever the type of the key. None are kept in a job without an optimizer,
+    /// where no answer depends on an earlier one.
     parameters: Vec<f32>,
     /// The encoded gradients.
     wire: Vec<u8>,
@@ -27,6 +27,8 @@ pub(crate) struct QuantisationState {
 #[derive(Clone, Copy, Debug)]
 struct QuantisedKey {
     codec: Codec,
+    /// The codec of gradients and parameters in the user's memory.
+    lies_as: Codec,
     /// The offset of the first element.
     start: usize,
     /// The offset of the first byte in `wire`.
@@ -34,14 +36,14 @@ struct QuantisedKey {
 }
 
 impl QuantisationState {
-    /// Allocates the state for a table cut by `map`, with the codecs of its gradients.
-    pub(crate) fn new(map: &ChunkMap, codecs: &[Codec], has_parameters: bool) -> Self {
+    /// Allocates the state for a table cut by `map`, with the codecs and the types of its keys' gradients.
+    pub(crate) fn new(map: &ChunkMap, codecs: &[Codec], dtypes: &[Dtype], has_parameters: bool) -> Self {
         if !codecs.iter().any(|codec| codec.is_quantised()) {
             return QuantisationState::default();
         }
         let (mut elements, mut bytes) = (0, 0);
-        let quantised_key = |(key, &codec): (u32, &Codec)| {
-            let quantised_key = QuantisedKey { codec, start: elements, wire: bytes };
+        let quantised_key = |(key, (&codec, dtype)): (u32, (&Codec, &Dtype))| {
+            let quantised_key = QuantisedKey { codec, lies_as: dtype.codec(), start: elements, wire: bytes };
             codec.is_quantised().then(|| {
                 elements += map.key_elements(key) as usize;
                 let chunks = map.chunks_of(key);
@@ -49,7 +51,7 @@ impl QuantisationState {
                 quantised_key
             })
         };
-        let keys = (0..).zip(codecs).map(quantised_key).collect();
+        let keys = (0..).zip(codecs.iter().zip(dtypes)).map(quantised_key).collect();
         QuantisationState {
             keys,
             chunk_elements: map.chunk_elements(),
@@ -76,22 +78,21 @@ impl QuantisationState {
         }
     }
 
-    /// Encodes a chunk's gradient, f32 at any alignment, unless this was done for the request under way.
+    /// Encodes a chunk's gradient, at any alignment, unless this was done for the request under way.
     /// `exact` has room for a chunk.
     pub(crate) fn encode(&mut self, chunk: ChunkId, extent: &Extent, gradient: &[u8], exact: &mut [f32]) {
         if std::mem::replace(&mut self.encoded[chunk as usize], true) {
             return;
         }
-        let (codec, elements, wire) = self.ranges(extent);
+        let (QuantisedKey { codec, lies_as, .. }, elements, wire) = self.ranges(extent);
         let (residual, wire) = (&mut self.residual[elements], &mut self.wire[wire]);
-        match bytemuck::try_cast_slice(gradient) {
-            Ok(values) => quantise::encode(values, residual, wire, codec),
-            Err(_) => {
-                let exact = &mut exact[..residual.len()];
-                convert::decode(gradient, exact, Codec::F32);
-                quantise::encode(exact, residual, wire, codec);
-            }
-        }
+        let as_it_lies = bytemuck::try_cast_slice(gradient).ok().filter(|_| lies_as == Codec::F32);
+        let values = as_it_lies.unwrap_or_else(|| {
+            let exact = &mut exact[..residual.len()];
+            convert::decode(gradient, exact, lies_as);
+            exact
+        });
+        quantise::encode(values, residual, wire, codec);
     }
 
     /// A chunk's encoded gradient.
@@ -99,18 +100,27 @@ impl QuantisationState {
         &self.wire[self.ranges(extent).2]
     }
 
-    /// Sets this worker's copy of the parameters, f32 at any alignment.
+    /// Sets this worker's copy of the parameters to those in the user's memory.
     pub(crate) fn adopt(&mut self, extent: &Extent, parameters: &[u8]) {
-        let elements = self.ranges(extent).1;
+        let (key, elements, _) = self.ranges(extent);
         if let Some(mine) = self.parameters.get_mut(elements) {
-            convert::decode(parameters, mine, Codec::F32);
+            convert::decode(parameters, mine, key.lies_as);
         }
     }
 
-    /// Decodes an answer and writes the result to `target`, f32 at any alignment: the parameters, or in a job
+    /// Sets this worker's copy of the parameters to those of an answer, f32 at any alignment, and writes them to `target`.
+    pub(crate) fn take_whole(&mut self, extent: &Extent, answer: &[u8], target: &mut [u8]) {
+        let (key, elements, _) = self.ranges(extent);
+        if let Some(mine) = self.parameters.get_mut(elements) {
+            convert::decode(answer, mine, Codec::F32);
+            convert::encode(mine, target, key.lies_as);
+        }
+    }
+
+    /// Decodes an answer and writes the result to `target`: the parameters, or in a job
     /// without an optimizer the mean or the sum. `exact` has room for a chunk.
     pub(crate) fn decode(&mut self, extent: &Extent, answer: &[u8], target: &mut [u8], exact: &mut [f32]) {
-        let (codec, elements, _) = self.ranges(extent);
+        let (QuantisedKey { codec, lies_as, .. }, elements, _) = self.ranges(extent);
         let values = match self.parameters.get_mut(elements) {
             Some(parameters) => {
                 sum::add(parameters, answer, codec);
@@ -122,17 +132,17 @@ impl QuantisationState {
                 exact
             }
         };
-        convert::encode(values, target, Codec::F32);
+        convert::encode(values, target, lies_as);
     }
 
-    /// The codec of a chunk, its range of elements, and its range of bytes in `wire`.
-    fn ranges(&self, extent: &Extent) -> (Codec, Range<usize>, Range<usize>) {
+    /// The key of a chunk, the chunk's range of elements, and its range of bytes in `wire`.
+    fn ranges(&self, extent: &Extent) -> (QuantisedKey, Range<usize>, Range<usize>) {
         let key = self.keys[extent.key as usize].expect("the chunk's key is quantised");
         let start = key.start + extent.offset as usize;
         let number = (extent.offset / u64::from(self.chunk_elements)) as usize;
         let wire = key.wire + number * key.codec.payload_bytes(self.chunk_elements as usize);
         let length = extent.bytes(key.codec) as usize;
-        (key.codec, start..start + extent.elements as usize, wire..wire + length)
+        (key, start..start + extent.elements as usize, wire..wire + length)
     }
 }
 
@@ -146,7 +156,7 @@ mod tests {
     fn a_gradient_is_encoded_once_a_request_and_what_it_lost_goes_with_the_next() {
         let table = KeyTable::new(vec![Key::new("plain", [9]), Key::new("w", [3000])]).unwrap();
         let map = ChunkMap::new(&table, 8192).unwrap();
-        let mut kept = QuantisationState::new(&map, &[Codec::F32, Codec::TwoBit], false);
+        let mut kept = QuantisationState::new(&map, &[Codec::F32, Codec::TwoBit], &[Dtype::F32; 2], false);
         let values: Vec<f32> = (0..952).map(|at| (at as f32).sin()).collect();
         // One byte in, so that the f32 are not aligned.
         let mut gradient = vec![0; 1 + 952 * 4];
@@ -155,7 +165,7 @@ mod tests {
         assert_eq!(last.elements, 952);
         let mut exact = vec![0.0; 2048];
         let mut sum = vec![0.0_f32; 952];
-        let mut fresh = QuantisationState::new(&map, &[Codec::F32, Codec::TwoBit], false);
+        let mut fresh = QuantisationState::new(&map, &[Codec::F32, Codec::TwoBit], &[Dtype::F32; 2], false);
         fresh.encode(2, &last, &gradient[1..], &mut exact);
         let anew = fresh.payload(&last);
         for _ in 0..200 {
@@ -181,10 +191,44 @@ mod tests {
     }
 
     #[test]
+    fn parameters_of_half_precision_are_kept_in_f32() {
+        let table = KeyTable::new(vec![Key { dtype: Dtype::BF16, ..Key::new("w", [4]) }]).unwrap();
+        let map = ChunkMap::new(&table, 8192).unwrap();
+        let mut kept = QuantisationState::new(&map, &[Codec::TwoBit], &[Dtype::BF16], true);
+        let extent = map.extent(0).unwrap();
+        let (mut target, mut exact) = ([0; 8], [0.0; 4]);
+        let in_memory = |target: &[u8]| {
+            let mut values = [0.0; 4];
+            convert::decode(target, &mut values, Codec::BF16);
+            values
+        };
+        let ones = [1.0_f32; 4].map(f32::to_le_bytes).concat();
+        kept.take_whole(&extent, &ones, &mut target);
+        // A sixteenth of what bf16 can tell apart at 1: no single change is seen, and all together are.
+        let (change, mut lost, mut wire) =
+            ([1.0 / 2048.0; 4], [0.0; 4], vec![0; Codec::TwoBit.payload_bytes(4)]);
+        for step in 1..=16 {
+            quantise::encode(&change, &mut lost, &mut wire, Codec::TwoBit);
+            kept.decode(&extent, &wire, &mut target, &mut exact);
+            assert!(step > 7 || in_memory(&target) == [1.0; 4], "{step}");
+        }
+        assert_eq!(in_memory(&target), [1.0078125; 4]);
+
+        // The gradient is read in its own type.
+        let mut gradient = [0; 8];
+        convert::encode(&[1.0, -1.0, 2.0, -2.0], &mut gradient, Codec::BF16);
+        kept.begin(0..1);
+        kept.encode(0, &extent, &gradient, &mut exact);
+        let mut decoded = [0.0; 4];
+        convert::decode(kept.payload(&extent), &mut decoded, Codec::TwoBit);
+        assert_eq!(decoded, [1.0, -1.0, 2.0, -2.0]);
+    }
+
+    #[test]
     fn nothing_is_kept_where_nothing_is_quantised() {
         let table = KeyTable::new(vec![Key::new("w", [3000])]).unwrap();
         let map = ChunkMap::new(&table, 8192).unwrap();
-        let mut kept = QuantisationState::new(&map, &[Codec::BF16], true);
+        let mut kept = QuantisationState::new(&map, &[Codec::BF16], &[Dtype::F32], true);
         kept.begin(0..2);
         assert_eq!((kept.residual.len(), kept.wire.len(), kept.encoded.len()), (0, 0, 0));
     }

@@ -82,7 +82,7 @@ impl RequestsInFlight {
         let converts = codecs.iter().zip(&dtypes).any(|(&codec, dtype)| codec != dtype.codec());
         let exact_elements = if converts { requests.map().chunk_elements() as usize } else { 0 };
         RequestsInFlight {
-            quantised: QuantisationState::new(requests.map(), &codecs, settings.has_parameters()),
+            quantised: QuantisationState::new(requests.map(), &codecs, &dtypes, settings.has_parameters()),
             residuals_begin_every,
             requests,
             placement,
@@ -189,15 +189,15 @@ impl RequestsInFlight {
     pub(crate) fn prepare(&mut self, header: &Header, extent: &Extent) {
         let source =
             self.keys[extent.key as usize].as_ref().and_then(|key| key.buffers.sent_from()).unwrap_or(&[]);
+        let range = extent.byte_range(self.dtypes[extent.key as usize].codec());
         if header.codec.is_quantised() {
             if self.residuals_begin_every.is_some_and(|every| header.step.is_multiple_of(every.get())) {
                 self.quantised.forget(header.chunk, extent);
             }
-            let gradient = &source[extent.byte_range(Codec::F32)];
-            self.quantised.encode(header.chunk, extent, gradient, &mut self.exact);
+            self.quantised.encode(header.chunk, extent, &source[range], &mut self.exact);
         } else if header.operation == Operation::Initialise && self.codecs[extent.key as usize].is_quantised()
         {
-            self.quantised.adopt(extent, &source[extent.byte_range(Codec::F32)]);
+            self.quantised.adopt(extent, &source[range]);
         }
     }
 
@@ -212,16 +212,27 @@ impl RequestsInFlight {
 
     /// Applies an answer that encodes the difference between a chunk's new parameters and this worker's.
     pub(crate) fn take_change(&mut self, extent: &Extent, payload: &[u8]) {
-        let target = received_into(&mut self.keys, extent, Codec::F32);
+        let lies_as = self.dtypes[extent.key as usize].codec();
+        let target = received_into(&mut self.keys, extent, lies_as);
         self.quantised.decode(extent, payload, target, &mut self.exact);
     }
 
     /// Handles that a chunk's new parameters have come in full, not as a difference: for a quantised key they
-    /// become this worker's copy.
-    pub(crate) fn took_whole(&mut self, extent: &Extent) {
+    /// become this worker's copy. They are in the user's memory, or in f32 in `payload` if that has another type.
+    pub(crate) fn took_whole(&mut self, extent: &Extent, payload: Option<&[u8]>) {
         if self.codecs[extent.key as usize].is_quantised() {
-            self.quantised.adopt(extent, received_into(&mut self.keys, extent, Codec::F32));
+            let lies_as = self.dtypes[extent.key as usize].codec();
+            let target = received_into(&mut self.keys, extent, lies_as);
+            match payload {
+                Some(payload) => self.quantised.take_whole(extent, payload, target),
+                None => self.quantised.adopt(extent, target),
+            }
         }
+    }
+
+    /// Returns whether a chunk's new parameters come as they lie in the user's memory.
+    pub(crate) fn come_as_they_lie(&self, header: &Header, extent: &Extent) -> bool {
+        header.codec == self.dtypes[extent.key as usize].codec()
     }
 
     /// Returns the bytes in the user's memory that a chunk is sent or encoded from; none for a pull.

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use super::{Conflict, Feature, Features, check, conflict_of};
 use crate::checkpoint::Every;
-use crate::codec::Dtype;
 use crate::composition::{BetweenSites, Composition, Crossing, OptimizeAt, Reduction};
 use crate::consistency::Consistency;
 use crate::key::Key;
@@ -19,7 +18,7 @@ impl Settings {
     /// of their own.
     pub fn features(&self) -> Features {
         let is_for_all = self.codec.is_some_and(|codec| codec.is_quantised());
-        let is_matrix = |key: &Key| key.dtype == Dtype::F32 && key.shape.len() == 2;
+        let is_matrix = |key: &Key| key.shape.len() == 2;
         Features::of([
             (Feature::Asynchronous, self.consistency == Consistency::Asynchronous),
             (Feature::BoundedStaleness, matches!(self.consistency, Consistency::BoundedStaleness(_))),

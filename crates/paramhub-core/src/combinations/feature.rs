@@ -43,8 +43,7 @@ features! {
     // Codecs.
     Quantised, "quantised", "quantised keys (`codec` is `one-bit` or `two-bit`)";
     QuantisedCodec, "quantised-codec", "`one-bit` or `two-bit` as the codec of a job";
-    HalfPrecisionKey, "half-precision-key", "a key of f16 or bf16";
-    NoMatrix, "no-matrix", "a job without f32 keys of two dimensions";
+    NoMatrix, "no-matrix", "a job without keys of two dimensions";
     FactorCodec, "factor-codec", "`factor_codec`";
     // Schemes and layers.
     AutoScheme, "auto-scheme", "the scheme auto";

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::auth::{Epoch, EpochSecret, Namespace, Nonce};
 use crate::checkpoint::{Every, Resume};
-use crate::codec::{Codec, Dtype};
+use crate::codec::Codec;
 use crate::composition::{BetweenSites, Composition, OptimizeAt, Place, Reduction, arrange};
 use crate::consistency::Consistency;
 use crate::key::{Key, KeyTable};
@@ -102,7 +102,6 @@ fn settings_show_the_sentence_of_every_rule_about_them() {
         layers: vec![],
         ..Settings { keys: KeyTable::new(keys).unwrap(), ..settings() }
     };
-    let half = Key { dtype: Dtype::F16, ..Key::new("half", [4, 3]) }.in_codec(Codec::OneBit);
     let of_layer = |layer: LayerSettings| Settings { layers: vec![layer], ..by(Scheme::Factors) };
     let other = LayerSettings::other("conv", [0]);
     let forced = SchemeChoice::Only(Scheme::FactorsToHub);
@@ -112,7 +111,6 @@ fn settings_show_the_sentence_of_every_rule_about_them() {
         asynchronous(clipped(good.clone())),
         Settings { optimizer: OptimizerChoice::default(), ..clipped(good.clone()) },
         stale(one_bit(good.clone())),
-        of_keys(vec![half]),
         one_bit(of_keys(vec![Key::new("b", [4])])),
         Settings { layers: vec![], ..by(Scheme::FactorsToHub) },
         Settings { layers: vec![other.clone().by(forced)], ..good.clone() },

@@ -3,6 +3,8 @@
 
 use std::sync::Barrier;
 
+use bytemuck::Pod;
+use half::{bf16, f16};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::consistency::Consistency;
@@ -22,6 +24,7 @@ over_transports!(
     means_and_sums_come_back_quantised_with_what_the_hub_lost_before,
     many_steps_end_where_exact_ones_do,
     ranks_have_the_same_parameters_however_they_come_by_them,
+    keys_of_half_precision_are_kept_in_f32_and_rounded_at_the_ranks,
     gradients_are_clipped_as_they_were_rebuilt,
     a_gradient_that_is_not_finite_fails_its_job_by_name,
 );
@@ -288,6 +291,74 @@ fn ranks_have_the_same_parameters_however_they_come_by_them(transports: Transpor
     }
 }
 
+/// Trains with values that all are in half precision, and returns the parameters and those that a pull brings. `to` makes an
+/// element of the keys' type from a value in half precision.
+fn train_in_half<T: Pod + Send + Sync>(job: &Job, to: impl Fn(bf16) -> T) -> [Vec<Vec<T>>; 2] {
+    let of = |values: Vec<f32>| -> Vec<T> {
+        values.into_iter().map(|value| to(bf16::from_f32((value * 64.0).round() / 64.0))).collect()
+    };
+    let zeros = |elements: usize| vec![to(bf16::ZERO); elements];
+    let mut model: Vec<Vec<T>> = start(job.settings()).into_iter().map(&of).collect();
+    if job.settings().has_parameters() {
+        job.broadcast(&mut model, 0).unwrap();
+    }
+    for step in 0..2 * STEPS {
+        let handles: Vec<_> = (0..)
+            .zip(&model)
+            .map(|(key, values)| {
+                let gradient = of(gradient(job.rank(), key, step, values.len()));
+                job.push_pull(key, gradient, zeros(values.len())).unwrap()
+            })
+            .collect();
+        model = handles.into_iter().map(|handle| handle.wait().unwrap().1).collect();
+    }
+    let pulled = (0..)
+        .zip(&model)
+        .map(|(key, values)| job.pull(key, zeros(values.len())).unwrap().wait().unwrap().1)
+        .collect();
+    [model, pulled]
+}
+
+fn keys_of_half_precision_are_kept_in_f32_and_rounded_at_the_ranks(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
+    for (optimizer, choice) in [("sgd", sgd(0.001, 0.9)), ("mean", OptimizerChoice::named("mean"))] {
+        let settings = |dtype| {
+            let key = |name: &str, shape: &[u64]| Key { dtype, ..Key::new(name, shape) };
+            let keys =
+                vec![key("w", &[300, 67]), key("flat", &[8193]).in_codec(Codec::TwoBit), key("b", &[9])];
+            Settings {
+                optimizer: choice.clone(),
+                reproducible: true,
+                codec: Some(Codec::OneBit),
+                ..Settings::new(KeyTable::new(keys).unwrap())
+            }
+        };
+        let exact =
+            cluster.job(optimizer, 3).run(&settings(Dtype::F32), |job| train_in_half(job, bf16::to_f32));
+        let exact = &exact[0];
+        let between = exact[0][0].iter().filter(|value| bf16::from_f32(**value).to_f32() != **value).count();
+        // Means come back as levels, which are bf16.
+        assert_eq!(between > 1000, optimizer == "sgd", "{between} values are none in bf16");
+        let in_f16 = cluster
+            .job(&format!("{optimizer}-f16"), 3)
+            .run(&settings(Dtype::F16), |job| train_in_half(job, |value| f16::from_f32(value.to_f32())));
+        let in_bf16 = cluster
+            .job(&format!("{optimizer}-bf16"), 3)
+            .run(&settings(Dtype::BF16), |job| train_in_half(job, |value| value));
+        for rank in 0..3 {
+            for (way, exact) in exact.iter().enumerate() {
+                for (key, exact) in exact.iter().enumerate() {
+                    let what = format!("{optimizer}, rank {rank}, key {key}, pulled: {way}");
+                    let rounded: Vec<f16> = exact.iter().map(|value| f16::from_f32(*value)).collect();
+                    assert!(in_f16[rank][way][key] == rounded, "{what}: f16");
+                    let rounded: Vec<bf16> = exact.iter().map(|value| bf16::from_f32(*value)).collect();
+                    assert!(in_bf16[rank][way][key] == rounded, "{what}: bf16");
+                }
+            }
+        }
+    }
+}
+
 fn gradients_are_clipped_as_they_were_rebuilt(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
     let settings = Settings { clip_norm: Some(0.5), ..settings(sgd(1.0, 0.0)) };
@@ -399,18 +470,12 @@ fn payloads_that_are_none_fail_their_job_with_their_reason() {
 #[test]
 fn a_key_that_cannot_be_quantised_is_refused_with_its_reason() {
     let cluster = Cluster::new(Transports::tcp(), 1);
-    let refused = |name: &str, settings: Settings| {
-        cluster.job(name, 1).join(0, settings).map(drop).unwrap_err().to_string()
-    };
     let stale = Settings { consistency: Consistency::Asynchronous, reproducible: false, ..settings(adam()) };
-    let message = refused("async", stale);
+    let message = cluster.job("async", 1).join(0, stale).map(drop).unwrap_err().to_string();
     assert!(
         message.contains("key `fc1.weight` (one-bit): ") && message.contains("answers are changes"),
         "{message}"
     );
-    let half = Key { dtype: Dtype::BF16, ..Key::new("w", [4, 4]) }.in_codec(Codec::TwoBit);
-    let message = refused("half", Settings::new(KeyTable::new(vec![half]).unwrap()));
-    assert!(message.contains("key `w` (two-bit, bf16): ") && message.contains("give it as f32"), "{message}");
 }
 
 #[test]

@@ -59,6 +59,16 @@ impl Model {
         encode(&self.parameters[range.clone()], &mut self.encoded, range, codec)
     }
 
+    /// Encodes the parameters that ranks have in place of those of the model, and returns their bytes.
+    pub(super) fn encode_of_ranks<'a>(
+        &'a mut self,
+        parameters: &'a [f32],
+        range: Range<usize>,
+        codec: Codec,
+    ) -> &'a [u8] {
+        encode(parameters, &mut self.encoded, range, codec)
+    }
+
     /// The bytes of a chunk's parameters as they travel in frames. They were encoded when they last changed.
     pub(super) fn encoded(&self, slot: &ChunkPlace) -> &[u8] {
         match slot.parameter {

@@ -35,11 +35,16 @@ impl Shard {
                     Side::Above => (Operation::PushPull, slot.between_sites),
                     Side::Standby => (Operation::Push, Codec::F32),
                     Side::Below(_) if self.plan.optimizes_here() => (Operation::Total, slot.between_sites),
+                    // All ranks have the same bits, which the key's own type may not have.
+                    Side::Worker(_) if slot.gradient.is_quantised() && !self.has_arena(port) => {
+                        (Operation::Parameters, Codec::F32)
+                    }
                     _ => (Operation::Parameters, slot.parameter),
                 };
-                let payload = self.of_source(port, source);
-                let header = Header { operation, codec, chunk, step, length: payload.len() as u32 };
-                (header, if self.has_arena(port) { &[] } else { payload })
+                let payload = if self.has_arena(port) { &[] } else { self.of_source(port, source) };
+                let header = Header { operation, codec, chunk, step, length: slot.extent().bytes(codec) };
+                debug_assert!(self.has_arena(port) || header.length as usize == payload.len());
+                (header, payload)
             }
         }
     }
@@ -148,7 +153,7 @@ impl Shard {
         outbox.begun.as_mut().expect("a frame has begun").source = Source::Spill;
     }
 
-    /// The chunk's parameters in the codec in which they travel.
+    /// The chunk's parameters in the codec in which they travel: those of a quantised key in f32.
     pub(super) fn payload(&self, slot: ChunkPlace) -> &[u8] {
         let quantised = slot.gradient.is_quantised().then(|| self.quantised.parameters(&slot)).flatten();
         quantised.map_or_else(|| self.model.encoded(&slot), bytemuck::cast_slice)
@@ -163,10 +168,12 @@ impl Shard {
 
     /// Writes the chunk's parameters to the arenas that are noted: those of a quantised key as all ranks have them.
     pub(super) fn hand_out(&mut self, slot: ChunkPlace, are_new: bool) {
-        if slot.parameter != Codec::F32 {
-            self.model.encode(slot.range(), slot.parameter);
-        }
-        let parameters = self.payload(slot);
+        let of_ranks = slot.gradient.is_quantised().then(|| self.quantised.parameters(&slot)).flatten();
+        let parameters = match of_ranks {
+            Some(_) if self.arenas.copies(are_new) == 0 => return,
+            Some(values) => self.model.encode_of_ranks(values, slot.range(), slot.parameter),
+            None => self.model.encode(slot.range(), slot.parameter),
+        };
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();
             self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, &parameters[bytes], are_new);
