@@ -10,15 +10,25 @@ rounds=${1:-3}
 programs=$PWD/target/debug
 manager=http://127.0.0.1:4711
 logs=$(mktemp -d)
-trap 'kill $(jobs -p); wait; rm -r "$logs"' EXIT
+trap 'kill $(jobs -p) || true; wait; rm -r "$logs"' EXIT
+
+# Waits until a program says that it is ready, and shows what it says otherwise.
+await() {
+    for _ in $(seq 100); do
+        if grep -q "ready" "$1"; then return; fi
+        sleep 0.1
+    done
+    cat "$1" >&2
+    exit 1
+}
 
 "$programs/paramhub" manager --listen "${manager#http://}" > "$logs/manager" 2>&1 &
-until grep -q "manager ready" "$logs/manager"; do sleep 0.1; done
+await "$logs/manager"
 for rack in a b c d; do
     "$programs/paramhub" hub --join "$manager" --rack "$rack" --cores 1 --listen 127.0.0.1:0 > "$logs/$rack" 2>&1 &
 done
 for rack in a b c d; do
-    until grep -q "hub ready" "$logs/$rack"; do sleep 0.1; done
+    await "$logs/$rack"
 done
 
 # Starts a worker in its rack.

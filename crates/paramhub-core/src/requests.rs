@@ -313,10 +313,10 @@ impl Requests {
     /// version. Through shared memory they come in their own type.
     fn parameters_as(&self, key: u32, codec: Codec) -> Codec {
         let gradient = self.codecs[key as usize];
-        match gradient.is_quantised() && codec == Codec::F32 {
-            true => Codec::F32,
-            false if gradient.is_quantised() && codec.is_quantised() => gradient,
-            false => self.dtypes[key as usize].codec(),
+        match (gradient.is_quantised(), codec) {
+            (true, Codec::F32) => Codec::F32,
+            (true, codec) if codec.is_quantised() => gradient,
+            _ => self.dtypes[key as usize].codec(),
         }
     }
 

@@ -122,14 +122,14 @@ impl Exchange {
     /// In a job that leaves out late members, steps may have ended without this site. The chunk then skips those before `step`.
     pub fn lower(&mut self, slot: u32, step: u32) -> Result<SumAction, ProtocolViolation> {
         let chunk = self.chunks[slot as usize];
-        let missed = u64::from(step).checked_sub(chunk.version);
-        let is_due = missed.is_some_and(|missed| missed == 0 || self.rules.quorum.is_some());
-        if chunk.stage != StepStage::SentUp || !is_due {
+        let (newest, version) = (u64::from(step), chunk.version);
+        let has_missed = newest > version && step < u32::MAX && self.rules.quorum.is_some();
+        if chunk.stage != StepStage::SentUp || newest != version && !has_missed {
             return Err(ProtocolViolation::NotAwaited(step));
         }
-        if missed > Some(0) {
+        if has_missed {
             // All members here have contributed to the sum that went up.
-            self.chunks[slot as usize].version = u64::from(step);
+            self.chunks[slot as usize].version = newest;
             for member in 0..chunk.reach.members {
                 self.member_mut(slot, member).next_step = step + 1;
             }

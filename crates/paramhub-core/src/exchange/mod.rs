@@ -77,7 +77,7 @@ mod resume_tests;
 #[cfg(test)]
 mod rewind_tests;
 #[cfg(test)]
-mod straggler_sites_tests;
+mod straggler_programs_tests;
 #[cfg(test)]
 mod straggler_tests;
 #[cfg(test)]

@@ -108,9 +108,11 @@ impl Exchange {
 
     /// Notes that the newest parameters have begun to leave for a member: it may contribute to the step under way.
     pub fn catch_up(&mut self, slot: u32, member: u32) {
+        if self.quorum(slot).is_none() {
+            return;
+        }
         let version = self.chunks[slot as usize].version as u32;
-        let is_behind = self.member(slot, member).next_step < version;
-        if self.quorum(slot).is_some() && is_behind {
+        if self.member(slot, member).next_step < version {
             self.member_mut(slot, member).next_step = version;
             let is_here = !self.departed[member as usize];
             self.chunks[slot as usize].awaited += if is_here { self.workers_of[member as usize] } else { 0 };

@@ -95,7 +95,7 @@ pub(crate) enum CoreEvent {
     RankExpected { namespace: Namespace, rank: u32, epoch: u64, step: Option<u32> },
     /// The process that takes a rank has its step at all chunks of this core.
     RankJoined { namespace: Namespace, rank: u32, epoch: u64 },
-    /// Steps end without this rank.
+    /// Steps end without this rank or site.
     Late { namespace: Namespace, late: LateNeighbour },
     /// A rank or a site keeps the others waiting at a route, or no longer does.
     Awaited { namespace: Namespace, route: RouteId, event: OverdueEvent },

@@ -383,16 +383,14 @@ impl Core {
 
     /// Sends a notice to ranks that exchange here, or to a site that passes it on to its ranks.
     fn notify(&mut self, namespace: Namespace, to: Recipient, notice: &Notice, now: Instant) {
-        let here = self.shard_of.iter().find(|((job, _), _)| *job == namespace);
-        let Some(ports) = here.map(|(_, &index)| self.shards.index(index).shard.plan().ports.clone()) else {
-            return;
-        };
         match to {
             Recipient::Rank(rank) => self.notify_neighbour(namespace, Neighbour::Worker(rank), notice, now),
             Recipient::Site(site) => self.notify_neighbour(namespace, Neighbour::Site(site), notice, now),
             Recipient::All => {
-                for &rank in ports.ranks() {
-                    self.notify_neighbour(namespace, Neighbour::Worker(rank), notice, now);
+                let here = self.shard_of.iter().find(|((job, _), _)| *job == namespace);
+                let ports = here.map(|(_, &index)| self.shards.index(index).shard.plan().ports.clone());
+                for rank in ports.iter().flat_map(|ports| ports.ranks()) {
+                    self.notify_neighbour(namespace, Neighbour::Worker(*rank), notice, now);
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! Jobs that leave out late sites: whole programs of workers at several sites, each of which owns some chunks, in any order of
-//! arrival.
+//! Jobs that leave out late workers and sites: whole programs of workers at one site, or at several of which each owns some chunks,
+//! in any order of arrival.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::*;
 use crate::consistency::Consistency;
 use crate::stragglers::Quorum;
 
-const PROGRAM_STEPS: u32 = 4;
+const PROGRAM_STEPS: u32 = 6;
 
 /// A worker whose program pulls the parameters to start from, and then pushes every chunk and waits for all answers, again and
 /// again.
@@ -279,7 +279,8 @@ impl TestJob {
     fn update(&mut self, slot: u32, update: Update) {
         let owner = self.owners[slot as usize];
         let sum = std::mem::take(&mut self.sites[owner].sums[slot as usize]);
-        assert_eq!(update.step, self.updates[slot as usize]);
+        let updates = self.updates[slot as usize];
+        assert_eq!((update.step, update.number), (updates, u64::from(updates) + 1));
         assert_eq!(update.contributions as usize, sum.len(), "the mean is over the workers in the sum");
         for (worker, program) in (0..).zip(&self.programs) {
             let counted = sum.iter().filter(|&&(other, _)| other == worker).count();
@@ -343,17 +344,22 @@ impl TestJob {
     }
 }
 
+/// The workers of each site.
+fn sizes() -> impl Strategy<Value = Vec<u32>> {
+    prop_oneof![prop::collection::vec(1_u32..6, 1), prop::collection::vec(1_u32..4, 2..4)]
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4096))]
 
     #[test]
-    fn programs_of_all_sites_end_whatever_comes_first(
-        (sizes, quorum) in prop::collection::vec(1_u32..4, 2..4).prop_flat_map(|sizes| {
+    fn programs_end_whatever_comes_first(
+        (sizes, quorum, owners) in sizes().prop_flat_map(|sizes| {
             let workers = sizes.iter().sum();
             let quorum = prop_oneof![Just(Quorum::Clock), (1..=workers).prop_map(Quorum::Count)];
-            (Just(sizes), quorum)
+            let owners = prop::collection::vec(0..sizes.len(), 1..4);
+            (Just(sizes), quorum, owners)
         }),
-        owners in prop::collection::vec(0_usize..2, 1..4),
         choices in prop::collection::vec(any::<u16>(), 0..600),
     ) {
         let mut job = TestJob::new(&sizes, owners, quorum);
