@@ -10,12 +10,12 @@ rounds=${1:-3}
 programs=$PWD/target/debug
 manager=http://127.0.0.1:4711
 logs=$(mktemp -d)
-trap 'kill $(jobs -p) || true; wait; rm -r "$logs"' EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; wait; rm -r "$logs"' EXIT
 
 # Waits until a program says that it is ready, and shows what it says otherwise.
 await() {
     for _ in $(seq 100); do
-        if grep -q "ready" "$1"; then return; fi
+        if grep -q " ready: " "$1"; then return; fi
         sleep 0.1
     done
     cat "$1" >&2
