@@ -108,8 +108,8 @@ fn operations(isa: Isa) -> Vec<Operation> {
         operation(format!("convert: decode {codec}"), 4 + wire, Box::new(decode));
         operation(format!("convert: find non-finite {codec}"), wire, Box::new(finite));
     }
-    for codec in [Codec::OneBit, Codec::TwoBit] {
-        // The bytes of the wire are negligible beside the values.
+    for codec in [Codec::ONE_BIT, Codec::TWO_BIT, Codec::INT8] {
+        // The bytes of the wire are few beside those of the values.
         let encode = move |a: &mut Arrays| {
             let wire = wire_of(&mut a.wire, codec);
             quantise::encode_with(isa, &a.model, &mut a.sum, wire, codec);

@@ -50,7 +50,7 @@ struct Arguments {
     /// One of the hub's optimizers.
     #[arg(long, default_value = "sgd")]
     optimizer: String,
-    /// How the keys travel: f32, f16, bf16, one-bit or two-bit.
+    /// How the keys travel: f32, f16, bf16, int8, one-bit or two-bit.
     #[arg(long)]
     codec: Option<Codec>,
     /// Sums that are equal to the bit from run to run.

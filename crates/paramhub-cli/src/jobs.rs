@@ -161,7 +161,7 @@ struct CreateFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE")]
     optimize_at: Option<OptimizeAt>,
-    /// How sums cross between racks and hosts then: f32, bf16, or the sums of matrices in one-bit or two-bit [default: f32]
+    /// How sums cross between racks and hosts then: f32, bf16, int8, or the sums of matrices in one-bit or two-bit [default: f32]
     #[arg(long, value_name = "CODEC")]
     between_sites: Option<BetweenSites>,
     /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]

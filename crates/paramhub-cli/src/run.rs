@@ -77,7 +77,7 @@ pub(super) struct RunFlags {
     /// [default: sync]
     #[arg(long, value_name = "WHEN", env = "PARAMHUB_JOB_CONSISTENCY")]
     consistency: Option<Consistency>,
-    /// How workers that use paramhub.torch encode gradients if their program does not say: f32, f16, bf16, one-bit or two-bit
+    /// How workers that use paramhub.torch encode gradients if their program does not say: f32, f16, bf16, int8, one-bit or two-bit
     /// [default: as they are]
     #[arg(long, value_name = "CODEC", env = "PARAMHUB_JOB_CODEC")]
     codec: Option<Codec>,
@@ -88,7 +88,7 @@ pub(super) struct RunFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", env = "PARAMHUB_JOB_OPTIMIZE_AT")]
     optimize_at: Option<OptimizeAt>,
-    /// How sums cross between racks and hosts then: f32, bf16, or the sums of matrices in one-bit or two-bit [default: f32]
+    /// How sums cross between racks and hosts then: f32, bf16, int8, or the sums of matrices in one-bit or two-bit [default: f32]
     #[arg(long, value_name = "CODEC", env = "PARAMHUB_JOB_BETWEEN_SITES")]
     between_sites: Option<BetweenSites>,
     /// Encrypt the streams between hosts: of workers to hubs, of hubs to one another, and of collectives [default: false]

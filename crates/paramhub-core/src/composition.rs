@@ -345,7 +345,7 @@ impl Composed {
             hasher.update(&site.parent.map_or(u32::MAX, u32::from).to_le_bytes());
         }
         let ways =
-            [composition.crossing as u8, composition.optimize_at as u8, composition.between_sites as u8];
+            [composition.crossing as u8, composition.optimize_at as u8, composition.between_sites.number()];
         hasher.update(&ways);
         owners.iter().for_each(|owner| {
             hasher.update(&owner.to_le_bytes());

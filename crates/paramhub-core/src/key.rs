@@ -177,9 +177,9 @@ impl KeyTable {
             for extent in &key.shape {
                 hasher.update(&extent.to_le_bytes());
             }
-            hasher.update(&[key.dtype.codec() as u8]).update(&key.priority.to_le_bytes());
+            hasher.update(&[key.dtype.codec().number()]).update(&key.priority.to_le_bytes());
             hasher.update(&key.group.to_le_bytes());
-            hasher.update(&[key.codec.map_or(u8::MAX, |codec| codec as u8)]);
+            hasher.update(&[key.codec.map_or(u8::MAX, |codec| codec.number())]);
         }
         hasher.finalize()
     }
@@ -255,7 +255,7 @@ mod tests {
         let (index, _, right) = mine.first_difference(&grouped).unwrap();
         assert_eq!((index, right.unwrap().to_string().as_str()), (1, "`b` f32 [2] in group 3"));
         assert_ne!(mine.digest(), grouped.digest());
-        let coded = table(vec![Key::new("a", [1]), Key::new("b", [2]).in_codec(Codec::OneBit)]).unwrap();
+        let coded = table(vec![Key::new("a", [1]), Key::new("b", [2]).in_codec(Codec::ONE_BIT)]).unwrap();
         let (index, _, right) = mine.first_difference(&coded).unwrap();
         assert_eq!((index, right.unwrap().to_string().as_str()), (1, "`b` f32 [2] as one-bit"));
         assert_ne!(mine.digest(), coded.digest());

@@ -459,18 +459,18 @@ mod tests {
     fn a_quantised_keys_parameters_come_quantised_or_whole() {
         let table = KeyTable::new(vec![Key::new("w", [256, 8])]).unwrap();
         let map = ChunkMap::new(&table, 8192).unwrap();
-        let mut requests = Requests::new(map, vec![Dtype::F32], vec![Codec::OneBit]);
+        let mut requests = Requests::new(map, vec![Dtype::F32], vec![Codec::ONE_BIT]);
         requests.begin(0, Request::PushPull, 0).unwrap();
         let (header, _) = requests.header(0);
-        assert_eq!((header.codec, header.length), (Codec::OneBit, 2 * 4 + 256));
+        assert_eq!((header.codec, header.length), (Codec::ONE_BIT, 2 * 4 + 256));
         requests.sent(0);
-        let quantised = parameters(0, Codec::OneBit, 264, 1);
+        let quantised = parameters(0, Codec::ONE_BIT, 264, 1);
         let whole = parameters(0, Codec::F32, 8192, 1);
         assert!(requests.expect(&quantised).is_ok() && requests.expect(&whole).is_ok());
         for odd in [
-            parameters(0, Codec::TwoBit, Codec::TwoBit.payload_bytes(2048) as u32, 1),
-            parameters(0, Codec::OneBit, 263, 1),
-            parameters(0, Codec::OneBit, 8192, 1),
+            parameters(0, Codec::TWO_BIT, Codec::TWO_BIT.payload_bytes(2048) as u32, 1),
+            parameters(0, Codec::ONE_BIT, 263, 1),
+            parameters(0, Codec::ONE_BIT, 8192, 1),
             parameters(0, Codec::F32, 264, 1),
         ] {
             assert!(matches!(requests.expect(&odd), Err(UnexpectedAnswer::Payload { .. })), "{odd:?}");

@@ -76,10 +76,10 @@ pub struct Settings {
     pub chunk_bytes: u32,
     /// The codec of gradients; by default that of their dtype. Parameters travel in their key's dtype.
     ///
-    /// A quantised codec, one-bit or two-bit, is for the weights of fully connected layers. As the job's
-    /// codec it applies to the keys of two dimensions only, and the others travel in their dtype. Any
-    /// key may name it for itself. Such a key is quantised both ways, with error feedback: see
-    /// docs/decisions/quantisation.md.
+    /// A quantised codec sends a key in fewer bits both ways, with error feedback: see
+    /// docs/decisions/quantisation.md. int8 is for all keys. one-bit and two-bit are for the weights of fully
+    /// connected layers: as the job's codec they apply to the keys of two dimensions only, and the others
+    /// travel in their dtype. Any key may name a codec for itself.
     #[serde(default)]
     pub codec: Option<Codec>,
     /// Sum contributions in rank order, whatever the order of arrival, so that results are bit-equal from run
@@ -308,7 +308,7 @@ impl Settings {
         }
     }
 
-    /// The keys in one or two bits, each with its codec.
+    /// The quantised keys, each with its codec.
     pub(crate) fn quantised_keys(&self) -> impl Iterator<Item = (&Key, Codec)> {
         let keys = self.keys.keys().iter().map(|key| (key, self.codec_of(key)));
         keys.filter(|(_, codec)| codec.is_quantised())
@@ -336,7 +336,7 @@ impl Settings {
     /// The codec of a key's gradients: its own; else the job's, if that applies to such keys; else that of
     /// its dtype.
     pub fn codec_of(&self, key: &Key) -> Codec {
-        let is_for = |codec: &Codec| !codec.is_quantised() || key.shape.len() == 2;
+        let is_for = |codec: &Codec| codec.is_for_shape(&key.shape);
         key.codec.or(self.codec.filter(is_for)).unwrap_or(key.dtype.codec())
     }
 
@@ -547,13 +547,17 @@ mod tests {
             Key::new("fc.weight", [4, 3]),
             Key::new("fc.bias", [4]),
             Key::new("conv.weight", [4, 3, 2, 2]),
-            Key::new("forced", [9]).in_codec(Codec::TwoBit),
+            Key::new("forced", [9]).in_codec(Codec::TWO_BIT),
             Key { dtype: Dtype::BF16, ..Key::new("half", [4, 3]) },
             Key::new("exact", [4, 3]).in_codec(Codec::F32),
         ];
-        let settings = Settings { codec: Some(Codec::OneBit), ..Settings::new(KeyTable::new(keys).unwrap()) };
+        let settings =
+            Settings { codec: Some(Codec::ONE_BIT), ..Settings::new(KeyTable::new(keys).unwrap()) };
         let codecs: Vec<Codec> = settings.keys.keys().iter().map(|key| settings.codec_of(key)).collect();
-        assert_eq!(codecs, [Codec::OneBit, Codec::F32, Codec::F32, Codec::TwoBit, Codec::OneBit, Codec::F32]);
+        assert_eq!(
+            codecs,
+            [Codec::ONE_BIT, Codec::F32, Codec::F32, Codec::TWO_BIT, Codec::ONE_BIT, Codec::F32]
+        );
         assert!(settings.quantises() && settings.check() == Ok(()));
         let stale = Settings { consistency: Consistency::Asynchronous, ..settings };
         let refused = stale.check().unwrap_err().to_string();
@@ -562,7 +566,7 @@ mod tests {
         let plain = Settings { codec: Some(Codec::BF16), ..self::settings(3) };
         assert!(!plain.quantises() && plain.check() == Ok(()));
         assert_eq!(plain.codec_of(&plain.keys.keys()[0]), Codec::BF16);
-        let vectors = Settings { codec: Some(Codec::TwoBit), ..self::settings(3) };
+        let vectors = Settings { codec: Some(Codec::TWO_BIT), ..self::settings(3) };
         let refused = vectors.check().unwrap_err().to_string();
         assert!(refused.contains("would have no effect with a job without keys"), "{refused}");
     }

@@ -201,7 +201,7 @@ pub fn element_type(dtype: Codec) -> Result<Dtype, Usage> {
         Codec::F32 => Ok(Dtype::F32),
         Codec::F16 => Ok(Dtype::F16),
         Codec::BF16 => Ok(Dtype::BF16),
-        Codec::OneBit | Codec::TwoBit => {
+        Codec::Quantised(_) => {
             Err(Usage(format!("--dtype {dtype}: elements lie in memory as f32, f16 or bf16")))
         }
     }
@@ -314,7 +314,7 @@ mod tests {
 
     #[test]
     fn a_scale_divides_every_tensor_and_leaves_none_empty() {
-        let coded = Model::named("resnet18").unwrap().keys(Dtype::F32, Some(Codec::OneBit), 1000).unwrap();
+        let coded = Model::named("resnet18").unwrap().keys(Dtype::F32, Some(Codec::ONE_BIT), 1000).unwrap();
         let quantised: Vec<&str> =
             coded.keys().iter().filter(|key| key.codec.is_some()).map(|key| key.name.as_str()).collect();
         assert_eq!(quantised, ["fc.weight"], "matrices alone, by the shapes they had");

@@ -16,7 +16,7 @@ pub const TILE_ELEMENTS: usize = 256;
 ///
 /// The first contribution is assigned, the others are added, each as it arrives or, in reproducible mode, in
 /// rank order. Element `i` of the result may depend only on elements `i` of the contributions: a hub cuts
-/// tensors into chunks, and the default wire forms cut chunks into tiles.
+/// tensors into chunks, and the default wire forms cut chunks into tiles or the blocks of a quantised codec.
 ///
 /// Only [`add_f32`](Self::add_f32) is required. The wire forms decode a tile at a time and call the f32
 /// forms, so both give the same bits; an aggregator that can read wire bytes faster overrides them. `sum` and
@@ -123,17 +123,10 @@ impl Aggregator for Sum {
 
 fn by_tiles(sum: &mut [f32], wire: &[u8], codec: Codec, combine: impl Fn(&mut [f32], &[f32])) {
     assert_holds(codec, sum.len(), wire.len());
-    let mut tile = [0.0; TILE_ELEMENTS];
     if codec.is_quantised() {
-        let elements = sum.len();
-        for (number, sum) in sum.chunks_mut(TILE_ELEMENTS).enumerate() {
-            let contribution = &mut tile[..sum.len()];
-            let first = number * TILE_ELEMENTS;
-            quantise::decode_from(Isa::best(), wire, elements, first, contribution, codec);
-            combine(sum, contribution);
-        }
-        return;
+        return quantise::by_blocks(Isa::best(), sum, wire, codec, combine);
     }
+    let mut tile = [0.0; TILE_ELEMENTS];
     for (sum, wire) in sum.chunks_mut(TILE_ELEMENTS).zip(wire.chunks(TILE_ELEMENTS * codec.bytes())) {
         let contribution = &mut tile[..sum.len()];
         decode(wire, contribution, codec);

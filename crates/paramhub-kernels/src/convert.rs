@@ -25,7 +25,7 @@ pub fn encode_with(isa: Isa, model: &[f32], wire: &mut [u8], codec: Codec) {
         Codec::F32 => encode_f32(isa, model, wire.as_chunks_mut().0),
         Codec::F16 => encode_f16(isa, model, wire.as_chunks_mut().0),
         Codec::BF16 => encode_bf16(isa, model, wire.as_chunks_mut().0),
-        Codec::OneBit | Codec::TwoBit => panic!("what {codec} loses must be kept: see `quantise`"),
+        Codec::Quantised(_) => panic!("what {codec} loses must be kept: see `quantise`"),
     }
 }
 
@@ -46,7 +46,7 @@ pub fn decode_with(isa: Isa, wire: &[u8], out: &mut [f32], codec: Codec) {
         Codec::F32 => decode_f32(isa, wire.as_chunks().0, out),
         Codec::F16 => decode_f16(isa, out, wire.as_chunks().0),
         Codec::BF16 => decode_bf16(isa, wire.as_chunks().0, out),
-        Codec::OneBit | Codec::TwoBit => quantise::decode_from(isa, wire, out.len(), 0, out, codec),
+        Codec::Quantised(_) => quantise::decode(isa, wire, out, codec),
     }
 }
 

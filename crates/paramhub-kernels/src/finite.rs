@@ -25,7 +25,7 @@ pub fn first_non_finite_with(isa: Isa, wire: &[u8], codec: Codec) -> Option<usiz
         Codec::F32 => first_in_words(isa, wire.as_chunks().0),
         Codec::F16 => first_in_halves(isa, wire.as_chunks().0, 0x7c00),
         Codec::BF16 => first_in_halves(isa, wire.as_chunks().0, 0x7f80),
-        Codec::OneBit | Codec::TwoBit => unreachable!("its elements have no bytes of their own"),
+        Codec::Quantised(_) => unreachable!("its elements have no bytes of their own"),
     }
 }
 

@@ -66,8 +66,10 @@ pub use optimizer::{
 };
 pub use registry::{Registry, RegistryError};
 
-// The vocabulary of these signatures, so that the author of an optimizer needs this crate alone.
-pub use paramhub_core::codec::Codec;
+// The vocabulary of these signatures, so that the author of an optimizer or a codec needs this crate alone.
+pub use paramhub_core::codec::{
+    Codec, QuantisedCodec, QuantisedFormat, RegisterCodecError, register as register_codec,
+};
 pub use paramhub_core::hyperparameters::{
     EXTRA_NAME_BYTES_MAX, EXTRA_VALUES_MAX, ExtraValues, HyperparameterError, Hyperparameters,
 };

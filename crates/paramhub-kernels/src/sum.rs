@@ -40,7 +40,7 @@ pub fn add_with(isa: Isa, sum: &mut [f32], wire: &[u8], codec: Codec) {
         Codec::F32 => add_wire_f32(isa, sum, wire.as_chunks().0),
         Codec::F16 => add_f16(isa, sum, wire.as_chunks().0),
         Codec::BF16 => add_bf16(isa, sum, wire.as_chunks().0),
-        Codec::OneBit | Codec::TwoBit => quantise::add(isa, sum, wire, codec),
+        Codec::Quantised(_) => quantise::add(isa, sum, wire, codec),
     }
 }
 

@@ -281,7 +281,7 @@ mod tests {
             Options { transport: Transport::Shm, socket_send_bytes: Some(1 << 16), ..Options::default() };
         let key = Key::new("w", [4]);
         let plain = Settings::new(KeyTable::new(vec![key.clone()]).unwrap());
-        let quantised = Settings::new(KeyTable::new(vec![key.in_codec(Codec::OneBit)]).unwrap());
+        let quantised = Settings::new(KeyTable::new(vec![key.in_codec(Codec::ONE_BIT)]).unwrap());
         let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..plain.clone() };
         let late = JobOptions { stragglers: Stragglers::Backup(1), ..JobOptions::default() };
         let usual = JobOptions::default();

@@ -156,7 +156,7 @@ mod tests {
     fn a_gradient_is_encoded_once_a_request_and_what_it_lost_goes_with_the_next() {
         let table = KeyTable::new(vec![Key::new("plain", [9]), Key::new("w", [3000])]).unwrap();
         let map = ChunkMap::new(&table, 8192).unwrap();
-        let mut kept = QuantisationState::new(&map, &[Codec::F32, Codec::TwoBit], &[Dtype::F32; 2], false);
+        let mut kept = QuantisationState::new(&map, &[Codec::F32, Codec::TWO_BIT], &[Dtype::F32; 2], false);
         let values: Vec<f32> = (0..952).map(|at| (at as f32).sin()).collect();
         // One byte in, so that the f32 are not aligned.
         let mut gradient = vec![0; 1 + 952 * 4];
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(last.elements, 952);
         let mut exact = vec![0.0; 2048];
         let mut sum = vec![0.0_f32; 952];
-        let mut fresh = QuantisationState::new(&map, &[Codec::F32, Codec::TwoBit], &[Dtype::F32; 2], false);
+        let mut fresh = QuantisationState::new(&map, &[Codec::F32, Codec::TWO_BIT], &[Dtype::F32; 2], false);
         fresh.encode(2, &last, &gradient[1..], &mut exact);
         let anew = fresh.payload(&last);
         for _ in 0..200 {
@@ -174,7 +174,7 @@ mod tests {
             let first = kept.payload(&last).to_vec();
             kept.encode(2, &last, &gradient[1..], &mut exact);
             assert_eq!(kept.payload(&last), first, "sent again it is the same");
-            sum::add(&mut sum, &first, Codec::TwoBit);
+            sum::add(&mut sum, &first, Codec::TWO_BIT);
         }
         for (sum, value) in sum.iter().zip(&values) {
             assert!((sum / 200.0 - value).abs() < 0.02, "{} for {value}", sum / 200.0);
@@ -194,7 +194,7 @@ mod tests {
     fn parameters_of_half_precision_are_kept_in_f32() {
         let table = KeyTable::new(vec![Key { dtype: Dtype::BF16, ..Key::new("w", [4]) }]).unwrap();
         let map = ChunkMap::new(&table, 8192).unwrap();
-        let mut kept = QuantisationState::new(&map, &[Codec::TwoBit], &[Dtype::BF16], true);
+        let mut kept = QuantisationState::new(&map, &[Codec::TWO_BIT], &[Dtype::BF16], true);
         let extent = map.extent(0).unwrap();
         let (mut target, mut exact) = ([0; 8], [0.0; 4]);
         let in_memory = |target: &[u8]| {
@@ -206,9 +206,9 @@ mod tests {
         kept.take_whole(&extent, &ones, &mut target);
         // A sixteenth of what bf16 can tell apart at 1: no single change is seen, and all together are.
         let (change, mut lost, mut wire) =
-            ([1.0 / 2048.0; 4], [0.0; 4], vec![0; Codec::TwoBit.payload_bytes(4)]);
+            ([1.0 / 2048.0; 4], [0.0; 4], vec![0; Codec::TWO_BIT.payload_bytes(4)]);
         for step in 1..=16 {
-            quantise::encode(&change, &mut lost, &mut wire, Codec::TwoBit);
+            quantise::encode(&change, &mut lost, &mut wire, Codec::TWO_BIT);
             kept.decode(&extent, &wire, &mut target, &mut exact);
             assert!(step > 7 || in_memory(&target) == [1.0; 4], "{step}");
         }
@@ -220,7 +220,7 @@ mod tests {
         kept.begin(0..1);
         kept.encode(0, &extent, &gradient, &mut exact);
         let mut decoded = [0.0; 4];
-        convert::decode(kept.payload(&extent), &mut decoded, Codec::TwoBit);
+        convert::decode(kept.payload(&extent), &mut decoded, Codec::TWO_BIT);
         assert_eq!(decoded, [1.0, -1.0, 2.0, -2.0]);
     }
 

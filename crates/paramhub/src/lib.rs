@@ -73,6 +73,7 @@
 //! ```
 //!
 //! Optimizers and aggregators of your own go into the hub's [`Registry`]; see [`Optimizer`] and [`Aggregator`].
+//! Codecs of your own are registered by [`register_codec`].
 #![forbid(unsafe_code)]
 
 pub mod embedded;
@@ -86,7 +87,9 @@ pub use paramhub_core::key::{Key, KeyTable};
 pub use paramhub_core::stragglers::Stragglers;
 pub use paramhub_core::{auth, checkpoint, composition, cost, limits, placement, scheme, service, settings};
 pub use paramhub_hub::{CheckpointConfig, HubConfig, HubError, JobLimits, Rate, RunningHub, Selector};
-pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
+pub use paramhub_kernels::{
+    Aggregator, Optimizer, QuantisedCodec, QuantisedFormat, RegisterCodecError, Registry, register_codec,
+};
 pub use paramhub_manager::{
     CertificateFiles, EtcdAddress, Manager, ManagerConfig, ManagerError, RunningManager,
 };

@@ -112,11 +112,11 @@ def init(
     - ``reduction`` is how hosts and racks combine their sums: ``auto``, ``flat``, ``tree``, ``ring`` or ``sharded``.
     - ``encrypt``: streams between hosts are encrypted, those between ranks, too.
     - ``on_interface_down``, ``redial_grace`` and ``progress_timeout`` are as for `paramhub.create_job`.
-    - ``codec`` is the encoding of gradients, where the optimizer or the hook is given none (``bf16``, ``f16``).
+    - ``codec`` is the encoding of gradients, where the optimizer or the hook is given none.
 
     - ``between_sites`` is the encoding in which sums of gradients cross between hosts and racks whose hubs sum first: ``f32``;
-      ``bf16``, in half the bytes; or those of matrices in ``one-bit`` or ``two-bit`` with error feedback, which needs finite
-      gradients.
+      ``bf16``, in half the bytes; or with error feedback, which needs finite gradients, ``int8`` or, for matrices, ``one-bit``
+      or ``two-bit``.
 
     Only a `HubOptimizer` has these, since its parameters are at the hub:
 

@@ -72,6 +72,8 @@ class Compression:
     """Half precision. Gradients beyond 65504 become infinite."""
     bf16 = Compressor("bf16", "bf16", torch.bfloat16)
     """bfloat16: f32's range with 8 bits of precision."""
+    int8 = Compressor("int8", "int8", None)
+    """A byte for each element, in both directions, with error feedback. Gradients must be finite."""
     one_bit = Compressor("one_bit", "one-bit", None)
     """One bit for each element of a matrix, in both directions, with error feedback. Gradients must be finite."""
     two_bit = Compressor("two_bit", "two-bit", None)

@@ -28,8 +28,8 @@ class HubState:
 
     On the first backward pass it opens a job of all ranks of ``process_group`` (by default DDP's own) with every parameter
     that requires a gradient, by name. Gradients become their mean, as with DDP itself. ``codec`` is the encoding of f32
-    gradients in frames: ``f16``, ``bf16``, or for matrices ``one-bit`` or ``two-bit``, which also encode the results. Sums are
-    made in f32 in any case. ``ddp`` is the model of this state; without it the model's first forward pass sets it.
+    gradients in frames: ``f16``, ``bf16``, ``int8``, or for matrices ``one-bit`` or ``two-bit``; the last three also encode the
+    results. Sums are made in f32 in any case. ``ddp`` is the model of this state; without it the model's first forward pass sets it.
 
     Of the gradients of ``Embedding(sparse=True)`` and ``EmbeddingBag(sparse=True)`` the ranks exchange the rows, without a hub
     and without a codec.
@@ -60,7 +60,7 @@ class HubState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint: the options. ``parameters`` is for the error feedback of codecs, which is not saved yet:
-        training from this state does not make up for what ``one-bit`` has lost so far."""
+        training from this state does not make up for what such a codec has lost so far."""
         return {"codec": self.codec, "in_place": self.in_place, "parameters": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ impl WorkerSpec {
             let weights = self.layers.iter().filter(|layer| layer.fully_connected.is_some());
             let weights: Vec<u32> = weights.map(|layer| layer.keys[0]).collect();
             let in_one_bit = |(number, key): (u32, &Key)| match weights.contains(&number) {
-                true => key.clone().in_codec(Codec::OneBit),
+                true => key.clone().in_codec(Codec::ONE_BIT),
                 false => key.clone(),
             };
             settings.keys = KeyTable::new((0..).zip(settings.keys.keys()).map(in_one_bit).collect())?;

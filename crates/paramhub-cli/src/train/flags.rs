@@ -128,7 +128,7 @@ pub(crate) struct TrainFlags {
     /// layer's gradient of them; or auto, whichever of the first two moves less [default: hub]
     #[arg(long, value_name = "SCHEME", env = "PARAMHUB_TRAIN_SCHEME")]
     scheme: Option<SchemeChoice>,
-    /// How gradients travel: f32, f16, bf16, or one-bit or two-bit for the weights of fully connected layers, whose changes
+    /// How gradients travel: f32, f16, bf16, int8, or one-bit or two-bit for the weights of fully connected layers, whose changes
     /// come back so as well [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,

@@ -138,7 +138,7 @@ fn wrong_values_say_what_would_do() {
     for (arguments, part) in [
         (&["train", "--optimizer", "mean"][..], "updates no parameters"),
         (&["train", "--net", "resnet"], "use `mlp`, `lenet`, `cifar-quick` or `inception`"),
-        (&["train", "--codec", "f8"], "expected f32, f16, bf16, one-bit or two-bit"),
+        (&["train", "--codec", "f8"], "expected f32, f16, bf16, one-bit, two-bit, int8"),
         (&["train", "--codec", "one-bit", "--consistency", "async"], "only in a synchronous job"),
         (&["train", "--consistency", "eventual"], "staleness:STEPS"),
         (&["train", "--chunk-bytes", "1000001"], "chunk size 1000001 is not a multiple of 4"),

@@ -214,6 +214,7 @@ fn quantised_gradients_learn_what_exact_ones_do_with_a_fraction_of_the_bytes() {
         (&["--codec", "one-bit"][..], 0.06),
         (&["--codec", "two-bit", "--workers", "3"], 0.1),
         (&["--codec", "one-bit", "--optimizer", "adam", "--workers", "2", "--cores", "2"], 0.06),
+        (&["--codec", "int8", "--optimizer", "adam", "--workers", "2", "--cores", "2"], 0.28),
     ] {
         let [accuracy, bytes] = trained(more);
         println!("{more:?}: accuracy {accuracy} beside {exact}, {bytes} bytes beside {exact_bytes}");

@@ -96,7 +96,7 @@ impl Call<'_> {
         call[8..16].copy_from_slice(&(self.bytes as u64).to_le_bytes());
         call[16..20].copy_from_slice(&self.root.map_or(u32::MAX, |root| root).to_le_bytes());
         call[20] = KINDS.iter().position(|kind| *kind == self.kind).expect("one of them") as u8;
-        call[21] = self.dtype.map_or(0, |dtype| dtype.codec() as u8 + 1);
+        call[21] = self.dtype.map_or(0, |dtype| dtype.codec().number() + 1);
         let shown = self.name.floor_char_boundary(NAME.len());
         call[22] = shown as u8;
         // The digest distinguishes names with the same beginning.
@@ -114,8 +114,9 @@ fn u64_at(call: &[u8], at: usize) -> u64 {
 fn describe(call: &[u8]) -> String {
     let kind = KINDS.get(usize::from(call[20])).unwrap_or(&"no collective");
     let name = String::from_utf8_lossy(&call[NAME][..usize::from(call[22]).min(NAME.len())]);
-    let dtype =
-        [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().find(|dtype| dtype.codec() as u8 + 1 == call[21]);
+    let dtype = [Dtype::F32, Dtype::F16, Dtype::BF16]
+        .into_iter()
+        .find(|dtype| dtype.codec().number() + 1 == call[21]);
     let root = u32::from_le_bytes(call[16..20].try_into().expect("four bytes"));
     let mut text = kind.to_string();
     if !name.is_empty() {

@@ -17,8 +17,8 @@ impl Settings {
     /// The features of the job as a whole. Those of a scheme are not among them, because layers have schemes
     /// of their own.
     pub fn features(&self) -> Features {
-        let is_for_all = self.codec.is_some_and(|codec| codec.is_quantised());
-        let is_matrix = |key: &Key| key.shape.len() == 2;
+        let for_matrices = self.codec.filter(|codec| !codec.is_for_shape(&[]));
+        let is_for = |key: &Key| for_matrices.is_some_and(|codec| codec.is_for_shape(&key.shape));
         Features::of([
             (Feature::Asynchronous, self.consistency == Consistency::Asynchronous),
             (Feature::BoundedStaleness, matches!(self.consistency, Consistency::BoundedStaleness(_))),
@@ -29,8 +29,8 @@ impl Settings {
             (Feature::RegisteredOptimizer, !is_built_in(&self.optimizer.name)),
             (Feature::RegisteredAggregator, self.aggregator != "sum"),
             (Feature::Quantised, self.quantises()),
-            (Feature::QuantisedCodec, is_for_all),
-            (Feature::NoMatrix, is_for_all && !self.keys.keys().iter().any(is_matrix)),
+            (Feature::QuantisedCodec, for_matrices.is_some()),
+            (Feature::NoMatrix, for_matrices.is_some() && !self.keys.keys().iter().any(is_for)),
         ])
     }
 

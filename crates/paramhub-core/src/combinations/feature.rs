@@ -41,7 +41,7 @@ features! {
     WholeChunkOptimizer, "whole-chunk-optimizer", "an optimizer that takes whole chunks only";
     RegisteredAggregator, "registered-aggregator", "an aggregator other than `sum`";
     // Codecs.
-    Quantised, "quantised", "quantised keys (`codec` is `one-bit` or `two-bit`)";
+    Quantised, "quantised", "quantised keys (`codec` is `one-bit`, `two-bit`, `int8` or another that is registered)";
     QuantisedCodec, "quantised-codec", "`one-bit` or `two-bit` as the codec of a job";
     NoMatrix, "no-matrix", "a job without keys of two dimensions";
     FactorCodec, "factor-codec", "`factor_codec`";

@@ -97,7 +97,7 @@ fn settings_show_the_sentence_of_every_rule_about_them() {
     let stale = |settings: Settings| Settings { consistency: Consistency::BoundedStaleness(2), ..settings };
     let asynchronous = |settings: Settings| Settings { consistency: Consistency::Asynchronous, ..settings };
     let clipped = |settings: Settings| Settings { clip_norm: Some(1.0), ..settings };
-    let one_bit = |settings: Settings| Settings { codec: Some(Codec::OneBit), ..settings };
+    let one_bit = |settings: Settings| Settings { codec: Some(Codec::ONE_BIT), ..settings };
     let of_keys = |keys: Vec<Key>| Settings {
         layers: vec![],
         ..Settings { keys: KeyTable::new(keys).unwrap(), ..settings() }
@@ -179,7 +179,7 @@ fn jobs_show_the_sentence_of_every_rule_about_them() {
     let in_ring = JobOptions { reduction: Reduction::Ring, ..usual };
     let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..settings() };
     let clipped = Settings { clip_norm: Some(1.0), ..settings() };
-    let quantised = Settings { codec: Some(Codec::TwoBit), ..settings() };
+    let quantised = Settings { codec: Some(Codec::TWO_BIT), ..settings() };
     let mean = Settings { optimizer: OptimizerChoice::default(), ..settings() };
     let exact = Settings { reproducible: true, ..settings() };
     let flat = || Composition::flat(vec![hub()], 2);
@@ -291,7 +291,7 @@ fn streams_are_dialled_again_by_default_where_that_is_exact() {
     let schemes = [Scheme::FactorsToHub, Scheme::Factors];
     assert_eq!(schemes.map(|scheme| grace(&by(scheme), usual, flat())), [0.5; 2]);
     let exact = Settings { reproducible: true, ..settings() };
-    let quantised = Settings { codec: Some(Codec::TwoBit), ..settings() };
+    let quantised = Settings { codec: Some(Codec::TWO_BIT), ..settings() };
     let clipped = Settings { clip_norm: Some(1.0), ..settings() };
     assert_eq!([&exact, &quantised, &clipped].map(|settings| grace(settings, usual, flat())), [0.5; 3]);
 
@@ -314,7 +314,7 @@ fn hubs_without_a_place_show_that_they_reduce_nothing() {
     let refused = [
         arranged(Reduction::Ring, OptimizeAt::EverySite, BetweenSites::F32).unwrap_err(),
         arranged(Reduction::Auto, OptimizeAt::Owner, BetweenSites::F32).unwrap_err(),
-        arranged(Reduction::Auto, OptimizeAt::EverySite, BetweenSites::Bf16).unwrap_err(),
+        arranged(Reduction::Auto, OptimizeAt::EverySite, BetweenSites::BF16).unwrap_err(),
     ];
     assert_shown(Caller::ConnectService, &refused);
 }

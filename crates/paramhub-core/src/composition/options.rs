@@ -102,50 +102,53 @@ impl FromStr for OptimizeAt {
     }
 }
 
-/// The encoding in which sums cross between sites. `f32`: as hubs make them. `bf16`: in half the bytes. `one-bit` and
-/// `two-bit`: those of keys of two dimensions quantised with error feedback, of which each hub keeps the loss for the next step,
-/// and the others in f32. Sums are rounded at every site on the way to the owner; the owner rounds the sum of all workers'
+/// The encoding in which sums cross between sites. `f32`: as hubs make them. `bf16`: in half the bytes. A quantised codec: with
+/// error feedback, of which each hub keeps the loss for the next step; `one-bit` and `two-bit` apply to keys of two dimensions, and
+/// the others cross in f32. Sums are rounded at every site on the way to the owner; the owner rounds the sum of all workers'
 /// gradients, too, so that all models stay bit-identical. There is no f16, whose range the sum of many gradients may exceed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum BetweenSites {
-    /// As hubs make them.
-    #[default]
-    F32,
-    /// In half the bytes.
-    Bf16,
-    /// In one bit an element.
-    OneBit,
-    /// In two bits an element.
-    TwoBit,
-}
+#[serde(try_from = "String", into = "String")]
+pub struct BetweenSites(Codec);
 
 impl BetweenSites {
-    const ALL: [BetweenSites; 4] =
-        [BetweenSites::F32, BetweenSites::Bf16, BetweenSites::OneBit, BetweenSites::TwoBit];
+    /// As hubs make them.
+    pub const F32: BetweenSites = BetweenSites(Codec::F32);
+    /// In half the bytes.
+    pub const BF16: BetweenSites = BetweenSites(Codec::BF16);
+    /// In one bit an element.
+    pub const ONE_BIT: BetweenSites = BetweenSites(Codec::ONE_BIT);
+    /// In two bits an element.
+    pub const TWO_BIT: BetweenSites = BetweenSites(Codec::TWO_BIT);
+    /// In a byte an element.
+    pub const INT8: BetweenSites = BetweenSites(Codec::INT8);
 
     /// The codec of the sums of a key's gradients.
     pub fn codec_of(self, key: &Key) -> Codec {
-        match self.codec() {
-            codec if codec.is_quantised() && key.shape.len() != 2 => Codec::F32,
-            codec => codec,
-        }
+        if self.0.is_for_shape(&key.shape) { self.0 } else { Codec::F32 }
     }
 
-    fn codec(self) -> Codec {
-        match self {
-            BetweenSites::F32 => Codec::F32,
-            BetweenSites::Bf16 => Codec::BF16,
-            BetweenSites::OneBit => Codec::OneBit,
-            BetweenSites::TwoBit => Codec::TwoBit,
-        }
+    /// The number of the codec in frames.
+    pub(super) fn number(self) -> u8 {
+        self.0.number()
+    }
+}
+
+impl Default for BetweenSites {
+    fn default() -> Self {
+        BetweenSites::F32
     }
 }
 
 impl fmt::Display for BetweenSites {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.codec().fmt(f)
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for BetweenSites {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
     }
 }
 
@@ -153,9 +156,26 @@ impl FromStr for BetweenSites {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let named = BetweenSites::ALL.into_iter().find(|sums| sums.to_string() == text);
-        named.ok_or_else(|| {
-            format!("sums cannot cross between sites as `{text}`: there are f32, bf16, one-bit and two-bit")
-        })
+        match text.parse() {
+            Ok(Codec::F16) => {
+                Err("sums cannot cross between sites as `f16`, whose range they may exceed: use bf16".into())
+            }
+            Ok(codec) => Ok(BetweenSites(codec)),
+            Err(unknown) => Err(format!("sums cannot cross between sites as `{text}`: {unknown}")),
+        }
+    }
+}
+
+impl TryFrom<String> for BetweenSites {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<BetweenSites> for String {
+    fn from(sums: BetweenSites) -> String {
+        sums.0.into()
     }
 }

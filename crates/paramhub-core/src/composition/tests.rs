@@ -161,7 +161,7 @@ fn hubs_serve_those_at_their_place() {
     let workers = [at("a", "a1"), at("", "a1"), at("a", "a2"), at("b", "b1"), at("c", "c1")];
     let sites = |reduction| {
         let (composition, of_sites) =
-            arrange(&hubs, &workers, reduction, OptimizeAt::EverySite, BetweenSites::Bf16).unwrap();
+            arrange(&hubs, &workers, reduction, OptimizeAt::EverySite, BetweenSites::BF16).unwrap();
         composition.check().unwrap();
         assert_eq!(composition.is_flat(), composition.between_sites == BetweenSites::F32);
         let shown = composition.sites.into_iter().zip(of_sites);
@@ -208,7 +208,7 @@ fn the_first_rack_is_the_trees_top_without_a_hub_for_all_workers() {
     ];
     let workers = [at("b", "h"), at("b", "h"), at("a", ""), at("c", "")];
     let (composition, _) =
-        arrange(&hubs, &workers, Reduction::Tree, OptimizeAt::Owner, BetweenSites::Bf16).unwrap();
+        arrange(&hubs, &workers, Reduction::Tree, OptimizeAt::Owner, BetweenSites::BF16).unwrap();
     composition.check().unwrap();
     let parents: Vec<Option<SiteId>> = composition.sites.iter().map(|site| site.parent).collect();
     assert_eq!(parents, [Some(2), None, Some(1), Some(1)]);

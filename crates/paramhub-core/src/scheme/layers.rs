@@ -382,7 +382,7 @@ mod tests {
     #[test]
     fn factors_travel_in_floats_if_there_are_any() {
         assert_eq!(settings(vec![fc().with_factors_in(Codec::BF16)]).check(), Ok(()));
-        let message = refused(vec![fc().with_factors_in(Codec::OneBit)]);
+        let message = refused(vec![fc().with_factors_in(Codec::ONE_BIT)]);
         assert!(message.contains("cannot travel as one-bit: ask for f32, f16 or bf16"), "{message}");
         let message = refused(vec![LayerSettings::other("conv", [0]).with_factors_in(Codec::F16)]);
         assert!(

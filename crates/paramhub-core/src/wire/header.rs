@@ -271,7 +271,7 @@ impl Header {
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut wire = [0; HEADER_BYTES];
         wire[0] = self.operation as u8;
-        wire[1] = self.codec as u8;
+        wire[1] = self.codec.number();
         wire[4..8].copy_from_slice(&self.chunk.to_le_bytes());
         wire[8..12].copy_from_slice(&self.step.to_le_bytes());
         wire[12..16].copy_from_slice(&self.length.to_le_bytes());
@@ -315,7 +315,8 @@ mod tests {
         };
         assert_eq!(with(0, 99), FrameError::Operation(99));
         assert_eq!(with(0, 16), FrameError::Direction(Operation::Parameters));
-        assert_eq!(with(1, 5), FrameError::Codec(5));
+        assert_eq!(with(1, 6), FrameError::Codec(6));
+        assert_eq!(with(1, 255), FrameError::Codec(255));
         assert_eq!(with(2, 1), FrameError::Reserved(1));
         assert!(matches!(with(15, 0x7f), FrameError::Length { .. }));
         assert!(matches!(with(0, Operation::Pull as u8), FrameError::Length { max: 0, .. }));

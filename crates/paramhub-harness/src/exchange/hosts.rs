@@ -47,7 +47,7 @@ pub struct HostsFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", requires = "hosts")]
     optimize_at: Option<OptimizeAt>,
-    /// How sums cross between racks then: f32, bf16, or the sums of matrices in one-bit or two-bit [default: f32]
+    /// How sums cross between racks then: f32, bf16, int8, or the sums of matrices in one-bit or two-bit [default: f32]
     #[arg(long, value_name = "CODEC", requires = "hosts")]
     between_sites: Option<BetweenSites>,
     /// The number of standbys of each chunk, 0 or 1 [default: 0]

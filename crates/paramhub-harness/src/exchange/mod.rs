@@ -94,7 +94,7 @@ pub struct ExchangeFlags {
     /// Element type of gradients and parameters: f32, bf16 or f16
     #[arg(long, default_value_t = Codec::F32)]
     pub dtype: Codec,
-    /// How gradients travel: f32, bf16, f16, or one-bit or two-bit for matrices, which come back so as well and are summed in
+    /// How gradients travel: f32, bf16, f16, int8, or one-bit or two-bit for matrices, which come back so as well and are summed in
     /// rank order [default: as they lie in memory]
     #[arg(long)]
     pub codec: Option<Codec>,

@@ -421,7 +421,7 @@ fn half_precision_is_summed_and_kept_in_single() {
 
 /// A shard of one initialised quantised chunk with parameters.
 fn quantised_shard() -> Shard {
-    let key = Key::new("w", [8, 16]).in_codec(Codec::OneBit);
+    let key = Key::new("w", [8, 16]).in_codec(Codec::ONE_BIT);
     let mut shard = shard(2, vec![key], |settings| settings.optimizer.name = "sgd".into());
     let start = wire(&[1.0; 128]);
     take(&mut shard, 0, &header(Operation::Initialise, 0, 0, &start), &start).unwrap();
@@ -435,7 +435,7 @@ fn quantised_step(shard: &mut Shard, step: u32) -> [(Codec, Vec<u8>); 2] {
     // The levels are bf16 -1 and 2; the first four elements of each byte have the second.
     let payload = [&[0x80, 0xbf, 0x00, 0x40][..], &[0x0f; 16]].concat();
     for rank in 0..2 {
-        let push = Header { codec: Codec::OneBit, ..header(Operation::PushPull, 0, step, &payload) };
+        let push = Header { codec: Codec::ONE_BIT, ..header(Operation::PushPull, 0, step, &payload) };
         take(shard, rank, &push, &payload).unwrap();
     }
     [0, 1].map(|rank| take_answer(shard, rank))
@@ -454,7 +454,7 @@ fn take_answer(shard: &mut Shard, rank: u32) -> (Codec, Vec<u8>) {
 fn a_rank_with_the_version_before_gets_the_change_and_others_get_all() {
     let mut shard = quantised_shard();
     let [begun, joined] = quantised_step(&mut shard, 0);
-    assert_eq!((begun.0, begun.1.len()), (Codec::OneBit, 20));
+    assert_eq!((begun.0, begun.1.len()), (Codec::ONE_BIT, 20));
     assert_eq!(
         (joined.0, joined.1.len()),
         (Codec::F32, 512),
@@ -462,20 +462,20 @@ fn a_rank_with_the_version_before_gets_the_change_and_others_get_all() {
     );
     let rebuilt = |begun: &[f32], change: &[u8]| {
         let mut model = begun.to_vec();
-        paramhub_kernels::sum::add(&mut model, change, Codec::OneBit);
+        paramhub_kernels::sum::add(&mut model, change, Codec::ONE_BIT);
         model
     };
     let first = rebuilt(&[1.0; 128], &begun.1);
     assert_eq!(wire(&first), joined.1);
     let [again, also] = quantised_step(&mut shard, 1);
     assert_eq!(again, also);
-    assert_eq!(again.0, Codec::OneBit);
+    assert_eq!(again.0, Codec::ONE_BIT);
 
     // The hub cannot know how much a cut stream has lost: its rank receives everything again, with the same
     // values.
     shard.resume(1);
     let payload = [0; 20];
-    let push = Header { codec: Codec::OneBit, ..header(Operation::PushPull, 0, 1, &payload) };
+    let push = Header { codec: Codec::ONE_BIT, ..header(Operation::PushPull, 0, 1, &payload) };
     take(&mut shard, 1, &push, &payload).unwrap();
     let (codec, whole) = take_answer(&mut shard, 1);
     assert_eq!((codec, whole), (Codec::F32, wire(&rebuilt(&first, &again.1))));
@@ -488,7 +488,7 @@ fn an_answer_that_has_begun_is_saved_before_the_next_takes_its_place() {
     let mut shard = quantised_shard();
     quantised_step(&mut shard, 0);
     let payload = [&[0x80, 0xbf, 0x00, 0x40][..], &[0x0f; 16]].concat();
-    let push = Header { codec: Codec::OneBit, ..header(Operation::PushPull, 0, 1, &payload) };
+    let push = Header { codec: Codec::ONE_BIT, ..header(Operation::PushPull, 0, 1, &payload) };
     (0..2).for_each(|rank| take(&mut shard, rank, &push, &payload).unwrap());
     let slot = shard.outboxes[1].parameters.pop_first().unwrap();
     let source = shard.source(1, slot);

@@ -94,7 +94,7 @@ fn reference(value: f32, codec: Codec) -> Vec<u8> {
         Codec::F32 => value.to_le_bytes().into(),
         Codec::F16 => f16::from_f32_const(value).to_le_bytes().into(),
         Codec::BF16 => bf16::from_f32_const(value).to_le_bytes().into(),
-        Codec::OneBit | Codec::TwoBit => unreachable!("several share a byte"),
+        Codec::Quantised(_) => unreachable!("several share a byte"),
     }
 }
 

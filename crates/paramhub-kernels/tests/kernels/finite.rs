@@ -43,7 +43,7 @@ fn largest_finite(codec: Codec, len: usize) -> Vec<u8> {
         Codec::F32 => 0x7f7f_ffff_u32,
         Codec::F16 => 0x7bff,
         Codec::BF16 => 0x7f7f,
-        Codec::OneBit | Codec::TwoBit => unreachable!("several share a byte"),
+        Codec::Quantised(_) => unreachable!("several share a byte"),
     };
     let mut buffer = vec![0xff];
     for at in 0..len {

@@ -46,7 +46,7 @@ pub(crate) fn element_at(wire: &[u8], at: usize, codec: Codec) -> f32 {
         Codec::F32 => f32::from_le_bytes(wire[4 * at..][..4].try_into().unwrap()),
         Codec::F16 => half::f16::from_le_bytes(wire[2 * at..][..2].try_into().unwrap()).to_f32_const(),
         Codec::BF16 => half::bf16::from_le_bytes(wire[2 * at..][..2].try_into().unwrap()).to_f32_const(),
-        Codec::OneBit | Codec::TwoBit => unreachable!("several share a byte"),
+        Codec::Quantised(_) => unreachable!("several share a byte"),
     }
 }
 

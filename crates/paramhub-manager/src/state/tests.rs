@@ -261,7 +261,7 @@ fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
         JobOptions { replicas: 1, rewind_every: 2, ..kept },
         JobOptions { on_interface_down: OnInterfaceDown::Continue, ..replicas },
         JobOptions { optimize_at: OptimizeAt::Owner, reduction: Reduction::Flat, ..usual },
-        JobOptions { between_sites: BetweenSites::Bf16, reduction: Reduction::Flat, ..usual },
+        JobOptions { between_sites: BetweenSites::BF16, reduction: Reduction::Flat, ..usual },
         JobOptions { stragglers: Stragglers::Backup(1), ..continues },
         JobOptions { hubs: Some(0), weight: 2, ..usual },
         JobOptions { min_workers: 2, ..usual },

@@ -28,7 +28,7 @@ fn each_bad_frame_fails_its_job_with_its_reason_and_no_other_job() {
     let mut hubs_operation = push(0);
     hubs_operation[0] = Operation::Parameters as u8;
     let mut wrong_codec = push(0);
-    wrong_codec[1] = Codec::F16 as u8;
+    wrong_codec[1] = Codec::F16.number();
     let retune = |group| Header { chunk: group, ..Header::bare(Operation::Retune) }.encode().to_vec();
     let offences = [
         ("bad operation", bad_operation, "operation 200 does not exist"),

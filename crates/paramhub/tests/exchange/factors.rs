@@ -231,7 +231,8 @@ fn neither_chunks_nor_hubs_nor_a_codec_of_gradients_change_a_bit(transports: Tra
         assert!([1, 2, 3].iter().all(|&key| found[key] == expected[key]), "{name}");
     }
     if transports == Transports::tcp() {
-        let quantised = Settings { codec: Some(Codec::OneBit), ..settings(Scheme::FactorsToHub, Dtype::F32) };
+        let quantised =
+            Settings { codec: Some(Codec::ONE_BIT), ..settings(Scheme::FactorsToHub, Dtype::F32) };
         let found = run("quantised", &quantised);
         assert!([1, 2, 3].iter().all(|&key| found[key] == expected[key]), "a codec is for gradients");
     }

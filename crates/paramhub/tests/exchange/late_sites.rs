@@ -74,8 +74,8 @@ fn a_site_that_is_late_is_left_out_whole_and_counts_again(transports: Transports
     let cluster = racks(transports);
     for (reduction, stragglers, between_sites, optimize_at) in [
         (Reduction::Sharded, Stragglers::Backup(2), BetweenSites::F32, OptimizeAt::EverySite),
-        (Reduction::Sharded, Stragglers::Drop(20.0), BetweenSites::Bf16, OptimizeAt::Owner),
-        (Reduction::Tree, Stragglers::Backup(2), BetweenSites::OneBit, OptimizeAt::EverySite),
+        (Reduction::Sharded, Stragglers::Drop(20.0), BetweenSites::BF16, OptimizeAt::Owner),
+        (Reduction::Tree, Stragglers::Backup(2), BetweenSites::ONE_BIT, OptimizeAt::EverySite),
         (Reduction::Tree, Stragglers::Drop(20.0), BetweenSites::F32, OptimizeAt::Owner),
     ] {
         let options = JobOptions { between_sites, optimize_at, ..late(reduction, stragglers) };

@@ -36,6 +36,7 @@ mod many;
 mod meet;
 mod numerics;
 mod offences;
+mod own_codec;
 mod panics;
 mod program_states;
 mod quantised;

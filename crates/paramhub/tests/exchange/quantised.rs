@@ -1,4 +1,4 @@
-//! Keys quantised to one or two bits, both ways: the numbers are those of the kernels, all ranks have the
+//! Quantised keys, both ways, by built-in codecs and one that is registered: the numbers are those of the kernels, all ranks have the
 //! same, and keys that cannot be quantised are refused with the reason.
 
 use std::sync::Barrier;
@@ -16,6 +16,7 @@ use paramhub_worker::{Job, Member, Options, ParameterSharing, Transport};
 
 use crate::bystander::beside_a_running_job;
 use crate::cluster::{Cluster, Transports, gradient, sgd};
+use crate::own_codec::four_bits;
 use crate::raw::Raw;
 
 over_transports!(
@@ -41,12 +42,15 @@ fn mixed() -> KeyTable {
     KeyTable::new(vec![
         Key::new("fc1.weight", [300, 67]),
         Key::new("fc1.bias", [300]),
-        Key::new("fc2.weight", [130, 130]).in_codec(Codec::TwoBit),
+        Key::new("fc2.weight", [130, 130]).in_codec(Codec::TWO_BIT),
         Key::new("conv.weight", [16, 8, 3, 3]),
         Key::new("fc3.weight", [9, 5]),
         Key::new("exact.weight", [64, 64]).in_codec(Codec::F32),
         Key::new("half.weight", [64, 64]).in_codec(Codec::F16),
-        Key::new("flat", [8193]).in_codec(Codec::OneBit),
+        Key::new("flat", [8193]).in_codec(Codec::ONE_BIT),
+        Key::new("bytes.weight", [8, 7, 5, 5]).in_codec(Codec::INT8),
+        Key::new("bytes.flat", [8449]).in_codec(Codec::INT8),
+        Key::new("own.weight", [91, 91]).in_codec(four_bits()),
     ])
     .unwrap()
 }
@@ -57,7 +61,7 @@ fn adam() -> OptimizerChoice {
 }
 
 fn settings(optimizer: OptimizerChoice) -> Settings {
-    Settings { optimizer, reproducible: true, codec: Some(Codec::OneBit), ..Settings::new(mixed()) }
+    Settings { optimizer, reproducible: true, codec: Some(Codec::ONE_BIT), ..Settings::new(mixed()) }
 }
 
 fn start(settings: &Settings) -> Vec<Vec<f32>> {
@@ -227,7 +231,9 @@ fn many_steps_end_where_exact_ones_do(transports: Transports) {
         let begun: Vec<f32> = (0..exact.len()).map(|i| i as f32 / 1000.0).collect();
         (squares(&exact, &ended) / squares(&exact, &begun)).sqrt()
     };
-    for (codec, bound) in [(Codec::OneBit, 0.1), (Codec::TwoBit, 0.03)] {
+    for (codec, bound) in
+        [(Codec::ONE_BIT, 0.1), (Codec::TWO_BIT, 0.03), (four_bits(), 0.01), (Codec::INT8, 1e-3)]
+    {
         let (sooner, later) = (part(codec, 100), part(codec, 1000));
         println!("{codec}: {sooner} of the way off after 100 steps, {later} after 1000");
         assert!(later < sooner / 4.0 && later < bound, "{codec}: {sooner}, then {later}");
@@ -235,7 +241,7 @@ fn many_steps_end_where_exact_ones_do(transports: Transports) {
 }
 
 #[test]
-fn less_than_a_thirtieth_travels_each_way() {
+fn fewer_bytes_travel_each_way() {
     let cluster = Cluster::new(Transports::tcp(), 1);
     let table = || KeyTable::new(vec![Key::new("fc.weight", [4096, 256])]).unwrap();
     let travelled = |name: &str, codec: Codec| {
@@ -252,11 +258,14 @@ fn less_than_a_thirtieth_travels_each_way() {
         counted[1]
     };
     let exact = travelled("exact", Codec::F32);
-    for (codec, part) in [(Codec::OneBit, 30), (Codec::TwoBit, 15)] {
+    for (codec, part) in
+        [(Codec::ONE_BIT, 30.0), (Codec::TWO_BIT, 15.0), (four_bits(), 6.6), (Codec::INT8, 3.9)]
+    {
         let quantised = travelled(&codec.to_string(), codec);
         for (way, (few, many)) in ["to the hub", "back"].into_iter().zip(quantised.into_iter().zip(exact)) {
-            println!("{codec} {way}: {few} bytes instead of {many}, 1/{:.2}", many as f64 / few as f64);
-            assert!(few * part < many, "{codec} {way}: {few} bytes instead of {many}");
+            let times = many as f64 / few as f64;
+            println!("{codec} {way}: {few} bytes instead of {many}, 1/{times:.2}");
+            assert!(times > part, "{codec} {way}: {few} bytes instead of {many}");
         }
     }
 }
@@ -325,11 +334,11 @@ fn keys_of_half_precision_are_kept_in_f32_and_rounded_at_the_ranks(transports: T
         let settings = |dtype| {
             let key = |name: &str, shape: &[u64]| Key { dtype, ..Key::new(name, shape) };
             let keys =
-                vec![key("w", &[300, 67]), key("flat", &[8193]).in_codec(Codec::TwoBit), key("b", &[9])];
+                vec![key("w", &[300, 67]), key("flat", &[8193]).in_codec(Codec::TWO_BIT), key("b", &[9])];
             Settings {
                 optimizer: choice.clone(),
                 reproducible: true,
-                codec: Some(Codec::OneBit),
+                codec: Some(Codec::ONE_BIT),
                 ..Settings::new(KeyTable::new(keys).unwrap())
             }
         };
@@ -382,7 +391,7 @@ fn gradients_are_clipped_as_they_were_rebuilt(transports: Transports) {
 
 fn a_gradient_that_is_not_finite_fails_its_job_by_name(transports: Transports) {
     let cluster = Cluster::new(transports, 1);
-    let settings = Settings { codec: Some(Codec::OneBit), ..Settings::new(mixed()) };
+    let settings = Settings { codec: Some(Codec::ONE_BIT), ..Settings::new(mixed()) };
     beside_a_running_job(&cluster, || {
         let ticket = cluster.job("diverged", 2);
         // A rank that is still dialling would be notified of the end in another way.
@@ -422,9 +431,9 @@ fn a_gradient_that_is_not_finite_fails_its_job_by_name(transports: Transports) {
 #[test]
 fn payloads_that_are_none_fail_their_job_with_their_reason() {
     let cluster = Cluster::new(Transports::tcp(), 1);
-    let one_bit = || Key::new("w", [4, 4]).in_codec(Codec::OneBit);
+    let one_bit = || Key::new("w", [4, 4]).in_codec(Codec::ONE_BIT);
     let settings = Settings::new(KeyTable::new(vec![one_bit()]).unwrap());
-    let bytes = Codec::OneBit.payload_bytes(16) as u32;
+    let bytes = Codec::ONE_BIT.payload_bytes(16) as u32;
     assert_eq!(bytes, 6);
     let frame = |codec, length: u32, payload: &[u8]| {
         let header = Header { operation: Operation::PushPull, codec, chunk: 0, step: 0, length };
@@ -434,21 +443,21 @@ fn payloads_that_are_none_fail_their_job_with_their_reason() {
     let offences = [
         (
             "short",
-            frame(Codec::OneBit, bytes - 1, &[0; 5]),
+            frame(Codec::ONE_BIT, bytes - 1, &[0; 5]),
             "5 bytes of one-bit for chunk 0 of key `w`, which has 6",
         ),
-        ("long", frame(Codec::OneBit, bytes + 1, &[0; 7]), "7 bytes of one-bit"),
-        ("another codec", frame(Codec::TwoBit, 12, &[0; 12]), "12 bytes of two-bit"),
+        ("long", frame(Codec::ONE_BIT, bytes + 1, &[0; 7]), "7 bytes of one-bit"),
+        ("another codec", frame(Codec::TWO_BIT, 12, &[0; 12]), "12 bytes of two-bit"),
         ("in full", frame(Codec::F32, 64, &[0; 64]), "64 bytes of f32"),
-        ("no number", frame(Codec::OneBit, bytes, &nan), "from element 0 on, which one-bit cannot carry"),
+        ("no number", frame(Codec::ONE_BIT, bytes, &nan), "from element 0 on, which one-bit cannot carry"),
         (
             "no codec",
             {
-                let mut bad = frame(Codec::OneBit, bytes, &[0; 6]);
-                bad[1] = 5;
+                let mut bad = frame(Codec::ONE_BIT, bytes, &[0; 6]);
+                bad[1] = 6;
                 bad
             },
-            "codec 5 does not exist",
+            "codec 6 does not exist",
         ),
     ];
     beside_a_running_job(&cluster, || {

@@ -432,7 +432,7 @@ fn settings_that_sites_cannot_serve_are_refused_with_the_reason(transports: Tran
         outcomes.into_iter().map(|outcome| outcome.unwrap_err().to_string()).collect::<Vec<_>>()
     };
     let asynchronous = Settings { consistency: Consistency::Asynchronous, ..Settings::new(keys(&[4])) };
-    let one_bit = Key::new("w", [4]).in_codec(Codec::OneBit);
+    let one_bit = Key::new("w", [4]).in_codec(Codec::ONE_BIT);
     let quantised = Settings::new(KeyTable::new(vec![one_bit]).unwrap());
     let ring = "or synchronous steps";
     let mut cases = vec![(asynchronous, ring, "use the reduction tree, sharded or flat")];

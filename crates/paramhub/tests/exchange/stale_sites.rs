@@ -69,7 +69,7 @@ fn every_site_contributes_by_itself_and_all_contributions_count(transports: Tran
             // Such a job must say by which sites.
             let reduction = if reduction == Reduction::Auto { Reduction::Tree } else { reduction };
             let Some(sites) = sites_of(name, reduction) else { continue };
-            for between_sites in [BetweenSites::F32, BetweenSites::Bf16] {
+            for between_sites in [BetweenSites::F32, BetweenSites::BF16] {
                 let options = JobOptions { between_sites, ..options(reduction) };
                 for consistency in [Consistency::Asynchronous, Consistency::BoundedStaleness(1)] {
                     let name = format!("{name}, {reduction}, {between_sites}, {consistency}");

@@ -13,9 +13,9 @@ use crate::common::wait_until;
 
 /// Keys of several chunks and of less than one, and one that is not quantised.
 const SHAPES: [(&str, [u64; 2], Codec); 4] = [
-    ("fc1", [130, 200], Codec::OneBit),
-    ("fc2", [130, 130], Codec::TwoBit),
-    ("fc3", [3, 5], Codec::OneBit),
+    ("fc1", [130, 200], Codec::ONE_BIT),
+    ("fc2", [130, 130], Codec::TWO_BIT),
+    ("fc3", [3, 5], Codec::ONE_BIT),
     ("exact", [64, 64], Codec::F32),
 ];
 

@@ -90,7 +90,7 @@ fn norms_and_releases_pass_between_sites_whatever_is_cut() {
 fn sums_that_are_rounded_between_sites_are_rounded_alike_whatever_is_cut() {
     let settings = settings();
     let exact = exact(&settings);
-    for between_sites in [BetweenSites::Bf16, BetweenSites::OneBit, BetweenSites::TwoBit] {
+    for between_sites in [BetweenSites::BF16, BetweenSites::ONE_BIT, BetweenSites::TWO_BIT] {
         let rounding = |(name, composition)| (name, Composition { between_sites, ..composition });
         let all = [OptimizeAt::EverySite, OptimizeAt::Owner].into_iter().flat_map(compositions).map(rounding);
         let differing = Cell::new(0);

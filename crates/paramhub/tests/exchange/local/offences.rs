@@ -49,7 +49,7 @@ fn each_offence_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job(
         ),
         ("no length", header(|bytes| bytes[12] = 0), "0 bytes of f32 for chunk 0", true),
         ("oversized length", header(|bytes| bytes[12..].fill(0xff)), "announces 4294967295 bytes", true),
-        ("wrong codec", header(|bytes| bytes[1] = Codec::F16 as u8), "16 bytes of f16", true),
+        ("wrong codec", header(|bytes| bytes[1] = Codec::F16.number()), "16 bytes of f16", true),
         ("future step", sends(push(5)), "step 5 was asked for, but step 0 is under way", true),
         ("an unknown group", sends(retune), "group 1 that cannot be used: the job has no such group", true),
         ("twice", sends([push(0), push(0)].concat()), "before the first was answered", true),
