@@ -68,8 +68,8 @@ def create_job(
     the fewest jobs: whatever happens to another hub leaves the job alone. A job of collectives alone, for instance of
     `paramhub.kvstore`, may have 0.
 
-    Where hubs serve racks or hosts, ``reduction`` is how sites combine their sums: ``auto``, ``flat``, ``tree``, ``ring`` or
-    ``sharded``. ``optimize_at`` is where the optimizer runs: at ``every_site`` on the same gradient, or at each chunk's
+    Where hubs serve racks or hosts, ``reduction`` is how sites combine their sums: ``auto``, ``flat``, ``tree``, ``ring``,
+    ``sharded`` or ``line``. ``optimize_at`` is where the optimizer runs: at ``every_site`` on the same gradient, or at each chunk's
     ``owner``. ``between_sites`` is the encoding in which sums cross between racks and hosts: ``f32``; ``bf16``, which takes half
     the bytes; or with error feedback, which needs finite gradients, ``int8`` or, for matrices, ``one-bit`` or ``two-bit``.
 

@@ -154,7 +154,7 @@ struct CreateFlags {
     /// [default: 1]
     #[arg(long, value_name = "W", value_parser = clap::value_parser!(u32).range(1..=i64::from(WEIGHT_MAX)))]
     weight: Option<u32>,
-    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring or sharded
+    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring, sharded or line
     /// [default: auto]
     #[arg(long, value_name = "HOW")]
     reduction: Option<Reduction>,

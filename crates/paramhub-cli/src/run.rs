@@ -81,7 +81,7 @@ pub(super) struct RunFlags {
     /// [default: as they are]
     #[arg(long, value_name = "CODEC", env = "PARAMHUB_JOB_CODEC")]
     codec: Option<Codec>,
-    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring or sharded
+    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring, sharded or line
     /// [default: auto]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_JOB_REDUCTION")]
     reduction: Option<Reduction>,

@@ -11,6 +11,8 @@
 //!   [`Crossing::Sharded`]: the owner is above all its peers. [`Crossing::Ring`]: the sum goes round from the
 //!   owner's successor to the owner, and the answer goes back; each link carries each chunk at most once each
 //!   way, and a site sends and receives as many bytes as in the reduce-scatter and all-gather of a ring.
+//! - [`Crossing::Line`]: the last peer owns all chunks. The sum goes there from the first one, and each peer adds
+//!   the gradients of its own workers to it, so that all are added in the order of ranks.
 
 mod arrange;
 mod choose;
@@ -73,7 +75,7 @@ pub struct Site {
 
 /// The way in which sites without a parent reduce among one another. `sharded`: each chunk has an owner
 /// among them, to which the others send. `ring`: each chunk goes round, from the owner's successor to the
-/// owner, and back.
+/// owner, and back. `line`: each chunk goes from the first site to the last one, and back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -83,6 +85,9 @@ pub enum Crossing {
     Sharded,
     /// Each chunk goes round, from the owner's successor to the owner, and back.
     Ring,
+    /// Each chunk goes from the first site to the last one, which owns it, and back. The ranks of each site come
+    /// after those of the one before.
+    Line,
 }
 
 /// The place of a worker or a hub.
@@ -121,6 +126,9 @@ pub enum CompositionError {
     /// A site with neither workers nor sites below it.
     #[error("{0} has neither workers nor sites below it")]
     Idle(String),
+    /// Sites in a line that are not in the order of ranks.
+    #[error("the sites of a line are not in the order of their ranks")]
+    Order,
     /// A rank that is not at exactly one site.
     #[error("rank {0} is at no site, or at two")]
     Rank(u32),
@@ -217,6 +225,11 @@ impl Composition {
                 return Err(CompositionError::Rank(site.workers[0]));
             }
         }
+        if self.crossing == Crossing::Line {
+            let ranks = self.sites.iter().flat_map(|site| site.workers.iter().copied());
+            let is_line = self.sites.iter().all(|site| site.parent.is_none()) && ranks.eq(0..workers);
+            return if is_line { Ok(()) } else { Err(CompositionError::Order) };
+        }
         Ok(())
     }
 
@@ -225,14 +238,17 @@ impl Composition {
         (0..).zip(&self.sites).filter(|(_, site)| site.parent.is_none()).map(|(id, _)| id).collect()
     }
 
-    /// The owner of each chunk, dealt longest first to the sites without a parent by the weight of their
-    /// interfaces.
+    /// The owner of each chunk: in a line the last site; otherwise they are dealt longest first to the sites
+    /// without a parent, by the weight of their interfaces.
     pub fn owners(&self, table: &KeyTable, map: &ChunkMap) -> Vec<SiteId> {
         let tops = self.tops();
         let weights: Vec<u64> = tops
             .iter()
             .map(|&top| self.sites[usize::from(top)].hubs.iter().map(HubShape::weight).sum())
             .collect();
+        if self.crossing == Crossing::Line {
+            return vec![tops[tops.len() - 1]; map.len() as usize];
+        }
         let mut owners = vec![tops[0]; map.len() as usize];
         if tops.len() > 1 {
             for (&top, chunks) in tops.iter().zip(deal(table, map, &weights)) {
@@ -249,13 +265,13 @@ impl Composition {
             _ if parent.is_some() => parent,
             _ if site == owner => None,
             Crossing::Sharded => Some(owner),
-            Crossing::Ring => Some(self.beside(site, 1)),
+            Crossing::Ring | Crossing::Line => Some(self.beside(site, 1)),
         }
     }
 
     /// The sites that contribute to `site` for some chunk, in the order in which their contributions are
     /// summed: first the sites below, which contribute to all chunks, then the peers, which all contribute to
-    /// the same chunks.
+    /// the same chunks. In a line there is at most one, whose sum comes before the site's own workers.
     pub fn member_sites(&self, site: SiteId) -> Vec<SiteId> {
         let below = (0..).zip(&self.sites).filter(|(_, other)| other.parent == Some(site)).map(|(id, _)| id);
         let mut members: Vec<SiteId> = below.collect();
@@ -263,7 +279,8 @@ impl Composition {
         if tops.contains(&site) && tops.len() > 1 {
             match self.crossing {
                 Crossing::Sharded => members.extend(tops.into_iter().filter(|&top| top != site)),
-                Crossing::Ring => members.push(self.beside(site, tops.len() - 1)),
+                Crossing::Line if site == tops[0] => {}
+                Crossing::Ring | Crossing::Line => members.push(self.beside(site, tops.len() - 1)),
             }
         }
         members

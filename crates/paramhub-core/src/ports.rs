@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::composition::{Composed, Neighbour, SiteId};
+use crate::composition::{Composed, Crossing, Neighbour, SiteId};
 use crate::consistency::Consistency;
 use crate::exchange::ChunkReach;
 use crate::placement::RouteId;
@@ -73,6 +73,8 @@ pub struct Ports {
     ranks_of_sites: Vec<Vec<u32>>,
     /// The number of members that are sites below this one, not beside it. They come first in `member_sites`.
     children: usize,
+    /// `true` if the only member site comes before the workers here: the sites are in a line.
+    site_first: bool,
     /// The port of slot `s` and member site `j`, at `s * member_sites + j`.
     below: Vec<u32>,
     /// The port above of each slot.
@@ -108,6 +110,7 @@ impl Ports {
         let mut ports = Ports {
             sites: Vec::with_capacity(found.len()),
             children,
+            site_first: composition.crossing == Crossing::Line && !member_sites.is_empty(),
             below: vec![NONE; chunks.len() * member_sites.len()],
             above: vec![NONE; chunks.len()],
             ranks,
@@ -183,6 +186,11 @@ impl Ports {
     /// Number of members that contribute: workers and sites.
     pub fn members(&self) -> u32 {
         (self.ranks.len() + self.member_sites.len()) as u32
+    }
+
+    /// Returns whether sums in the order of members begin with the last member, a [site](ChunkReach::site_first).
+    pub fn site_first(&self) -> bool {
+        self.site_first
     }
 
     /// Returns whether sites contribute here and receive answers.
@@ -280,6 +288,7 @@ impl Ports {
                 members,
                 together: if is_synchronous { members } else { at_owner as u32 },
                 has_above,
+                site_first: self.site_first,
             }
         })
     }

@@ -109,7 +109,7 @@ def init(
     - ``weight``, 1 to 100, is their share of a hub core's time against that of other runs.
     - ``replicas=1``: they go on when a hub is lost: another hub has all that ranks were answered, and takes over. Two hubs or
       more must have joined the connection manager. docs/recovery.md says what such a job cannot have.
-    - ``reduction`` is how hosts and racks combine their sums: ``auto``, ``flat``, ``tree``, ``ring`` or ``sharded``.
+    - ``reduction`` is how hosts and racks combine their sums: ``auto``, ``flat``, ``tree``, ``ring``, ``sharded`` or ``line``.
     - ``encrypt``: streams between hosts are encrypted, those between ranks, too.
     - ``on_interface_down``, ``redial_grace`` and ``progress_timeout`` are as for `paramhub.create_job`.
     - ``codec`` is the encoding of gradients, where the optimizer or the hook is given none.

@@ -80,7 +80,7 @@ pub(crate) struct TrainFlags {
     /// When workers see each other's gradients: sync, async or staleness:N [default: sync]
     #[arg(long, env = "PARAMHUB_TRAIN_CONSISTENCY")]
     consistency: Option<Consistency>,
-    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring or sharded
+    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring, sharded or line
     /// [default: auto]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_REDUCTION")]
     reduction: Option<Reduction>,

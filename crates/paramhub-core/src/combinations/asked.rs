@@ -151,7 +151,7 @@ pub fn features_of_reduction(
 ) -> Features {
     let is_hierarchical = match reduction {
         Reduction::Auto | Reduction::Flat => false,
-        Reduction::Tree | Reduction::Ring | Reduction::Sharded => true,
+        Reduction::Tree | Reduction::Ring | Reduction::Sharded | Reduction::Line => true,
     };
     Features::of([
         (Feature::FlatReduction, reduction == Reduction::Flat),
@@ -167,7 +167,7 @@ impl Composition {
         let hubs: usize = self.sites.iter().map(|site| site.hubs.len()).sum();
         Features::of([
             (Feature::SeveralSites, !self.is_flat()),
-            (Feature::SitesInRing, self.crossing == Crossing::Ring && self.tops().len() > 1),
+            (Feature::SitesInRing, self.crossing != Crossing::Sharded && self.tops().len() > 1),
             (Feature::SeveralHubs, hubs > 1),
         ])
     }

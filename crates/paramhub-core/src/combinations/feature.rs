@@ -58,11 +58,11 @@ features! {
     // Hubs of racks and hosts.
     SeveralSites, "several-sites", "hubs that serve racks or hosts";
     SitesByAuto, "sites-by-auto", "hubs of racks or hosts with the reduction auto";
-    SitesInRing, "sites-in-ring", "hubs of racks that sum round a ring";
+    SitesInRing, "sites-in-ring", "hubs of racks or hosts that sum round a ring or along a line";
     SeveralHubs, "several-hubs", "several hubs";
     UnplacedHubs, "unplaced-hubs", "hubs of which none serves a rack or a host";
     FlatReduction, "flat-reduction", "the reduction flat";
-    HierarchicalReduction, "hierarchical-reduction", "the reduction tree, ring or sharded";
+    HierarchicalReduction, "hierarchical-reduction", "the reduction tree, ring, sharded or line";
     OptimizerAtOwner, "optimizer-at-owner", "an optimizer at the owners (`optimize_at`)";
     RoundedSums, "rounded-sums", "`between_sites` other than f32";
     // A job's policies.

@@ -24,6 +24,18 @@ pub enum ArrangeError {
     /// Every hub serves a single host.
     #[error("every hub serves its own host only: start one that serves a rack or all workers")]
     NoHub,
+    /// The ranks of two sites interleave, but sums are to go from site to site in the order of ranks.
+    #[error(
+        "the reduction line sums in the order of ranks, and {site} has rank {rank} but not rank {missing}: number ranks host by host and rack by rack, or use another reduction"
+    )]
+    Interleaved {
+        /// The site, as `the host of rank 0` or `rack r1`.
+        site: String,
+        /// A rank of the site.
+        rank: u32,
+        /// The rank before it, which is elsewhere.
+        missing: u32,
+    },
     /// The hubs do not combine with what the job asks of them.
     #[error(transparent)]
     Combination(#[from] Conflict),
@@ -94,6 +106,10 @@ pub fn arrange(
         .map(|(scope, _)| scope.clone())
         .collect();
     for scope in alone {
+        // Above, its rank could come between others.
+        if reduction == Reduction::Line {
+            break;
+        }
         if let Some(above) = above(&scope, &serving, hubs) {
             let ranks = members.remove(&scope).expect("it was found there");
             members.entry(above).or_default().extend(ranks);
@@ -111,6 +127,9 @@ pub fn arrange(
         }
     }
     let (mut composition, of_sites) = compose(&members, &serving, hubs, reduction, optimize_at);
+    if reduction == Reduction::Line {
+        check_order(&composition.sites)?;
+    }
     if !composition.is_flat() {
         composition.between_sites = between_sites;
     }
@@ -128,6 +147,10 @@ fn compose(
     let number = |scope: &Scope| scopes.iter().position(|other| *other == scope).map(|at| at as SiteId);
     let mut sites: Vec<Site> = Vec::new();
     let mut of_sites = Vec::new();
+    let mut members: Vec<_> = members.iter().collect();
+    if reduction == Reduction::Line {
+        members.sort_by_key(|(_, ranks)| ranks.iter().min());
+    }
     for (scope, ranks) in members {
         let mut workers = ranks.clone();
         workers.sort_unstable();
@@ -153,13 +176,33 @@ fn compose(
             .filter(|&site| site != top)
             .for_each(|site| sites[site].parent = Some(top as SiteId));
     }
-    let crossing = if reduction == Reduction::Ring { Crossing::Ring } else { Crossing::Sharded };
+    let crossing = match reduction {
+        Reduction::Ring => Crossing::Ring,
+        Reduction::Line => Crossing::Line,
+        Reduction::Auto | Reduction::Flat | Reduction::Tree | Reduction::Sharded => Crossing::Sharded,
+    };
     (Composition { sites, crossing, optimize_at, between_sites: BetweenSites::default() }, of_sites)
+}
+
+/// Refuses sites in a line if the ranks of one come between those of another.
+fn check_order(sites: &[Site]) -> Result<(), ArrangeError> {
+    for site in sites {
+        let gap = site.workers.windows(2).find(|pair| pair[0] + 1 != pair[1]);
+        if let Some(&[_, rank]) = gap {
+            let name = if site.name.is_empty() { "the hub of all workers" } else { &site.name };
+            return Err(ArrangeError::Interleaved { site: name.into(), rank, missing: rank - 1 });
+        }
+    }
+    Ok(())
 }
 
 /// Returns whether a site's sums go to its peers, even if a hub serves all racks.
 fn crosses(scope: &Scope, reduction: Reduction) -> bool {
-    matches!(scope, Scope::Rack(_)) && matches!(reduction, Reduction::Ring | Reduction::Sharded)
+    match reduction {
+        Reduction::Ring | Reduction::Sharded => matches!(scope, Scope::Rack(_)),
+        Reduction::Line => true,
+        Reduction::Auto | Reduction::Flat | Reduction::Tree => false,
+    }
 }
 
 /// The rack of a worker: the one that the worker states, or that of the hub on its host.

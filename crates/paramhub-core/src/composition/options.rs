@@ -24,6 +24,8 @@ use crate::key::Key;
 /// - `tree`: the site of all is above all others; without one, that of the first rack.
 /// - `ring`, `sharded`: racks are peers, whatever serves all; the site of all takes part only if it has
 ///   workers.
+/// - `line`: all sites that have workers are peers, in the order of their ranks, which no two sites may
+///   interleave. In a reproducible job sums are bit-equal to those of `flat`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -43,11 +45,19 @@ pub enum Reduction {
     Ring,
     /// Through hosts and racks; then each rack completes its share of the chunks.
     Sharded,
+    /// From site to site in the order of ranks, each adding the gradients of its own workers.
+    Line,
 }
 
 impl Reduction {
-    const ALL: [Reduction; 5] =
-        [Reduction::Auto, Reduction::Flat, Reduction::Tree, Reduction::Ring, Reduction::Sharded];
+    const ALL: [Reduction; 6] = [
+        Reduction::Auto,
+        Reduction::Flat,
+        Reduction::Tree,
+        Reduction::Ring,
+        Reduction::Sharded,
+        Reduction::Line,
+    ];
 }
 
 impl fmt::Display for Reduction {
@@ -58,6 +68,7 @@ impl fmt::Display for Reduction {
             Reduction::Tree => "tree",
             Reduction::Ring => "ring",
             Reduction::Sharded => "sharded",
+            Reduction::Line => "line",
         })
     }
 }
@@ -67,7 +78,9 @@ impl FromStr for Reduction {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let named = Reduction::ALL.into_iter().find(|reduction| reduction.to_string() == text);
-        named.ok_or_else(|| format!("`{text}` is no reduction: there are auto, flat, tree, ring and sharded"))
+        named.ok_or_else(|| {
+            format!("`{text}` is no reduction: there are auto, flat, tree, ring, sharded and line")
+        })
     }
 }
 

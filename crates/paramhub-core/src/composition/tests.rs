@@ -213,3 +213,37 @@ fn the_first_rack_is_the_trees_top_without_a_hub_for_all_workers() {
     let parents: Vec<Option<SiteId>> = composition.sites.iter().map(|site| site.parent).collect();
     assert_eq!(parents, [Some(2), None, Some(1), Some(1)]);
 }
+
+#[test]
+fn a_line_goes_through_all_sites_in_the_order_of_ranks() {
+    let hubs = vec![
+        (hub("rack-b", 1), at("b", "")),
+        (hub("host", 1), at("a", "h")),
+        (hub("rack-a", 1), at("a", "")),
+        (hub("all", 1), at("", "")),
+    ];
+    let arranged = |workers: &[Place]| {
+        arrange(&hubs, workers, Reduction::Line, OptimizeAt::EverySite, BetweenSites::F32)
+    };
+    // The hub of all serves no worker, and the host has one.
+    let (line, of_sites) =
+        arranged(&[at("b", "x"), at("b", "y"), at("a", "h"), at("a", "z"), at("a", "z")]).unwrap();
+    line.check().unwrap();
+    let workers: Vec<&[u32]> = line.sites.iter().map(|site| &site.workers[..]).collect();
+    assert_eq!((workers, of_sites), (vec![&[0, 1][..], &[2], &[3, 4]], vec![vec![0], vec![1], vec![2]]));
+    let (table, map) = keys();
+    assert_eq!(line.owners(&table, &map), vec![2; map.len() as usize]);
+    assert_eq!([0, 1, 2].map(|site| line.above(site, 2)), [Some(1), Some(2), None]);
+    assert_eq!([0, 1, 2].map(|site| line.member_sites(site)), [vec![], vec![0], vec![1]]);
+
+    let refused = arranged(&[at("a", "z"), at("b", "x"), at("a", "z")]).unwrap_err();
+    assert_eq!(refused, ArrangeError::Interleaved { site: "rack a".into(), rank: 2, missing: 1 });
+    let refused = arranged(&[at("a", "z"), at("a", "h"), at("elsewhere", "z"), at("a", "h")]).unwrap_err();
+    assert_eq!(refused, ArrangeError::Interleaved { site: "the host of rank 1".into(), rank: 3, missing: 2 });
+
+    let out_of_order = Composition { sites: line.sites.iter().rev().cloned().collect(), ..line.clone() };
+    assert_eq!(out_of_order.check(), Err(CompositionError::Order));
+    let mut tree = line;
+    tree.sites[0].parent = Some(1);
+    assert_eq!(tree.check(), Err(CompositionError::Order));
+}

@@ -22,7 +22,7 @@ pub enum Fold {
         /// Members whose parked contributions are due.
         parked: Range<u32>,
     },
-    /// Park the payload at the member's place until the contributions of all lower members are in the sum.
+    /// Park the payload at the member's place until the contributions of all members before it are in the sum.
     Park,
     /// Keep the payload apart from the sum under way: it is an update of its own, which follows at once.
     Apart,

@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn the_sum_of_the_site_above_is_not_awaited_here() {
         let rules = Rules { workers: 6, ..rules(Consistency::Synchronous, false) };
-        let reach = ChunkReach { members: 3, together: 3, has_above: true };
+        let reach = ChunkReach { members: 3, together: 3, has_above: true, site_first: false };
         let mut exchange = Exchange::among_sites(rules, [reach]);
         exchange.initialise(0, Some(0), 0).unwrap();
         answer(&mut exchange, 0);

@@ -170,16 +170,20 @@ impl Exchange {
             self.chunks[slot as usize].folded += 1;
             return Fold::Sum { starts_sum: chunk.folded == 0, parked: 0..0 };
         }
-        if chunk.folded != member {
+        // A site that comes first is the last member, and the others come one place later.
+        let (members, shift) = (chunk.reach.members, u32::from(chunk.reach.site_first));
+        let place = (member + shift) % members;
+        if chunk.folded != place {
             return Fold::Park;
         }
         let next_step = self.member(slot, member).next_step;
-        let mut end = member + 1;
-        while end < chunk.reach.members && self.member(slot, end).next_step == next_step {
+        let begin = place + 1 - shift;
+        let mut end = begin;
+        while end + shift < members && self.member(slot, end).next_step == next_step {
             end += 1;
         }
-        self.chunks[slot as usize].folded = end;
-        Fold::Sum { starts_sum: member == 0, parked: member + 1..end }
+        self.chunks[slot as usize].folded = end + shift;
+        Fold::Sum { starts_sum: place == 0, parked: begin..end }
     }
 
     /// Continues the step once the sum is complete.

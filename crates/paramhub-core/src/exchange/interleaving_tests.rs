@@ -39,7 +39,7 @@ struct TestJob {
 
 impl TestJob {
     fn new(rules: Rules, together: u32) -> Self {
-        let reach = ChunkReach { members: rules.members, together, has_above: false };
+        let reach = ChunkReach { members: rules.members, together, has_above: false, site_first: false };
         let worker = || Worker { next_step: 0, waiting: None, left: false };
         TestJob {
             exchange: Exchange::among_sites(rules, [reach]),

@@ -46,4 +46,6 @@ pub struct ChunkReach {
     pub together: u32,
     /// `true` if the sum goes on to a site above, or first to a standby.
     pub has_above: bool,
+    /// `true` if sums in the order of members begin with the last member: a site whose ranks come before those here.
+    pub site_first: bool,
 }

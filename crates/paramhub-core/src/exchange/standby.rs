@@ -140,8 +140,10 @@ mod tests {
             rewind_every: None,
         };
         let has_above = role == Role::Serves { has_standby: true };
-        let mut exchange =
-            Exchange::among_sites(rules, [ChunkReach { members: MEMBERS, together: MEMBERS, has_above }]);
+        let mut exchange = Exchange::among_sites(
+            rules,
+            [ChunkReach { members: MEMBERS, together: MEMBERS, has_above, site_first: false }],
+        );
         exchange.set_role(role);
         exchange
     }

@@ -184,7 +184,7 @@ impl Exchange {
     /// The state of `chunks` chunks. It allocates all the memory it will ever need.
     pub fn new(rules: Rules, chunks: u32) -> Self {
         let together = if rules.consistency == Consistency::Synchronous { rules.members } else { 0 };
-        let reach = ChunkReach { members: rules.members, together, has_above: false };
+        let reach = ChunkReach { members: rules.members, together, has_above: false, site_first: false };
         Self::among_sites(rules, std::iter::repeat_n(reach, chunks as usize))
     }
 

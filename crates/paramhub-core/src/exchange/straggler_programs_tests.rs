@@ -88,7 +88,7 @@ impl TestJob {
             };
             let reach = owners.iter().map(|&owner| {
                 let members = if owner == number { size + others } else { size };
-                ChunkReach { members, together: members, has_above: owner != number }
+                ChunkReach { members, together: members, has_above: owner != number, site_first: false }
             });
             let mut exchange = Exchange::among_sites(rules, reach);
             let of_others = sizes.iter().enumerate().filter(|&(other, _)| other != number);

@@ -173,7 +173,7 @@ fn pulled_parameters_may_be_contributed_to() {
 
 #[test]
 fn a_site_takes_no_answer_to_a_step_that_cannot_be() {
-    let reach = ChunkReach { members: 1, together: 1, has_above: true };
+    let reach = ChunkReach { members: 1, together: 1, has_above: true, site_first: false };
     let mut exchange = Exchange::among_sites(rules(1, Quorum::Count(1)), [reach]);
     exchange.initialise(0, None, 5).unwrap();
     push(&mut exchange, 0, 5);

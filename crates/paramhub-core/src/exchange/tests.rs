@@ -275,7 +275,7 @@ fn rank_0_may_repeat_its_last_release_once_after_its_stream_was_replaced() {
 /// A hub of two chunks in a two-phase job of sites. Its members are a worker, which is not rank 0, and a site below.
 fn among_sites(has_above: bool) -> Exchange {
     let rules = Rules { workers: 3, first_site: 1, rank_0: None, ..two_phases(1).rules };
-    let reach = ChunkReach { members: 2, together: 2, has_above };
+    let reach = ChunkReach { members: 2, together: 2, has_above, site_first: false };
     let mut exchange = Exchange::among_sites(rules, [reach; 2]);
     for slot in 0..2 {
         exchange.initialise(slot, None, 5).unwrap();
@@ -293,6 +293,48 @@ fn answers(exchange: &mut Exchange, slot: u32) -> Vec<(u32, u32)> {
         (member, version)
     });
     sent.collect()
+}
+
+/// In whatever order contributions come, those of the site and of three workers are summed in the order of ranks.
+#[test]
+fn the_sum_of_a_site_that_comes_first_is_before_those_of_workers() {
+    let order_of = |site_first, arrivals: [u32; 4]| {
+        let rules = Rules {
+            workers: 6,
+            members: 4,
+            first_members: 4,
+            first_site: 3,
+            reproducible: true,
+            ..two_phases(1).rules
+        };
+        let reach = ChunkReach { members: 4, together: 4, has_above: false, site_first };
+        let mut exchange = Exchange::among_sites(rules, [reach]);
+        exchange.initialise(0, None, 0).unwrap();
+        let (mut sum, mut waiting) = (Vec::new(), [false; 4]);
+        for member in arrivals {
+            match exchange.push(0, member, 0, Answer::Parameters).unwrap().fold {
+                Fold::Park => waiting[member as usize] = true,
+                Fold::Sum { starts_sum, parked } => {
+                    assert_eq!(starts_sum, sum.is_empty());
+                    sum.push(member);
+                    for member in parked {
+                        assert!(std::mem::take(&mut waiting[member as usize]), "it waits");
+                        sum.push(member);
+                    }
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(waiting, [false; 4]);
+        sum
+    };
+    let members = [0, 1, 2, 3];
+    for (a, b, c) in (0..4).flat_map(|a| (0..4).flat_map(move |b| (0..4).map(move |c| (a, b, c)))) {
+        let mut arrivals = members;
+        [(0, a), (1, b), (2, c)].into_iter().for_each(|(at, with)| arrivals.swap(at, with));
+        assert_eq!(order_of(true, arrivals), [3, 0, 1, 2], "{arrivals:?}");
+        assert_eq!(order_of(false, arrivals), members, "{arrivals:?}");
+    }
 }
 
 #[test]
@@ -361,8 +403,10 @@ fn a_release_may_come_before_the_last_totals_of_its_step() {
 #[test]
 fn rank_0_may_repeat_among_sites_what_came_from_another() {
     let rules = Rules { workers: 3, first_site: 1, ..two_phases(1).rules };
-    let mut exchange =
-        Exchange::among_sites(rules, [ChunkReach { members: 2, together: 2, has_above: false }]);
+    let mut exchange = Exchange::among_sites(
+        rules,
+        [ChunkReach { members: 2, together: 2, has_above: false, site_first: false }],
+    );
     exchange.initialise(0, Some(0), 0).unwrap();
     answer_all(&mut exchange, 0);
     for member in 0..2 {

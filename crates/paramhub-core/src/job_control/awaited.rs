@@ -192,7 +192,9 @@ fn ranks_of(job: &Job, overdue: &OverdueNeighbours) -> Vec<u32> {
 fn may_wait_itself(job: &Job, site: SiteId) -> bool {
     let composition = &job.terms.composed.composition;
     let is_beside = composition.sites[usize::from(site)].parent.is_none();
-    is_beside && composition.crossing == Crossing::Ring && composition.tops().len() > 2
+    is_beside
+        && matches!(composition.crossing, Crossing::Ring | Crossing::Line)
+        && composition.tops().len() > 2
 }
 
 /// The rank, if the list is a single worker.

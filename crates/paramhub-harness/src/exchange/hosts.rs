@@ -41,7 +41,7 @@ pub struct HostsFlags {
     /// What makes a command run on a host, as in \"ip netns exec phub-{host}\"; split at its spaces
     #[arg(long, value_name = "COMMAND", requires = "hosts")]
     enter: Option<String>,
-    /// How sums become those of all workers where hubs serve racks: auto, flat, tree, ring or sharded [default: auto]
+    /// How sums become those of all workers where hubs serve racks: auto, flat, tree, ring, sharded or line [default: auto]
     #[arg(long, value_name = "HOW", requires = "hosts")]
     reduction: Option<Reduction>,
     /// Where the optimizer runs then: every-site or owner [default: every-site]

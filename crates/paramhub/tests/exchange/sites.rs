@@ -158,12 +158,13 @@ pub(crate) fn options(reduction: Reduction) -> JobOptions {
     JobOptions { reduction, ..Default::default() }
 }
 
-/// A name, hubs, the racks of the ranks, and reductions. Ranks of one rack do not follow one another.
+/// A name, hubs, the racks of the ranks, and reductions. Where the reduction is not a line, ranks of one rack need not follow one
+/// another.
 pub(crate) type Shape = (&'static str, Vec<Hub>, Vec<&'static str>, Vec<Reduction>);
 
 pub(crate) fn shapes() -> Vec<Shape> {
     use Hub::{AllWorkers, Host, Rack};
-    use Reduction::{Auto, Flat, Ring, Sharded, Tree};
+    use Reduction::{Auto, Flat, Line, Ring, Sharded, Tree};
     vec![
         (
             "two racks",
@@ -187,7 +188,7 @@ pub(crate) fn shapes() -> Vec<Shape> {
             "two hubs in a rack",
             vec![Rack("a", 1), Rack("b", 2), Rack("a", 2)],
             vec!["b", "a", "a"],
-            vec![Ring, Sharded],
+            vec![Ring, Sharded, Line],
         ),
         (
             "a host below a rack beside another",
@@ -199,13 +200,13 @@ pub(crate) fn shapes() -> Vec<Shape> {
             "a host below a rack below a parent",
             vec![Rack("a", 2), Host("a", 1), AllWorkers(2), Rack("b", 1)],
             vec!["b", "workstation in a", "workstation in a"],
-            vec![Auto, Flat],
+            vec![Auto, Flat, Line],
         ),
         (
             "a host below a parent",
             vec![AllWorkers(1), Host("", 2)],
             vec!["workstation in ", "workstation in ", ""],
-            vec![Auto],
+            vec![Auto, Line],
         ),
     ]
 }

@@ -53,7 +53,7 @@ fn updates(model: &[Vec<f32>]) -> (u32, u32) {
 /// The number of sites that do not wait for one another, in each of the [`shapes`] and the reductions that serve such jobs.
 fn sites_of(shape: &str, reduction: Reduction) -> Option<u32> {
     match (shape, reduction) {
-        (_, Reduction::Ring | Reduction::Flat) => None,
+        (_, Reduction::Ring | Reduction::Line | Reduction::Flat) => None,
         ("three racks, rank 0 in the last" | "a parent hub with a worker of its own", _) => Some(3),
         // The rack that is above the other one has that one, a host, and a worker of its own.
         ("a host below a rack beside another", Reduction::Tree) => Some(3),

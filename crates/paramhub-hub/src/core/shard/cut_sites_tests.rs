@@ -16,17 +16,19 @@ fn site(cores: u16, workers: &[u32], parent: Option<SiteId>) -> Site {
 }
 
 /// A tree, and peers, whose sites divide the chunks among different numbers of routes.
-fn compositions(optimize_at: OptimizeAt) -> [(&'static str, Composition); 4] {
+fn compositions(optimize_at: OptimizeAt) -> [(&'static str, Composition); 5] {
     let between_sites = BetweenSites::F32;
     let of = |sites, crossing| Composition { sites, crossing, optimize_at, between_sites };
     let tree = vec![site(2, &[3], None), site(1, &[0, 1], Some(0)), site(3, &[2], Some(1))];
     let hosts = vec![site(3, &[], None), site(2, &[0, 1], Some(0)), site(1, &[2, 3], Some(0))];
     let peers = || vec![site(2, &[1, 2], None), site(3, &[0], None), site(1, &[3], None)];
+    let line = vec![site(2, &[0], None), site(3, &[1, 2], None), site(1, &[3], None)];
     [
         ("tree", of(tree, Crossing::Sharded)),
         ("hosts", of(hosts, Crossing::Sharded)),
         ("sharded", of(peers(), Crossing::Sharded)),
         ("ring", of(peers(), Crossing::Ring)),
+        ("line", of(line, Crossing::Line)),
     ]
 }
 

@@ -20,9 +20,10 @@ enum Accumulation {
     /// In the order of arrival, those in arenas too: a step may end without a rank, which then overwrites its
     /// arena.
     OnArrivalFromArenas,
-    /// In the order of members. Contributions of members 1 and up that come before a lower member's wait in
-    /// `parked`, by member.
-    InMemberOrder { parked: Vec<Buffer> },
+    /// In the order of members, or with the last member [first](paramhub_core::exchange::ChunkReach::site_first). A
+    /// contribution that comes before that of an earlier member waits in `parked`, which has a buffer for each member but
+    /// the first in the order.
+    InMemberOrder { parked: Vec<Buffer>, site_first: bool },
 }
 
 /// The sums of all chunks, each at its slot's offset.
@@ -60,7 +61,8 @@ impl Sums {
         let accumulation = if plan.settings.reproducible {
             let parked =
                 (0..layout.parked_members).map(|member| Buffer::reserved(layout.elements, 4 + member % 8));
-            Accumulation::InMemberOrder { parked: parked.collect::<Result<_, _>>()? }
+            let site_first = plan.ports.site_first();
+            Accumulation::InMemberOrder { parked: parked.collect::<Result<_, _>>()?, site_first }
         } else if plan.stragglers.leaves_out() {
             Accumulation::OnArrivalFromArenas
         } else {
@@ -98,14 +100,15 @@ impl Sums {
                     self.has_apart = true;
                 }
             }
-            (Fold::Park, Accumulation::InMemberOrder { parked }) => {
+            (Fold::Park, Accumulation::InMemberOrder { parked, site_first }) => {
                 // A contribution in an arena waits there.
                 if let Payload::Here(wire) = payload {
-                    aggregator.assign(&mut parked[member as usize - 1][slot.range()], wire, codec);
+                    let place = parking_place(member, *site_first);
+                    aggregator.assign(&mut parked[place][slot.range()], wire, codec);
                 }
             }
             (Fold::Park, _) => unreachable!("only sums in the order of members park contributions"),
-            (Fold::Sum { starts_sum, parked: due }, Accumulation::InMemberOrder { parked }) => {
+            (Fold::Sum { starts_sum, parked: due }, Accumulation::InMemberOrder { parked, site_first }) => {
                 match payload {
                     Payload::Here(wire) if *starts_sum => aggregator.assign(sum, wire, codec),
                     Payload::Here(wire) => aggregator.add(sum, wire, codec),
@@ -114,7 +117,10 @@ impl Sums {
                 for member in due.clone() {
                     match arenas.has(member) {
                         true => add_from_arena(arenas, member, aggregator, slot, sum, false),
-                        false => aggregator.add_f32(sum, &parked[member as usize - 1][slot.range()]),
+                        false => {
+                            let place = parking_place(member, *site_first);
+                            aggregator.add_f32(sum, &parked[place][slot.range()]);
+                        }
                     }
                 }
             }
@@ -283,10 +289,16 @@ impl Sums {
         each(&mut self.crossing);
         each(&mut self.lost);
         each(&mut self.apart);
-        if let Accumulation::InMemberOrder { parked } = &mut self.accumulation {
+        if let Accumulation::InMemberOrder { parked, .. } = &mut self.accumulation {
             parked.iter_mut().for_each(|array| each(array));
         }
     }
+}
+
+/// The buffer in which a member's contributions wait. The member whose contribution begins the sum never waits: it is
+/// member 0, unless a site comes first.
+fn parking_place(member: u32, site_first: bool) -> usize {
+    if site_first { member as usize } else { member as usize - 1 }
 }
 
 /// Adds the contribution in the arena of `member` to `sum`, or begins `sum` with it if it is the `first`.
