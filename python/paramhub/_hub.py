@@ -69,9 +69,10 @@ def create_job(
     `paramhub.kvstore`, may have 0.
 
     Where hubs serve racks or hosts, ``reduction`` is how sites combine their sums: ``auto``, ``flat``, ``tree``, ``ring``,
-    ``sharded`` or ``line``. ``optimize_at`` is where the optimizer runs: at ``every_site`` on the same gradient, or at each chunk's
-    ``owner``. ``between_sites`` is the encoding in which sums cross between racks and hosts: ``f32``; ``bf16``, which takes half
-    the bytes; or with error feedback, which needs finite gradients, ``int8`` or, for matrices, ``one-bit`` or ``two-bit``.
+    ``sharded`` or ``line``. ``optimize_at`` is where the optimizer runs: at ``every_site`` on the same gradient, or at each
+    chunk's ``owner``. ``between_sites`` is the encoding in which sums cross between racks and hosts: ``f32``; ``bf16``, which
+    takes half the bytes; or with error feedback, which needs finite gradients, ``int8`` or, for matrices, ``one-bit`` or
+    ``two-bit``.
 
     ``on_interface_down`` is what the job does when a network interface goes down: ``fail``, or ``continue`` over the other
     interfaces. ``continue`` needs synchronous consistency, one site and a ``dead_after`` of 15 or more.

@@ -143,10 +143,11 @@ class Job:
         ``consistency`` is ``synchronous``, ``asynchronous``, or ``{"bounded_staleness": steps}``. ``codec`` (``f16``, ``bf16``)
         is the encoding of gradients in frames, by default that of the tensors. ``int8`` encodes tensors in a byte an element in
         both directions over TCP, in a synchronous job; a rank that shares memory with the hub sends them as they are. Error
-        feedback adds what a step loses to the next step. ``one-bit`` and ``two-bit`` do the same for matrices; the other tensors
-        then keep their own encoding. ``codecs`` gives single tensors, of any shape, a codec by name. ``chunk_bytes`` is the size of an f32 chunk, 32 KiB by default. With
-        ``reproducible`` sums are made in rank order and are bit-equal from run to run. With ``reject_non_finite`` a NaN or an
-        infinity in a gradient fails the job; the error names rank and tensor.
+        feedback adds what a step loses to the next step. ``one-bit`` and ``two-bit`` do the same for matrices; the other
+        tensors then keep their own encoding. ``codecs`` gives single tensors, of any shape, a codec by name. ``chunk_bytes`` is
+        the size of an f32 chunk, 32 KiB by default. With ``reproducible`` sums are made in rank order and are bit-equal from
+        run to run. With ``reject_non_finite`` a NaN or an infinity in a gradient fails the job; the error names rank and
+        tensor.
 
         ``layers`` groups tensors into layers. A fully connected one is
         ``{"fc6": {"tensors": ["fc6.weight", "fc6.bias"], "samples": 32}}``, where ``samples`` is the number of vectors that

@@ -188,10 +188,7 @@ impl std::str::FromStr for Codec {
         let named = Self::all().find(|codec| codec.name() == text);
         named.ok_or_else(|| {
             let known: Vec<&str> = Self::all().map(Codec::name).collect();
-            format!(
-                "unknown codec `{text}`: expected {}, or the name of a codec that this program and the hubs have registered",
-                known.join(", ")
-            )
+            format!("unknown codec `{text}`: expected {}", known.join(", "))
         })
     }
 }
@@ -200,7 +197,10 @@ impl TryFrom<String> for Codec {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
+        // The name may come from another program, which knows more codecs.
+        text.parse().map_err(|unknown| {
+            format!("{unknown}; if another program has registered it, this one must register it, too")
+        })
     }
 }
 

@@ -157,6 +157,7 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
     let mut cases: Vec<Way> = ways.iter().flat_map(|&way| [way, Way { reproducible: true, ..way }]).collect();
     cases.push(Way { codec: Codec::F16, ..ways[1] });
     cases.push(Way { codec: Codec::ONE_BIT, ..ways[0] });
+    cases.push(Way { codec: Codec::INT8, ..ways[0] });
     cases.push(Way { codec: Codec::TWO_BIT, reproducible: true, in_place: true, ..ways[0] });
     cases.extend([0, 1].map(|way| Way {
         name: ["tcp-in-place", "shm-in-place"][way],

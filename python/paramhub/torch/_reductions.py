@@ -84,7 +84,7 @@ def codec_of(compression: Compressor) -> str | None:
     """The hub's name of the compression's codec."""
     if not isinstance(compression, Compressor):
         raise MisuseError(
-            "compression is to be one of paramhub.torch.Compression's none, fp16, bf16, one_bit and two_bit, not "
+            "compression is to be one of paramhub.torch.Compression's none, fp16, bf16, int8, one_bit and two_bit, not "
             f"{compression!r}: hubs decode what they sum"
         )
     return compression.codec

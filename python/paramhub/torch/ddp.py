@@ -26,10 +26,10 @@ class HubState:
 
         ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
 
-    On the first backward pass it opens a job of all ranks of ``process_group`` (by default DDP's own) with every parameter
-    that requires a gradient, by name. Gradients become their mean, as with DDP itself. ``codec`` is the encoding of f32
-    gradients in frames: ``f16``, ``bf16``, ``int8``, or for matrices ``one-bit`` or ``two-bit``; the last three also encode the
-    results. Sums are made in f32 in any case. ``ddp`` is the model of this state; without it the model's first forward pass sets it.
+    On the first backward pass it opens a job of all ranks of ``process_group`` (by default DDP's own) with every parameter that
+    requires a gradient, by name. Gradients become their mean, as with DDP itself. ``codec`` is the encoding of f32 gradients in
+    frames: ``f16``, ``bf16``, ``int8``, or for matrices ``one-bit`` or ``two-bit``; the last three also encode the results.
+    Sums are made in f32 in any case. ``ddp`` is the model of this state; without it the model's first forward pass sets it.
 
     Of the gradients of ``Embedding(sparse=True)`` and ``EmbeddingBag(sparse=True)`` the ranks exchange the rows, without a hub
     and without a codec.

@@ -63,9 +63,10 @@ class HubOptimizer(StatefulOptimizer):
     that rank 0's ``param_groups`` have before backward, so learning-rate schedulers work as usual. Frozen parameters are not
     exchanged.
 
-    - ``codec`` (``bf16``, ``f16``) is the encoding of gradients in frames, by default that of the gradients. ``int8``
-      encodes all parameters in a byte an element, ``one-bit`` and ``two-bit`` the matrices of a model, mostly its fully
-      connected layers and embeddings: see `paramhub.Job.init`. They need finite gradients. ``codecs`` gives single parameters a codec by name.
+    - ``codec`` (``bf16``, ``f16``) is the encoding of gradients in frames, by default that of the gradients. ``int8`` encodes
+      all parameters in a byte an element, ``one-bit`` and ``two-bit`` the matrices of a model, mostly its fully connected
+      layers and embeddings: see `paramhub.Job.init`. They need finite gradients. ``codecs`` gives single parameters a codec by
+      name.
     - ``backward_passes_per_step``: the number of passes whose gradients are added up before they are sent; see also `no_sync`.
     - ``max_grad_norm``: gradients are clipped to this norm of the mean gradient of all parameters together, as
       ``torch.nn.utils.clip_grad_norm_`` does it. The hub updates no parameter before it has the last gradient of all ranks.

@@ -121,7 +121,7 @@ def travels_in_bits(rank: Rank) -> list[float]:
 
     dist.init_process_group("gloo")
     expected = train(rank, {})
-    states = [paramhub.torch.HubState(codec=codec) for codec in ("one-bit", "two-bit")]
+    states = [paramhub.torch.HubState(codec=codec) for codec in ("one-bit", "two-bit", "int8")]
     return [difference(train(rank, {}, state), expected) for state in states]
 
 

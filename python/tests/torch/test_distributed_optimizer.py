@@ -120,7 +120,7 @@ def test_compression_rounds_what_travels(team: Team) -> None:
         assert none < TOLERANCE < fp16 < bf16 < 0.1
 
 
-def quantised(rank: Rank) -> tuple[float, float]:
+def quantised(rank: Rank) -> list[float]:
     import paramhub.torch
 
     paramhub.torch.init()
@@ -128,19 +128,18 @@ def quantised(rank: Rank) -> tuple[float, float]:
         paramhub.torch.allreduce(torch.ones(2, 2), compression=paramhub.torch.Compression.one_bit)
     exact = distributed(rank, sgd)
     compression = paramhub.torch.Compression
-    one, two = (
+    return [
         difference(distributed(rank, sgd, compression=by), exact)
-        for by in (compression.one_bit, compression.two_bit)
-    )
-    return one, two
+        for by in (compression.one_bit, compression.two_bit, compression.int8)
+    ]
 
 
 def test_matrices_in_one_and_two_bits_stay_near_the_exact_ones(team: Team) -> None:
     results = team(quantised, ranks=2)
     # These are differences between parameters, which are equal on all ranks.
     assert results[0] == results[1]
-    one, two = results[0]
-    assert TOLERANCE < two < one < 0.5, (one, two)
+    one, two, byte = results[0]
+    assert TOLERANCE < byte < two < one < 0.5, (one, two, byte)
 
 
 def sums(rank: Rank) -> list[float]:

@@ -285,7 +285,7 @@ def half(rank: Rank) -> list[bytes]:
     ends += all_parameters(model)
     # bf16 parameters: the hub has f32 ones, which change even at learning rates that are too small for bf16. So do those that
     # ranks keep of matrices in one bit.
-    for codec in (None, "one-bit"):
+    for codec in (None, "one-bit", "int8"):
         torch.manual_seed(3)
         model = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
         optimizer = HubOptimizer(model, paramhub.SGD(lr=2**-12), codec=codec)

@@ -146,8 +146,8 @@ static REGISTERED: [OnceLock<&dyn QuantisedCodec>; REGISTERED_MAX] =
     [const { OnceLock::new() }; REGISTERED_MAX];
 
 /// Makes a codec known to this process by its name and its number. Names of codecs are read in many places: settings, flags,
-/// files and frames. So there is one register for the process, unlike that of optimizers. Every process of a job must do this
-/// before it reads the job's settings.
+/// files and frames. So there is one register for the process, unlike that of optimizers. Every process that reads the
+/// settings of a job must know its codecs: workers, hubs and the connection manager.
 ///
 /// # Errors
 /// If the name or the number is taken, or the format breaks one of its bounds; nothing has changed then.
@@ -269,6 +269,8 @@ mod tests {
         assert_eq!(serde_json::to_string(&codec).unwrap(), "\"four-bits\"");
         assert_eq!([1, 64, 65].map(|elements| codec.payload_bytes(elements)), [3, 34, 37]);
         assert!("five-bits".parse::<Codec>().unwrap_err().contains("four-bits"));
+        let from_elsewhere = serde_json::from_str::<Codec>("\"five-bits\"").unwrap_err().to_string();
+        assert!(from_elsewhere.contains("this one must register it, too"), "{from_elsewhere}");
         assert_eq!(registered(131).unwrap().format().name, "four-bits");
 
         let twice = try_register(four_bits("four-bits", 132)).unwrap_err();
