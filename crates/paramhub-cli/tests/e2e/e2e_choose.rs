@@ -171,6 +171,12 @@ fn auto_goes_by_what_the_hubs_have_probed() {
         assert_eq!(racks.probes(), 2);
         let forced = racks.reduction_with("forced", &["--reduction", "ring"]);
         assert_eq!(forced, "ring, as the job asks");
+        let at_owner = racks.reduction_with("owner", &["--optimize-at", "owner"]);
+        assert_eq!(
+            at_owner.contains("has no effect, since there is one site"),
+            taken == "flat",
+            "{at_owner}"
+        );
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::composition::{ArrangeError, Arranged, BetweenSites, Place, Reduction, arrange, choose};
+use crate::composition::{
+    ArrangeError, Arranged, BetweenSites, OptimizeAt, Place, Reduction, arrange, choose,
+};
 use crate::placement::HubShape;
 use crate::service::JobState;
 
@@ -103,7 +105,7 @@ impl Job {
         core: &CoreBandwidth,
     ) -> Result<(String, Arranged), ArrangeError> {
         let options = &self.options;
-        let (reduction, summary) = match core {
+        let (reduction, mut summary) = match core {
             _ if options.reduction != Reduction::Auto => {
                 (options.reduction, format!("{}, as the job asks", options.reduction))
             }
@@ -125,6 +127,10 @@ impl Job {
             },
         };
         let arranged = arrange(hubs, &self.places, reduction, options.optimize_at, options.between_sites)?;
+        // The table of combinations refuses an option without effect, but cannot know what `auto` chooses.
+        if arranged.0.is_flat() && options.optimize_at == OptimizeAt::Owner && !summary.is_empty() {
+            summary.push_str("; `optimize_at = owner` has no effect, since there is one site");
+        }
         Ok((summary, arranged))
     }
 }
