@@ -268,7 +268,10 @@ impl Scenario {
     /// Gives the job several sites.
     fn spread_on_racks(&mut self, random: &mut Random) {
         let count = 2 + random.below(u64::from(self.workers.min(3)) - 1) as u16;
-        let reduction = [Reduction::Tree, Reduction::Sharded, Reduction::Ring][random.below(3) as usize];
+        let reductions = [Reduction::Tree, Reduction::Sharded, Reduction::Ring, Reduction::Line];
+        // Ranks are dealt to racks in turn, so their order is that of racks only if each rack has one.
+        let choices = if u32::from(count) == self.workers { 4 } else { 3 };
+        let reduction = reductions[random.below(choices) as usize];
         let has_hub_of_all = reduction == Reduction::Tree && random.happens(50);
         let optimize_at = if random.happens(70) { OptimizeAt::EverySite } else { OptimizeAt::Owner };
         self.racks = Some(Racks { count, has_hub_of_all, reduction, optimize_at });
