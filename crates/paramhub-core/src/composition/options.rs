@@ -141,6 +141,11 @@ impl BetweenSites {
         if self.0.is_for_shape(&key.shape) { self.0 } else { Codec::F32 }
     }
 
+    /// Returns whether sums are quantised, those of all keys or of some.
+    pub fn is_quantised(self) -> bool {
+        self.0.is_quantised()
+    }
+
     /// The number of the codec in frames.
     pub(super) fn number(self) -> u8 {
         self.0.number()

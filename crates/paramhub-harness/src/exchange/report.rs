@@ -45,7 +45,7 @@ pub(super) struct Summary {
     /// The peak of the largest worker.
     worker_peak_bytes: u64,
     max_abs_error: f64,
-    settings: Settings,
+    pub(super) settings: Settings,
     version: &'static str,
 }
 
@@ -158,6 +158,12 @@ impl Summary {
         }
         let numbers = match measured.verdict.wrong {
             0 => "all exact".into(),
+            _ if self.settings.between_sites.is_quantised() => {
+                format!(
+                    "off by up to {:.4}, with sums in {}",
+                    self.max_abs_error, self.settings.between_sites
+                )
+            }
             wrong => format!("{wrong} WRONG, by up to {}", self.max_abs_error),
         };
         row("parameters of all workers".into(), numbers);
