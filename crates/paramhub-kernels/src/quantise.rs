@@ -2,7 +2,7 @@
 //!
 //! Here is what all [quantised codecs](QuantisedCodec) have in common: the walk over the blocks of a payload, and the
 //! feedback of losses. Decoding needs no memory: [`convert::decode`](crate::convert::decode),
-//! [`sum::assign`](crate::sum::assign) and [`sum::add`](crate::sum::add) do it, as for every other codec.
+//! [`sum::assign`] and [`sum::add`] do it, as for every other codec.
 
 mod int8;
 mod levels;
