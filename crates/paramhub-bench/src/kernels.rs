@@ -253,7 +253,7 @@ mod tests {
         let mut arrays = Arrays::new(4 * (CHUNK_ELEMENTS + 3));
         for isa in Isa::available() {
             let operations = operations(isa);
-            assert_eq!(operations.len(), 1 + 3 * 5 + 2 * 3 + 6);
+            assert_eq!(operations.len(), 1 + 3 * 5 + 3 * 3 + 6);
             for operation in operations {
                 arrays.reset();
                 (operation.run)(&mut arrays);
