@@ -180,7 +180,7 @@ def test_misuse_is_refused_with_a_reason(team: Team) -> None:
             "groups": "a number from 1, or a list of lists of parameters, not 0",
             "grouped twice": "a parameter twice",
             "no set": "call paramhub.torch.add_process_set() on every rank before",
-            "compression": "none, fp16, bf16, one_bit and two_bit",
+            "compression": "none, fp16, bf16, int8, one_bit and two_bit",
             "lbfgs": "LBFGS decides by the loss",
             "double": "'weight' has elements of torch.float64",
         }
