@@ -67,7 +67,7 @@ pub struct Hyperparameters {
     pub epsilon: f64,
     /// Up to 8 values with other names of 1 to 23 bytes. `maximize` (0 or 1) and `ema_decay` (by default no average) of all built-in
     /// optimizers with parameters, `amsgrad` (0 or 1) of `adam` and `adamw`, `lr_decay` and `initial_accumulator` of `adagrad`
-    /// (0), `alpha` (0.99) and `centered` (0 or 1) of `rmsprop`, `rho` (0.9) of `adadelta`, `momentum_decay` (0.004) and
+    /// (0), `alpha` (0.99), `centered` and `epsilon_in_root` (0 or 1) of `rmsprop`, `rho` (0.9) of `adadelta`, `momentum_decay` (0.004) and
     /// `decoupled` (0 or 1) of `nadam`, `trust_coefficient` of `lars` (0.001) and `lamb` (1), and those of optimizers registered by users. Default none.
     #[cfg_attr(feature = "openapi", schema(value_type = std::collections::BTreeMap<String, f64>))]
     pub extra: ExtraValues,

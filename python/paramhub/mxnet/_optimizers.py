@@ -64,9 +64,10 @@ class HubOptimizer:
         self._is_asynchronous = workers is None
         self._kind = type(optimizer).__name__
         if type(optimizer) not in _KINDS:
-            reason = _REASONS.get(self._kind, "a hub has no optimizer that makes the same updates")
             known = ", ".join(sorted(kind.__name__ for kind in _KINDS))
-            raise self._refusal(f"{reason} (those that have one: {known})")
+            raise self._refusal(
+                f"a hub has no optimizer that makes the same updates (those that have one: {known})"
+            )
         self.name, self._numbers_of = _KINDS[type(optimizer)]
         if optimizer.clip_gradient:
             raise self._refusal(
@@ -82,6 +83,10 @@ class HubOptimizer:
             # MXNet writes the weights before it reads them for the momentum's decay.
             raise self._refusal(
                 "its momentum takes wd times the updated weights, a hub's those before: set wd to 0"
+            )
+        if self.name == "rmsprop" and (optimizer.centered or optimizer.clip_weights):
+            raise self._refusal(
+                "with centered its momentum has learning rates of earlier steps in it, and with clip_weights it clips weights"
             )
         if getattr(optimizer, "momentum", 0.0) < 0:
             raise self._refusal("its momentum is negative")
@@ -179,7 +184,7 @@ class HubOptimizer:
         for slot, (scale, shift) in zip(slots, self._state_terms(), strict=True):
             values = numpy.frombuffer(slot, "f4").reshape(shape)
             arrays.append(mx.nd.array(values * numpy.float32(scale) + numpy.float32(shift)))
-        if self.name in ("adam", "adadelta"):
+        if self.name in ("adam", "adadelta", "rmsprop"):
             return tuple(arrays)
         return arrays[0] if arrays else None
 
@@ -209,6 +214,8 @@ class HubOptimizer:
             return [(self._factor, 0.0), (self._factor**2, 0.0)]
         if self.name == "adagrad":
             return [(self._factor**2, -optimizer.float_stable_eps)]
+        if self.name == "rmsprop":
+            return [(self._factor**2, 0.0)]
         return [(1.0, 0.0), (1.0, 0.0)]
 
     def _factor_now(self) -> float:
@@ -264,6 +271,17 @@ class HubOptimizer:
         # MXNet's has no learning rate.
         return Update({"learning_rate": 1.0, "rho": optimizer.rho, "epsilon": optimizer.epsilon}, 1.0)
 
+    def _rmsprop(self, terms: _Terms) -> Update:
+        optimizer: Any = self.optimizer
+        numbers: Numbers = {
+            "learning_rate": terms.rate * terms.multiplier,
+            "alpha": optimizer.gamma1,
+            "epsilon": optimizer.epsilon / self._factor**2,
+            "epsilon_in_root": True,
+            "weight_decay": terms.decay / self._factor,
+        }
+        return Update(numbers, 1.0)
+
     def _test(self, _: _Terms) -> Update:
         return Update({"learning_rate": self._factor, "maximize": True}, 1.0)
 
@@ -276,6 +294,6 @@ _KINDS = {
     _optimizers.Adam: ("adam", HubOptimizer._adam),
     _optimizers.AdaGrad: ("adagrad", HubOptimizer._adagrad),
     _optimizers.AdaDelta: ("adadelta", HubOptimizer._adadelta),
+    _optimizers.RMSProp: ("rmsprop", HubOptimizer._rmsprop),
     _optimizers.Test: ("sgd", HubOptimizer._test),
 }
-_REASONS = {"RMSProp": "it adds epsilon under the root of the mean square, and a hub's adds it to the root"}

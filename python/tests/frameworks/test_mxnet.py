@@ -120,6 +120,10 @@ OPTIMIZERS: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
     "Adam": lambda: ("adam", {"learning_rate": 0.01, "wd": 1e-2, "epsilon": 1e-3}),
     "AdaGrad": lambda: ("adagrad", {"learning_rate": 0.1, "eps": 1e-3}),
     "AdaDelta": lambda: ("adadelta", {}),
+    "RMSProp, a rate that falls": lambda: (
+        "rmsprop",
+        {"learning_rate": 0.01, "wd": 1e-2, "epsilon": 1e-3, "lr_scheduler": falling(0.01)},
+    ),
     "SGD, multipliers": lambda: (
         "sgd",
         {"learning_rate": 0.1, "wd": 1e-2, "lr_scheduler": falling(0.1)},
@@ -208,7 +212,13 @@ def test_trainers_of_ranks_train_as_one_process_does(hub: paramhub.Hub, team: Te
     team(trainers, tickets, ranks=RANKS, timeout=300)
 
 
-CONTINUED = ["Adam", "momentum, a rate that falls", "AdaGrad", "Adam, multipliers"]
+CONTINUED = [
+    "Adam",
+    "momentum, a rate that falls",
+    "AdaGrad",
+    "RMSProp, a rate that falls",
+    "Adam, multipliers",
+]
 
 
 def continued(rank: Rank, tickets: dict[str, list[paramhub.JobTicket]]) -> None:
@@ -381,8 +391,8 @@ def refusals(rank: Rank, tickets: dict[str, paramhub.JobTicket]) -> None:
         "there is no optimizer": lambda: kv.save_optimizer_states("states"),
         "takes an mx.optimizer.Optimizer, not 'sgd'": lambda: kv.set_optimizer("sgd"),
         "SGD cannot run at the hub: clip_gradient": lambda: kv.set_optimizer(made("sgd", clip_gradient=1.0)),
-        "RMSProp cannot run at the hub: it adds epsilon under the root": lambda: kv.set_optimizer(
-            made("rmsprop")
+        "RMSProp cannot run at the hub: with centered": lambda: kv.set_optimizer(
+            made("rmsprop", centered=True)
         ),
         "Nadam cannot run at the hub: a hub has no optimizer": lambda: kv.set_optimizer(made("nadam")),
         "AdaGrad cannot run at the hub: its wd": lambda: kv.set_optimizer(made("adagrad", wd=0.1)),

@@ -6,14 +6,16 @@ use crate::dispatch::{Isa, kernel};
 /// RMSprop as torch.optim.RMSprop defines it, registered as `rmsprop`.
 ///
 /// With `g` the mean gradient, `p` the parameter, `v` the mean of squares (state slot 0), `a` the mean of gradients (the
-/// next slot, if `centered`) and `b` the momentum buffer (the last slot, if `momentum != 0`), in this order. `alpha` (0.99) and
-/// `centered` (0 or 1) are extra hyperparameters:
+/// next slot, if `centered`) and `b` the momentum buffer (the last slot, if `momentum != 0`), in this order. `alpha` (0.99),
+/// `centered` and `epsilon_in_root` (0 or 1) are extra hyperparameters. The last one is not torch's: MXNet and TensorFlow add
+/// epsilon under the root.
 ///
 /// ```text
 /// g = g + weight_decay * p                        if weight_decay != 0
 /// v = alpha * v + (1 - alpha) * g * g
 /// a = a + (1 - alpha) * (g - a)                   centered; torch's lerp: g - alpha * (g - a) if alpha <= 0.5
-/// d = sqrt(v) + epsilon, or sqrt(v - a * a) + epsilon if centered
+/// w = v, or v - a * a if centered
+/// d = sqrt(w) + epsilon, or sqrt(w + epsilon) if epsilon_in_root
 /// b = momentum * b + g / d                        if momentum != 0
 /// p = p - learning_rate * b, or p - learning_rate * g / d without momentum
 /// ```
@@ -64,7 +66,11 @@ impl Optimizer for RmsProp {
             epsilon: h.epsilon as f32,
         };
         let len = model.len();
-        let form = Form { decay: h.weight_decay != 0.0, near: coefficients.first_weight < 0.5 };
+        let form = Form {
+            decay: h.weight_decay != 0.0,
+            near: coefficients.first_weight < 0.5,
+            in_root: is_set(h, "epsilon_in_root"),
+        };
         match (h.momentum != 0.0, is_set(h, "centered")) {
             (false, false) => {
                 let [squares] = slots_mut(state, len);
@@ -110,6 +116,7 @@ struct Coefficients {
 struct Form {
     decay: bool,
     near: bool,
+    in_root: bool,
 }
 
 impl Coefficients {
@@ -129,6 +136,11 @@ impl Coefficients {
         let distance = gradient - a;
         if form.near { a + self.first_weight * distance } else { gradient - self.first_rest * distance }
     }
+
+    #[inline(always)]
+    fn denominator(&self, form: Form, variance: f32) -> f32 {
+        if form.in_root { (variance + self.epsilon).sqrt() } else { variance.sqrt() + self.epsilon }
+    }
 }
 
 kernel! {
@@ -136,7 +148,7 @@ kernel! {
         for ((parameter, total), v) in model.iter_mut().zip(sum).zip(squares) {
             let gradient = c.gradient(form, *parameter, *total);
             *v = c.average_square(*v, gradient);
-            *parameter += c.step_size * gradient / (v.sqrt() + c.epsilon);
+            *parameter += c.step_size * gradient / c.denominator(form, *v);
         }
     }
 }
@@ -153,7 +165,7 @@ kernel! {
         for (((parameter, total), v), b) in model.iter_mut().zip(sum).zip(squares).zip(buffer) {
             let gradient = c.gradient(form, *parameter, *total);
             *v = c.average_square(*v, gradient);
-            *b = c.momentum * *b + gradient / (v.sqrt() + c.epsilon);
+            *b = c.momentum * *b + gradient / c.denominator(form, *v);
             *parameter += c.step_size * *b;
         }
     }
@@ -172,7 +184,7 @@ kernel! {
             let gradient = c.gradient(form, *parameter, *total);
             *v = c.average_square(*v, gradient);
             *a = c.average(form, *a, gradient);
-            *parameter += c.step_size * gradient / ((*v - *a * *a).sqrt() + c.epsilon);
+            *parameter += c.step_size * gradient / c.denominator(form, *v - *a * *a);
         }
     }
 }
@@ -191,7 +203,7 @@ kernel! {
             let gradient = c.gradient(form, *parameter, *total);
             *v = c.average_square(*v, gradient);
             *a = c.average(form, *a, gradient);
-            *b = c.momentum * *b + gradient / ((*v - *a * *a).sqrt() + c.epsilon);
+            *b = c.momentum * *b + gradient / c.denominator(form, *v - *a * *a);
             *parameter += c.step_size * *b;
         }
     }

@@ -296,7 +296,12 @@ fn cases() -> Vec<Case> {
         rmsprop("rmsprop", plain),
         rmsprop("rmsprop, decay", decay),
         rmsprop("rmsprop, momentum", momentum),
+        rmsprop("rmsprop, epsilon in the root", with(decay, "epsilon_in_root")),
         rmsprop("rmsprop, centered", with(plain, "centered")),
+        rmsprop("rmsprop, centered, epsilon in the root, momentum", {
+            // Without an epsilon of some size the variance may be below it, and negative.
+            with(with(Hyperparameters { epsilon: 1e-2, ..momentum }, "centered"), "epsilon_in_root")
+        }),
         rmsprop("rmsprop, centered, small alpha", with(decay, "centered").with("alpha", 0.4).unwrap()),
         rmsprop("rmsprop, centered, momentum, maximize", with(with(momentum, "centered"), "maximize")),
         adadelta("adadelta", plain),
@@ -456,7 +461,10 @@ fn reference_rmsprop(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32
         variance = *squares - *average * *average;
     }
     let buffer = (h.momentum != 0.0).then(&mut next);
-    let denominator = variance.sqrt() + h.epsilon as f32;
+    let denominator = match h.value("epsilon_in_root") == Some(1.0) {
+        true => (variance + h.epsilon as f32).sqrt(),
+        false => variance.sqrt() + h.epsilon as f32,
+    };
     match buffer {
         Some(buffer) => {
             *buffer = h.momentum as f32 * *buffer + gradient / denominator;

@@ -84,6 +84,8 @@ CASES = [
     ("lamb, no decay, falling learning rate", "lamb",
      dict(learning_rate=0.1, beta1=0.8, beta2=0.95, epsilon=1e-3), lambda t: 1.0 / t),
     ("lamb, maximize", "lamb", dict(learning_rate=0.02, weight_decay=0.1, maximize=True), None),
+    # MXNet's.
+    ("rmsprop, epsilon in the root", "rmsprop", dict(learning_rate=0.01, alpha=0.9, epsilon=1e-3, epsilon_in_root=True), None),
 ]
 
 
@@ -149,7 +151,8 @@ def rmsprop(h, t, p, g, state):
         a = alpha * rest[0] + (1 - alpha) * g
         rest[0] = a
         variance = v - a * a
-    direction = g / (variance ** 0.5 + h["epsilon"])
+    in_root = h.get("epsilon_in_root")
+    direction = g / ((variance + h["epsilon"]) ** 0.5 if in_root else variance ** 0.5 + h["epsilon"])
     if h["momentum"]:
         rest[-1] = direction = h["momentum"] * rest[-1] + direction
     return p - h["learning_rate"] * direction, [v, *rest]
@@ -268,9 +271,9 @@ def check_torch(cases):
 
     worst = 0.0
     for case in cases:
-        if case["optimizer"] in ("mean", "lion", "lars", "lamb"):
-            continue
         first = case["steps"][0]["hyperparameters"]
+        if case["optimizer"] in ("mean", "lion", "lars", "lamb") or first.get("epsilon_in_root"):
+            continue
         p = torch.tensor(case["model"], dtype=torch.float32, requires_grad=True)
         options = dict(lr=first["learning_rate"], weight_decay=first["weight_decay"],
                        maximize=first.get("maximize", False))
