@@ -167,7 +167,7 @@ impl Composition {
         let hubs: usize = self.sites.iter().map(|site| site.hubs.len()).sum();
         Features::of([
             (Feature::SeveralSites, !self.is_flat()),
-            (Feature::SitesInRing, self.crossing != Crossing::Sharded && self.tops().len() > 1),
+            (Feature::SitesInRingOrLine, self.crossing != Crossing::Sharded && self.tops().len() > 1),
             (Feature::SeveralHubs, hubs > 1),
         ])
     }

@@ -58,7 +58,7 @@ features! {
     // Hubs of racks and hosts.
     SeveralSites, "several-sites", "hubs that serve racks or hosts";
     SitesByAuto, "sites-by-auto", "hubs of racks or hosts with the reduction auto";
-    SitesInRing, "sites-in-ring", "hubs of racks or hosts that sum round a ring or along a line";
+    SitesInRingOrLine, "sites-in-ring-or-line", "hubs of racks or hosts that sum round a ring or along a line";
     SeveralHubs, "several-hubs", "several hubs";
     UnplacedHubs, "unplaced-hubs", "hubs of which none serves a rack or a host";
     FlatReduction, "flat-reduction", "the reduction flat";

@@ -12,7 +12,7 @@ use crate::combinations::Feature::{
     OnlySharedMemory, OptimizerAtOwner, ProgressTimeout, PythonPackage, Quantised, QuantisedCodec,
     RedialGrace, RegisteredAggregator, RegisteredOptimizer, RejectNonFinite, Replicas, Reproducible, Resume,
     Rewinds, RoundedSums, RunningHub, SavesProgramStates, SeveralHubs, SeveralSites, SharedMemory,
-    SharedParameters, SitesByAuto, SitesInRing, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob,
+    SharedParameters, SitesByAuto, SitesInRingOrLine, SocketBuffers, Tcp, TiedLayer, TwoPhase, UnnamedJob,
     UnplacedHubs, Weight, WholeChunkOptimizer,
 };
 use crate::combinations::Rule;
@@ -210,7 +210,7 @@ pub(super) const SITES: &[Rule] = &[
         callers: &[InitService],
     },
     Rule {
-        these: &[SitesInRing],
+        these: &[SitesInRingOrLine],
         those: &[Asynchronous, BoundedStaleness],
         verdict: Refused,
         why: "a sum that goes from rack to rack has the gradients of all of them, so that none can go on without the others",
@@ -218,7 +218,7 @@ pub(super) const SITES: &[Rule] = &[
         callers: &[InitService],
     },
     Rule {
-        these: &[SitesInRing],
+        these: &[SitesInRingOrLine],
         those: &[LateLeftOut],
         verdict: Refused,
         why: "a sum that goes from rack to rack has the gradients of all of them, so that none can be left out",
