@@ -22,8 +22,7 @@ pub const REGISTERED_NUMBERS_FROM: u8 = 128;
 pub struct QuantisedFormat {
     /// The name by which jobs ask for the codec: lower-case letters, digits and dashes.
     pub name: &'static str,
-    /// Its number in frames, from [`REGISTERED_NUMBERS_FROM`] to 254. Every worker and hub of a job must know the codec by the
-    /// same number.
+    /// Its number in frames, from [`REGISTERED_NUMBERS_FROM`] to 254. It must be the same in all processes of a job.
     pub number: u8,
     /// Elements of a block: a multiple of 8, at most [`BLOCK_ELEMENTS_MAX`].
     pub block_elements: usize,
@@ -156,7 +155,7 @@ pub fn register(codec: &'static dyn QuantisedCodec) -> Result<Codec, RegisterCod
     let format = codec.format();
     format.check()?;
     let _guard = REGISTERING.lock().unwrap_or_else(PoisonError::into_inner);
-    if Codec::all().any(|other| other.to_string() == format.name) {
+    if Codec::all().any(|other| other.name() == format.name) {
         return Err(RegisterCodecError::Name(format.name));
     }
     let place = &REGISTERED[usize::from(format.number - REGISTERED_NUMBERS_FROM)];

@@ -99,17 +99,16 @@ pub fn arrange(
         };
         members.entry(scope).or_default().push(rank);
     }
-    // A site for one worker would only pass on what the worker can send itself.
+    // A site for one worker would only pass on what the worker can send itself. In a line it stays, since the worker's rank
+    // could come between others in the site above.
     let alone: Vec<Scope> = members
         .iter()
-        .filter(|(scope, ranks)| matches!(scope, Scope::Host(_)) && ranks.len() == 1)
+        .filter(|(scope, ranks)| {
+            matches!(scope, Scope::Host(_)) && ranks.len() == 1 && reduction != Reduction::Line
+        })
         .map(|(scope, _)| scope.clone())
         .collect();
     for scope in alone {
-        // Above, its rank could come between others.
-        if reduction == Reduction::Line {
-            break;
-        }
         if let Some(above) = above(&scope, &serving, hubs) {
             let ranks = members.remove(&scope).expect("it was found there");
             members.entry(above).or_default().extend(ranks);
