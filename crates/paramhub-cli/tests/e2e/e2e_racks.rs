@@ -160,6 +160,8 @@ fn a_hub_that_is_killed_is_named_everywhere() {
     for (case, roles, reduction, lost) in [
         ("one of two, flat", TWO_FLAT_HUBS, "flat", 1),
         ("a rack's in a ring", THREE_UNEVEN_RACKS, "ring", 4),
+        ("the first rack's in a line", THREE_UNEVEN_RACKS, "line", 1),
+        ("the last rack's in a line", THREE_UNEVEN_RACKS, "line", 4),
         ("a rack's among sharded ones", TWO_RACKS, "sharded", 0),
         ("the parent in a tree of racks", THREE_UNEVEN_RACKS, "tree", 0),
         ("a child in a tree of racks", THREE_UNEVEN_RACKS, "tree", 1),
