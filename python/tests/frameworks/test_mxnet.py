@@ -136,6 +136,7 @@ OPTIMIZERS: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
         "adam",
         {"learning_rate": 0.01, "wd": 1e-2, "epsilon": 1e-3, "lr_scheduler": falling(0.01)},
     ),
+    "RMSProp, multipliers": lambda: ("rmsprop", {"learning_rate": 0.01, "wd": 1e-2, "epsilon": 1e-3}),
     "AdaGrad, multipliers": lambda: ("adagrad", {"learning_rate": 0.1, "eps": 1e-3}),
 }
 
