@@ -15,6 +15,7 @@ from paramhub.errors import ConnectError, LateError, MisuseError
 from paramhub.torch._collectives import Group
 from paramhub.torch._host_memory import together
 from paramhub.torch._rendezvous import explained_store_errors, format_ranks, wait_for_keys
+from paramhub.torch._tensors import needs_stage
 from paramhub.torch._work import Work
 
 _RedOpType = dist.ReduceOp.RedOpType
@@ -64,7 +65,12 @@ class C10dWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._work.done()
+        if not self._work.done():
+            return False
+        if any(needs_stage(each.device) for each in self._outputs) and self._work.exception() is None:
+            # By torch's rule the current device stream can use the result now.
+            self._work.wait()
+        return True
 
     def is_success(self) -> bool:
         return self._work.done() and self._work.exception() is None
@@ -111,7 +117,9 @@ class _Promise:
     def __init__(self, work: Work, outputs: list[torch.Tensor]) -> None:
         self._outputs = outputs
         self._failure: BaseException | None = None
-        ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        # The future must know the device on whose stream the result arrives.
+        devices = list({each.device for each in outputs if each.device.type != "cpu"})
+        ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         self._ended = ended
         # set_exception would set the exception as the result. C++ takes that for tensors and fails, or
         # crashes. An exception that a callback raises is an error for C++, too.

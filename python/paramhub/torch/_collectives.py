@@ -1,7 +1,7 @@
 """Collectives among some of the ranks. They do not change parameters, but training needs them.
 
-Sums and means of gradients, which are large, go through the hub, which sums each byte once while it is in cache. All other
-operations go over a mesh of connections between the ranks, which has less to set up and to wait for.
+A group has a mesh of connections between its ranks, and for large sums a job at the hub. Tensors of the host are exchanged where
+they are (`HostCollectives`), those of a device through host memory (`DeviceCollectives`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,34 +17,21 @@ import torch.distributed as dist
 from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError
 from paramhub.torch import _sparse_sums
-from paramhub.torch._host_memory import overlap, staged, together
+from paramhub.torch._device_collectives import DeviceCollectives
+from paramhub.torch._device_streams import DeviceStreams
+from paramhub.torch._host_collectives import HostCollectives, Op
 from paramhub.torch._hub_sums import HubSums
 from paramhub.torch._log import log
 from paramhub.torch._rendezvous import LostRank, allgather_json
 from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE
 from paramhub.torch._spans import Spans
-from paramhub.torch._tensors import memory_range
+from paramhub.torch._staged_exchanges import StagedExchanges
+from paramhub.torch._tensors import needs_stage
 from paramhub.torch._watchdog import INTERVAL, Watchdog
 from paramhub.torch._work import Work
 
 if TYPE_CHECKING:
     from paramhub.torch._world import World
-
-Op = Literal["sum", "average", "product", "min", "max", "band", "bor", "bxor"]
-
-ELEMENTS = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "bool",
-}
-"""The types of elements that a mesh can reduce, by torch's types."""
 
 LEAVE_TIMEOUT = 10.0
 """Seconds for which a rank that leaves waits for operations under way."""
@@ -55,7 +42,8 @@ class Group:
 
     All of them make it together, under the same name, and then call the same collectives in the same order. Every operation
     is asynchronous and works in place; the caller must not use its tensors until it has ended. An operation that only moves
-    elements takes any type; a reduction takes those of `ELEMENTS`. A tensor that is not contiguous is copied.
+    elements takes any type; a reduction takes those of `ELEMENTS`. All tensors of one operation are on one device. Those of a
+    device have their values at this point of the current device stream, and `Work.wait` orders it after the result.
 
     Operations that do not end within ``timeout`` seconds fail, and the group with them; the error names the ranks that did
     not call them.
@@ -82,6 +70,10 @@ class Group:
         self._sparse_sums = 0
         """The number of sums of sparse tensors so far."""
         self._sums = HubSums(name, world, self.members, shares_memory=self._mesh.shares_memory)
+        self._host = HostCollectives(name, self.rank, self.size, self._sums, self._connected, self._explained)
+        self._exchanges = StagedExchanges()
+        """The exchanges of tensors of devices."""
+        self._streams: dict[torch.device, DeviceStreams] = {}
         self._failure: JobFailedError | None = None
         watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
         self._watchdog = Watchdog(name, self.rank, self.size, watched, self._mesh.failure, self.give_up)
@@ -111,21 +103,20 @@ class Group:
 
     def allreduce(self, tensor: torch.Tensor, op: Op = "sum", *, timeout: float | None = None) -> Work:
         """Reduces all ranks' tensors, at every rank."""
-        host, finish = staged(_real(tensor, op))
-        if self._sums.takes(host, op):
-            # The hub sums pieces of tensors, and cannot see whether the ranks' tensors differ. The mesh compares them, and
-            # notices ranks that have ended.
-            self._connected().note_allreduce(host.nbytes, _element(host, "allreduce"), op)
-            work = Work((self._sums.exchange(host, op),), finish, self._explained)
-        else:
-            handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
-            work = Work((handle,), finish)
-        return self._issued("allreduce", host, work, timeout)
+        return self._issued("allreduce", tensor, self._of(tensor).allreduce(tensor, op), timeout)
 
     def sum_sparse(self, tensor: torch.Tensor, *, timeout: float | None = None) -> Work:
         """Sums all ranks' sparse COO tensors, at every rank. The numbers of their elements may differ, and the result is
-        coalesced. The work raises MisuseError, on every rank, if ranks' tensors differ in type or shape; the group goes on."""
-        work = _sparse_sums.begin(self._connected(), self.members, tensor, self._sparse_sums)
+        coalesced. The work raises MisuseError, on every rank, if ranks' tensors differ in type or shape; the group goes on.
+        A tensor of a device is awaited and copied to the host first."""
+        if needs_stage(tensor.device):
+            own, write = tensor.detach().coalesce().cpu(), self._streams_of(tensor.device).write
+        else:
+            own, write = tensor.detach().coalesce(), _write
+        self._exchanges.await_submissions()
+        work = _sparse_sums.begin(
+            self._connected(), self.members, own, lambda summed: write(tensor, summed), self._sparse_sums
+        )
         self._sparse_sums += 1
         return self._issued("sum_sparse", None, work, timeout)
 
@@ -133,12 +124,7 @@ class Group:
         self, tensor: torch.Tensor, root: int, op: Op = "sum", *, timeout: float | None = None
     ) -> Work:
         """Reduces all ranks' tensors into the root's."""
-        host, finish = staged(_real(tensor, op), writes=self.rank == root)
-        if self.rank != root and finish is None and host.data_ptr() == tensor.data_ptr():
-            # The exchange writes partial sums into its tensor, and only the root's tensor may change.
-            host = host.detach().clone()
-        handle = self._connected().reduce(memory_range(host), root, _element(host, "reduce"), op, host)
-        return self._issued("reduce", host, Work((handle,), finish), timeout)
+        return self._issued("reduce", tensor, self._of(tensor).reduce(tensor, root, op), timeout)
 
     def reduce_scatter(
         self,
@@ -149,22 +135,15 @@ class Group:
         timeout: float | None = None,
     ) -> Work:
         """Reduces all ranks' ``inputs[i]`` into rank i's ``output``. Lengths may differ from rank to rank."""
-        sources = [staged(_real(each, op), writes=False)[0] for each in inputs]
-        target, finish = staged(_real(output, op), reads=False)
-        element = _same_element(target, sources, "reduce_scatter")
-        sends, receive = [memory_range(each) for each in sources], memory_range(target)
-        if any(overlap(send, receive) for send in sends):
-            target, finish = _apart(target, finish)
-            receive = memory_range(target)
-        owner = (target, sources)
-        handle = self._connected().reduce_scatter(sends, receive, element, op, owner)
-        return self._issued("reduce_scatter", target, Work((handle,), finish), timeout)
+        work = self._of(output, *inputs).reduce_scatter(output, inputs, op)
+        return self._issued("reduce_scatter", output, work, timeout)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, op: Op = "sum", *, timeout: float | None = None
     ) -> Work:
         """`reduce_scatter` of equal parts of ``input``, one after the other."""
-        return self.reduce_scatter(output, self._parts(input, "reduce_scatter"), op, timeout=timeout)
+        work = self._of(output, input).reduce_scatter_single(output, input, op)
+        return self._issued("reduce_scatter", output, work, timeout)
 
     # Moves
 
@@ -173,34 +152,22 @@ class Group:
     ) -> Work:
         """Sends the root's tensor to every rank. With ``compares_types`` ranks whose types differ get an error; those of
         `ELEMENTS` are compared."""
-        is_root = self.rank == root
-        host, finish = staged(tensor, reads=is_root, writes=not is_root)
-        element = ELEMENTS.get(host.dtype) if compares_types else None
-        handle = self._connected().broadcast(memory_range(host), root, host, element)
-        return self._issued("broadcast", host, Work((handle,), finish), timeout)
+        work = self._of(tensor).broadcast(tensor, root, compares_types)
+        return self._issued("broadcast", tensor, work, timeout)
 
     def allgather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, timeout: float | None = None
     ) -> Work:
         """Sends every rank's ``tensor`` to every rank, into ``outputs`` by rank. Lengths may differ from rank to rank."""
-        source, _ = staged(tensor, writes=False)
-        targets, finishes = _staged_all(outputs)
-        send, receives = memory_range(source), [memory_range(each) for each in targets]
-        own = self.rank < len(receives) and receives[self.rank] == send
-        if not own and any(overlap(send, receive) for receive in receives):
-            source = source.detach().clone()
-            send = memory_range(source)
-        handle = self._connected().allgather(None if own else send, receives, (source, targets))
-        return self._issued("allgather", source, Work((handle,), together(finishes)), timeout)
+        work = self._of(tensor, *outputs).allgather(outputs, tensor)
+        return self._issued("allgather", tensor, work, timeout)
 
     def allgather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, *, timeout: float | None = None
     ) -> Work:
         """`allgather` into equal parts of ``output``, one after the other."""
-        target, finish = staged(output, reads=False)
-        work = self.allgather(self._parts(target, "allgather"), tensor, timeout=timeout)
-        # The parts are views of a contiguous tensor, so they need no `Finish` of their own.
-        return work if finish is None else Work(work.handles, finish)
+        work = self._of(tensor, output).allgather_single(output, tensor)
+        return self._issued("allgather", tensor, work, timeout)
 
     def gather(
         self,
@@ -211,14 +178,9 @@ class Group:
         timeout: float | None = None,
     ) -> Work:
         """Sends every rank's ``tensor`` to the root, into ``outputs`` by rank. On the other ranks ``outputs`` is None."""
-        source, _ = staged(tensor, writes=False)
-        targets, finishes = _staged_all(outputs or ())
-        send, receives = memory_range(source), [memory_range(each) for each in targets]
-        if any(overlap(send, receive) for receive in receives):
-            source = source.detach().clone()
-            send = memory_range(source)
-        handle = self._connected().gather(send, receives, root, (source, targets))
-        return self._issued("gather", source, Work((handle,), together(finishes)), timeout)
+        outputs = outputs or ()
+        work = self._of(tensor, *outputs).gather(outputs, tensor, root)
+        return self._issued("gather", tensor, work, timeout)
 
     def scatter(
         self,
@@ -229,14 +191,9 @@ class Group:
         timeout: float | None = None,
     ) -> Work:
         """Sends the root's ``inputs[i]`` to rank i. On the other ranks ``inputs`` is None."""
-        sources = [staged(each, writes=False)[0] for each in inputs or ()]
-        target, finish = staged(output, reads=False)
-        sends, receive = [memory_range(each) for each in sources], memory_range(target)
-        if any(overlap(send, receive) for send in sends):
-            target, finish = _apart(target, finish)
-            receive = memory_range(target)
-        handle = self._connected().scatter(sends, receive, root, (target, sources))
-        return self._issued("scatter", target, Work((handle,), finish), timeout)
+        inputs = inputs or ()
+        work = self._of(output, *inputs).scatter(output, inputs, root)
+        return self._issued("scatter", output, work, timeout)
 
     def all_to_all(
         self,
@@ -246,14 +203,8 @@ class Group:
         timeout: float | None = None,
     ) -> Work:
         """Sends ``inputs[i]`` to rank i and receives ``outputs[i]`` from it. Any lengths will do if both ends use the same."""
-        sources = [staged(each, writes=False)[0] for each in inputs]
-        targets, finishes = _staged_all(outputs)
-        sends, receives = [memory_range(each) for each in sources], [memory_range(each) for each in targets]
-        if any(overlap(send, receive) for send in sends for receive in receives):
-            sources = [each.detach().clone() for each in sources]
-            sends = [memory_range(each) for each in sources]
-        handle = self._connected().all_to_all(sends, receives, (sources, targets))
-        return self._issued("all_to_all", None, Work((handle,), together(finishes)), timeout)
+        work = self._of(*outputs, *inputs).all_to_all(outputs, inputs)
+        return self._issued("all_to_all", None, work, timeout)
 
     def all_to_all_single(
         self,
@@ -265,32 +216,26 @@ class Group:
         timeout: float | None = None,
     ) -> Work:
         """`all_to_all` of consecutive parts, which have the given numbers of rows or are equal."""
-        target, finish = staged(output, reads=False)
-        source, _ = staged(input, writes=False)
-        outputs = self._parts(target, "all_to_all", output_rows)
-        inputs = self._parts(source, "all_to_all", input_rows)
-        work = self.all_to_all(outputs, inputs, timeout=timeout)
-        # The parts are views of a contiguous tensor, so they need no `Finish` of their own.
-        return work if finish is None else Work(work.handles, finish)
+        work = self._of(output, input).all_to_all_single(output, input, output_rows, input_rows)
+        return self._issued("all_to_all", None, work, timeout)
 
     def barrier(self, *, timeout: float | None = None) -> Work:
         """Ends once every rank has called it."""
+        self._exchanges.await_submissions()
         return self._issued("barrier", None, Work((self._connected().barrier(),)), timeout)
 
     # Point to point
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0, *, timeout: float | None = None) -> Work:
         """Sends to a rank, which must receive as many bytes with the same tag. Ends when the caller may change the tensor."""
-        host, _ = staged(tensor, writes=False)
-        work = Work((self._connected().send(to, tag, memory_range(host), host),))
+        work = self._of(tensor).send(tensor, to, tag)
         return self._passed(f"send to rank {to} with tag {tag}", work, timeout)
 
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int = 0, *, timeout: float | None = None
     ) -> Work:
         """Receives from a rank, or with None from the first rank that sends. ``source`` of the result is that rank."""
-        host, finish = staged(tensor, reads=False)
-        work = Work((self._connected().receive(source, tag, memory_range(host), host),), finish)
+        work = self._of(tensor).receive(tensor, source, tag)
         name = f"receive from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
         return self._passed(name, work, timeout)
 
@@ -332,6 +277,7 @@ class Group:
             # The mesh must report the reason to the others before the hub reports only that this rank has left.
             failures.wait_since_first(2 * INTERVAL)
         self._watchdog.close()
+        self._exchanges.close()
         self._sums.close(abandon=abandon or failure is not None)
         if abandon or failure is not None:
             return
@@ -383,56 +329,29 @@ class Group:
     def _limit(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout
 
-    def _parts(
-        self, tensor: torch.Tensor, name: str, rows: Sequence[int] | None = None
-    ) -> list[torch.Tensor]:
-        if rows:
-            if len(rows) != self.size or tensor.dim() == 0 or sum(rows) != tensor.shape[0]:
+    def _of(self, *tensors: torch.Tensor) -> HostCollectives | DeviceCollectives:
+        """The collectives for tensors where these are. Operations on the host wait until those before them on a device are
+        submitted: all ranks' operations have one order."""
+        if not tensors:
+            return self._host
+        device = tensors[0].device
+        for tensor in tensors:
+            if tensor.device != device:
                 raise MisuseError(
-                    f"{name} in `{self.name}`: a tensor of shape {list(tensor.shape)} has no parts of {list(rows)} rows "
-                    f"for {self.size} ranks"
+                    f"one operation has tensors on {device} and on {tensor.device}: move them to one device, or to the host"
                 )
-            return list(tensor.split(list(rows)))
-        flat = tensor.view(-1)
-        if flat.numel() % self.size:
-            raise MisuseError(
-                f"{name} in `{self.name}`: {flat.numel()} elements are not {self.size} equal parts, one for each rank"
-            )
-        return list(flat.split(flat.numel() // self.size)) if flat.numel() else [flat] * self.size
+        if needs_stage(device):
+            return DeviceCollectives(self._host, self._exchanges, self._streams_of(device))
+        self._exchanges.await_submissions()
+        return self._host
+
+    def _streams_of(self, device: torch.device) -> DeviceStreams:
+        if device not in self._streams:
+            self._streams[device] = DeviceStreams(device)
+        return self._streams[device]
 
 
-def _real(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """A view of complex numbers as their parts, which are added separately; other tensors unchanged."""
-    if tensor.is_complex() and op in ("sum", "average"):
-        return torch.view_as_real(tensor)
-    return tensor
-
-
-def _element(tensor: torch.Tensor, name: str) -> str:
-    try:
-        return ELEMENTS[tensor.dtype]
-    except KeyError:
-        raise MisuseError(f"{name} cannot compute with elements of {tensor.dtype}") from None
-
-
-def _same_element(tensor: torch.Tensor, others: Sequence[torch.Tensor], name: str) -> str:
-    for other in others:
-        if other.dtype != tensor.dtype:
-            raise MisuseError(f"{name} needs tensors of one type, not {tensor.dtype} and {other.dtype}")
-    return _element(tensor, name)
-
-
-def _staged_all(tensors: Sequence[torch.Tensor]):
-    pairs = [staged(each, reads=False) for each in tensors]
-    return [host for host, _ in pairs], [finish for _, finish in pairs]
-
-
-def _apart(tensor: torch.Tensor, finish):
-    """Separate memory for a result whose own memory overlaps memory that is being sent."""
-    host = torch.empty_like(tensor)
-
-    def copy() -> None:
-        with torch.no_grad():
-            tensor.copy_(host)
-
-    return host, together([copy, finish])
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    # This may run on one of this package's threads, where torch records gradients by default.
+    with torch.no_grad():
+        tensor.copy_(value)

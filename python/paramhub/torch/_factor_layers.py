@@ -188,9 +188,11 @@ class _HostCopies:
 
     def __init__(self, stage: Stage, capture: Capture, samples: int) -> None:
         dtype = capture.weight.dtype
-        self._inputs = stage.empty((samples, capture.inputs), capture.dtype)
-        self._output_gradients = stage.empty((samples, capture.outputs), capture.dtype)
-        self._gradients = [stage.empty((1, capture.inputs), dtype), stage.empty((capture.outputs,), dtype)]
+        self._inputs = stage.streams.empty((samples, capture.inputs), capture.dtype)
+        self._output_gradients = stage.streams.empty((samples, capture.outputs), capture.dtype)
+        self._gradients = [
+            stage.streams.empty(shape, dtype) for shape in ((1, capture.inputs), (capture.outputs,))
+        ]
 
     def of(self, factors: Factors, compared: int) -> tuple[Factors, list[torch.Tensor]]:
         """Host memory for the samples of ``factors``, and for as many gradients as ``compared`` says."""

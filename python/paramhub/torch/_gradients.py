@@ -15,7 +15,7 @@ from paramhub.torch._initialization import world
 from paramhub.torch._process_sets import ProcessSet, global_process_set
 from paramhub.torch._sparse_gradients import Kinds, SparseSum, may_be_sparse
 from paramhub.torch._staged_handle import StagedHandle
-from paramhub.torch._staging import Stage
+from paramhub.torch._staging import NO_BACKWARD, Stage
 from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
 
 NAMED_MAX = 5
@@ -309,7 +309,11 @@ class GradientExchange:
             ]
             return [self._job.push_pull_in_place(keys, ranges, memories)] * len(keys)
         parts = [memory.as_strided((memory.numel(),), (1,)) for memory in memories]
-        return [self._stage.collect(key, part, part) for key, part in zip(keys, parts, strict=True)]
+        handles = [self._stage.collect(key, part, part) for key, part in zip(keys, parts, strict=True)]
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
+            # Nothing comes after these, and another rank may wait for one of them before it sends the others.
+            self._stage.hand_over()
+        return handles
 
     def _prepare(self, gradient: Gradient) -> torch.Tensor:
         """The memory in which a gradient is exchanged, with the same layout on all ranks."""

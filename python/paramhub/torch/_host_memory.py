@@ -1,4 +1,4 @@
-"""Contiguous host memory for the tensors of collectives, whatever their strides. Refuses tensors of devices."""
+"""Contiguous host memory for the tensors of collectives, whatever their strides."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def staged(
     ``reads`` says that the exchange uses the elements, ``writes`` that it changes them. The caller must call the second result
     once the exchange has ended without an error.
     """
-    if tensor.layout is not torch.strided:
-        raise MisuseError(
-            f"a {tensor.layout} tensor cannot be exchanged: pass a dense one, for example tensor.to_dense()"
-        )
-    check_on_host(tensor)
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    check_dense(tensor)
+    if is_plain(tensor):
         return tensor, None
     host = _copied(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
     return host, (lambda: _copy(tensor, host)) if writes else None
 
 
-def check_on_host(tensor: torch.Tensor) -> None:
-    """Raises MisuseError for a tensor of a device."""
-    if tensor.device.type != "cpu":
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raises MisuseError for a sparse tensor."""
+    if tensor.layout is not torch.strided:
         raise MisuseError(
-            f"a tensor on {tensor.device} cannot be exchanged yet: move it to the host, or give its device another "
-            f'backend, for example init_process_group("cpu:paramhub,{tensor.device.type}:nccl") with torch 2.14 or newer'
+            f"a {tensor.layout} tensor cannot be exchanged: pass a dense one, for example tensor.to_dense()"
         )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether a dense tensor's memory has just its elements, in the order of its dimensions."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

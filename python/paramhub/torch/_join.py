@@ -398,7 +398,7 @@ class JoinableGroup:
 
     def allreduce(self, tensor: torch.Tensor, op: Any) -> JoinableWork:
         work = self._group.allreduce(tensor, op)
-        description = ("allreduce", tensor.numel(), tensor.dtype, op)
+        description = ("allreduce", tensor.numel(), tensor.dtype, op, tensor.device.type)
         return self._joins.note(work, description, is_meeting=tensor.numel() > 0)
 
     def sum_sparse(self, tensor: torch.Tensor, *, timeout: float | None = None) -> JoinableWork:
@@ -408,16 +408,17 @@ class JoinableGroup:
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> JoinableWork:
         work = self._group.reduce_scatter(output, inputs, op)
         lengths = [each.numel() for each in inputs]
-        return self._joins.note(work, ("reduce_scatter", lengths, output.dtype, op), is_meeting=False)
+        description = ("reduce_scatter", lengths, output.dtype, op, output.device.type)
+        return self._joins.note(work, description, is_meeting=False)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, compares_types: bool = False) -> JoinableWork:
         work = self._group.broadcast(tensor, root, compares_types=compares_types)
-        description = ("broadcast", tensor.numel(), tensor.dtype, root, compares_types)
+        description = ("broadcast", tensor.numel(), tensor.dtype, root, compares_types, tensor.device.type)
         return self._joins.note(work, description, is_meeting=False)
 
     def allgather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> JoinableWork:
         work = self._group.allgather_single(output, tensor)
-        return self._joins.note(work, ("allgather_single", tensor.numel(), tensor.dtype))
+        return self._joins.note(work, ("allgather_single", tensor.numel(), tensor.dtype, tensor.device.type))
 
     def allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> JoinableWork:
         return self._joins.note(self._group.allgather(outputs, tensor), ("allgather",), is_meeting=False)
@@ -446,26 +447,29 @@ class JoinableGroup:
             )
         return serve(rank, *arguments)
 
-    def _serve_allreduce(self, _: int, length: int, dtype: str, op: str) -> Work:
-        return self._group.allreduce(_neutral(length, dtype, op), op)
+    def _serve_allreduce(self, _: int, length: int, dtype: str, op: str, device: str) -> Work:
+        return self._group.allreduce(_neutral(length, dtype, op, device), op)
 
     def _serve_sum_sparse(self, _: int, shape: list[int], sparse_dimensions: int, dtype: str) -> Work:
         indices = torch.empty(sparse_dimensions, 0, dtype=torch.int64)
         values = torch.empty(0, *shape[sparse_dimensions:], dtype=_dtype(dtype))
         return self._group.sum_sparse(torch.sparse_coo_tensor(indices, values, shape, check_invariants=False))
 
-    def _serve_reduce_scatter(self, _: int, lengths: list[int], dtype: str, op: str) -> Work:
-        output = _neutral(lengths[self.rank], dtype, op)
-        return self._group.reduce_scatter(output, [_neutral(length, dtype, op) for length in lengths], op)
+    def _serve_reduce_scatter(self, _: int, lengths: list[int], dtype: str, op: str, device: str) -> Work:
+        output = _neutral(lengths[self.rank], dtype, op, device)
+        inputs = [_neutral(length, dtype, op, device) for length in lengths]
+        return self._group.reduce_scatter(output, inputs, op)
 
-    def _serve_broadcast(self, rank: int, length: int, dtype: str, root: int, compares_types: bool) -> Work:
+    def _serve_broadcast(
+        self, rank: int, length: int, dtype: str, root: int, compares_types: bool, device: str
+    ) -> Work:
         if root == self.rank:
             return self._cannot_serve(f"rank {rank} called broadcast with rank {root} as root")
-        own = _neutral(length, dtype, "sum")
+        own = _neutral(length, dtype, "sum", device)
         return self._group.broadcast(own, root, compares_types=compares_types)
 
-    def _serve_allgather_single(self, _: int, length: int, dtype: str) -> Work:
-        own = _neutral(length, dtype, "sum")
+    def _serve_allgather_single(self, _: int, length: int, dtype: str, device: str) -> Work:
+        own = _neutral(length, dtype, "sum", device)
         return self._group.allgather_single(own.new_empty(length * self.size), own)
 
     def _serve_barrier(self, _: int) -> Work:
@@ -478,10 +482,11 @@ class JoinableGroup:
         raise MisuseError(message)
 
 
-def _neutral(length: int, dtype_name: str, op: str) -> torch.Tensor:
-    """A tensor that changes no result of the reduction. ``dtype_name`` is ``torch.float32`` or another type's."""
+def _neutral(length: int, dtype_name: str, op: str, device: str) -> torch.Tensor:
+    """A tensor that changes no result of the reduction. ``dtype_name`` is ``torch.float32`` or another type's. ``device`` is the
+    type of the others' device, because tensors of a device are exchanged in pieces."""
     dtype = _dtype(dtype_name)
-    return torch.full((length,), _neutral_element(dtype, op), dtype=dtype)
+    return torch.full((length,), _neutral_element(dtype, op), dtype=dtype, device=device)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -134,7 +134,7 @@ def gather_all(
     pending, all_counts = [], []
     for place, tensor in enumerate(rows):
         counts = [descriptions[place][0] for descriptions in described]
-        output = torch.empty((sum(counts), *tensor.shape[1:]), dtype=tensor.dtype)
+        output = tensor.new_empty((sum(counts), *tensor.shape[1:]))
         pending.append(Pending([group.allgather(list(output.split(counts)), tensor)], output))
         all_counts.append(counts)
     return pending, all_counts
@@ -159,7 +159,7 @@ def redistribute(
     described = _exchange_descriptions(group, "alltoall", [rows], sent, problem)
     # Behind the one tensor of each rank come its splits.
     received = [descriptions[1][group.rank] for descriptions in described]
-    output = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype)
+    output = rows.new_empty((sum(received), *rows.shape[1:]))
     work = group.all_to_all(list(output.split(received)), list(rows.split(sent)))
     numbers = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
     return Pending([work], (output, torch.tensor(received, dtype=numbers)))
@@ -186,7 +186,7 @@ def reduce_split(
     group = process_set.group()
     _check_mean(rows, op)
     divisor = _divisor(rows, op, group.size)
-    output = torch.empty((counts[group.rank], *rows.shape[1:]), dtype=rows.dtype)
+    output = rows.new_empty((counts[group.rank], *rows.shape[1:]))
     collective = Sum.collective if divisor > 1 else op.collective
     work = group.reduce_scatter(output, list(rows.split(counts)), collective)
     return Pending([work], output, lambda: _finished(output, divisor, postscale))

@@ -8,7 +8,7 @@ order of the ranks, so all get the same bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch._descriptions import DESCRIPTION_LENGTH, describe, text_of
 from paramhub.torch._followed_work import FollowedWork
-from paramhub.torch._host_memory import check_on_host
 from paramhub.torch._tensors import memory_range
 from paramhub.torch._work import Work
 
@@ -27,27 +26,32 @@ SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.
 """The types in which values of these types are added up."""
 
 
-def begin(mesh: _native.Mesh, members: Sequence[int], tensor: torch.Tensor, number: int) -> Work:
-    """Sums the ranks' sparse COO tensors into each rank's ``tensor``, which is coalesced then. ``members`` are the ranks' names
-    in errors, and ``number`` counts the group's sums. Halves are added up in f32.
+def begin(
+    mesh: _native.Mesh,
+    members: Sequence[int],
+    own: torch.Tensor,
+    write: Callable[[torch.Tensor], None],
+    number: int,
+) -> Work:
+    """Sums the ranks' sparse COO tensors, of which this rank's is ``own``, on the host and coalesced. ``write(sum)`` gets the
+    sum, which is coalesced. ``members`` are the ranks' names in errors, and ``number`` counts the group's sums. Halves are added
+    up in f32.
 
     The work raises MisuseError, on every rank, if ranks' tensors differ in type, shape or number of sparse dimensions.
     """
-    check_on_host(tensor)
-    own = tensor.detach().coalesce()
     description = torch.tensor([*describe(own), own.sparse_dim(), own._nnz()])
     described = description.new_empty(mesh.size, len(description))
     receives = [memory_range(line) for line in described]
     first = mesh.allgather(memory_range(description), receives, (description, described))
-    exchange = functools.partial(_exchange, mesh, members, tensor, own, described, FIRST_TAG + number)
+    exchange = functools.partial(_exchange, mesh, members, own, write, described, FIRST_TAG + number)
     return FollowedWork(Work((first,)), exchange)
 
 
 def _exchange(
     mesh: _native.Mesh,
     members: Sequence[int],
-    tensor: torch.Tensor,
     own: torch.Tensor,
+    write: Callable[[torch.Tensor], None],
     described: torch.Tensor,
     tag: int,
 ) -> Work:
@@ -68,7 +72,7 @@ def _exchange(
         handles += [
             mesh.send(rank, tag, memory_range(part), part) for part in (indices, values) if part.numel()
         ]
-    return Work(tuple(handles), functools.partial(_write_sum, tensor, own, parts))
+    return Work(tuple(handles), lambda: write(_sum_of(own, parts)))
 
 
 def _check_same(lines: Sequence[Sequence[int]], members: Sequence[int]) -> None:
@@ -83,14 +87,6 @@ def _check_same(lines: Sequence[Sequence[int]], members: Sequence[int]) -> None:
                 f"the sum of sparse tensors: rank {members[0]} has {texts[0]}, and rank {rank} {texts[1]}: all ranks give "
                 "sparse tensors of one type and shape"
             )
-
-
-def _write_sum(
-    tensor: torch.Tensor, own: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
-    # This may run on one of this package's threads, where torch records gradients by default.
-    with torch.no_grad():
-        tensor.copy_(_sum_of(own, parts))
 
 
 def _sum_of(own: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

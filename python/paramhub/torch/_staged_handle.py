@@ -7,9 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from paramhub.errors import JobFailedError
+from paramhub.torch._work import Work
+
 if TYPE_CHECKING:
     from paramhub._native import Handle
-    from paramhub.torch._staging import Stage
+    from paramhub.torch._device_streams import DeviceStreams
 
 
 class StagedHandle:
@@ -19,12 +22,14 @@ class StagedHandle:
     All tensors of a group have one handle, which ends when the exchanges of all have ended. A caller that asks for its end
     has the group handed over, so that the end comes."""
 
-    def __init__(self, stage: Stage, is_collecting: bool = False) -> None:
-        self.is_collecting = is_collecting
+    def __init__(self, streams: DeviceStreams, hand_over: Callable[[], None] | None = None) -> None:
+        """``hand_over()`` begins the exchange, if more tensors may join it before."""
+        self.streams = streams
+        self.is_collecting = hand_over is not None
         """True if more tensors may join the exchange, and the device does not copy them yet."""
-        self._stage = stage
+        self._hand_over = hand_over
         self._submitted, self._ended = threading.Event(), threading.Event()
-        self._request_handle: Handle | None = None
+        self._requests: list[Handle] = []
         self._copied_back: Any = None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -37,7 +42,7 @@ class StagedHandle:
             raise TimeoutError(f"the exchange has not ended within {timeout} s")
         if self._failure is not None:
             raise self._failure
-        self._copied_back.wait(self._stage.current_stream())
+        self._copied_back.wait(self.streams.current_stream())
 
     def done(self) -> bool:
         self._stop_collecting()
@@ -47,6 +52,27 @@ class StagedHandle:
         """The reason why the exchange failed, or None. None before the end."""
         self._stop_collecting()
         return self._failure
+
+    def has_failed(self) -> bool:
+        """Returns whether it has ended with an error."""
+        return self._ended.is_set() and self._failure is not None
+
+    def fail(self, message: str, culprit: int | None = None) -> None:
+        """The counterpart of `paramhub.Handle.fail`."""
+        failure = JobFailedError(message)
+        failure.culprit = culprit
+        self.end(failure, None)
+        for request in list(self._requests):
+            request.fail(message, culprit)
+
+    def awaited_ranks(self) -> list[int]:
+        """The counterpart of `paramhub.Handle.awaited_ranks`."""
+        return sorted({rank for request in list(self._requests) for rank in request.awaited_ranks()})
+
+    @property
+    def source(self) -> int | None:
+        """The counterpart of `paramhub.Handle.source`."""
+        return self._requests[0].source if self._requests else None
 
     def await_submission(self) -> None:
         """Waits until the job has the request, or has refused it. Before, the job does not count it as a step."""
@@ -61,30 +87,38 @@ class StagedHandle:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
                 return
-        with self._stage.on_results_stream():
+        with self.streams.on_results_stream():
             callback(self)
 
     @property
     def submitted_ns(self) -> int:
-        return self._request_handle.submitted_ns if self._request_handle is not None else 0
+        """The time at which the first request was submitted, as that of `paramhub.Handle`; 0 before."""
+        return min((request.submitted_ns for request in list(self._requests)), default=0)
 
     @property
     def finished_ns(self) -> int:
-        return self._request_handle.finished_ns if self._request_handle is not None else 0
+        """The time at which the last request has ended, as that of `paramhub.Handle`; 0 before."""
+        if not self._ended.is_set():
+            return 0
+        return max((request.finished_ns for request in list(self._requests)), default=0)
 
-    def follow(self, request: Handle, copy_back: Callable[[Handle], None]) -> None:
-        """Called when the job has the request. ``copy_back`` is called at the request's end, and then calls `end`."""
-        self._request_handle = request
-        request.add_done_callback(copy_back)
+    def follow(self, request: Handle | Work, on_end: Callable[[Any], None]) -> None:
+        """Called when a request of the exchange is submitted. ``on_end(request)`` is called at its end; that of the last one
+        calls `end`."""
+        self._requests += request.handles if isinstance(request, Work) else (request,)
+        request.add_done_callback(on_end)
 
     def submitted(self) -> None:
-        """Called when the job has the request, has refused it, or never gets it."""
+        """Called when all requests were submitted, one was refused, or they never are."""
         self._submitted.set()
 
     def end(self, failure: BaseException | None, copied_back: Any) -> None:
-        """Called at the end, with the reason why it failed, or with the device's event that follows the copies of the results."""
-        self._failure, self._copied_back = failure, copied_back
+        """Called at the end, with the reason why it failed, or with the device's event that follows the copies of the results.
+        A second call does nothing."""
         with self._lock:
+            if self._ended.is_set():
+                return
+            self._failure, self._copied_back = failure, copied_back
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -96,4 +130,5 @@ class StagedHandle:
 
     def _stop_collecting(self) -> None:
         if self.is_collecting:
-            self._stage.hand_over()
+            assert self._hand_over is not None
+            self._hand_over()

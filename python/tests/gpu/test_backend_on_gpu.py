@@ -1,4 +1,4 @@
-"""The backend of torch.distributed on a host with a GPU, whose tensors it refuses."""
+"""The backend of torch.distributed beside those of torch, on a host with a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from device import DEVICE
 from team import Rank, Team
 
 import paramhub.torch.backend
-from paramhub.errors import MisuseError
 
 ON_CUDA = pytest.mark.skipif(DEVICE.type != "cuda", reason="the backend is registered for tensors of CUDA")
 SMALL, LARGE = 100, 100_000
@@ -21,41 +20,6 @@ def sums_on_the_host() -> None:
         tensor = torch.ones(elements)
         dist.all_reduce(tensor)
         assert bool((tensor == 2.0).all())
-
-
-def refuses(rank: Rank) -> list[str]:
-    dist.init_process_group("paramhub")
-    sums_on_the_host()
-    messages = []
-    for elements in (SMALL, LARGE):
-        on_device = torch.ones(elements, device=DEVICE)
-        for collective in (
-            lambda: dist.all_reduce(on_device),  # noqa: B023
-            lambda: dist.broadcast(on_device, 0),  # noqa: B023
-            lambda: dist.all_gather([torch.empty_like(on_device)] * 2, on_device),  # noqa: B023
-            lambda: dist.send(on_device, 1 - rank.rank),  # noqa: B023
-        ):
-            with pytest.raises(MisuseError) as refused:
-                collective()
-            messages.append(str(refused.value))
-        assert float(on_device.sum()) == elements
-        # The group goes on.
-        sums_on_the_host()
-    values: list[object] = [None, None]
-    dist.all_gather_object(values, {"rank": rank.rank})
-    assert values == [{"rank": 0}, {"rank": 1}]
-    dist.barrier()
-    dist.destroy_process_group()
-    return messages
-
-
-@ON_CUDA
-def test_a_tensor_of_the_device_is_refused_and_the_group_goes_on(team: Team) -> None:
-    for messages in team(refuses, ranks=2):
-        assert len(messages) == 8
-        for message in messages:
-            assert f"a tensor on {DEVICE} cannot be exchanged yet: move it to the host" in message
-            assert 'init_process_group("cpu:paramhub,cuda:nccl")' in message
 
 
 def is_beside_nccl(rank: Rank) -> None:

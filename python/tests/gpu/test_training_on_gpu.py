@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, begin, group_differently, loss_of, make
+from device import DEVICE, begin, begin_collectives, group_differently, loss_of, make
 from team import Rank, Team
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import STEPS, Net, OneHead, difference, parameters_of
 
@@ -129,10 +131,54 @@ def through_distributed_optimizer(rank: Rank) -> list[float]:
         assert optimizer._exchange._stage is not None
         train(rank, model, optimizer)
         differences.append(difference(parameters_of(model), by_ddp(rank, make_optimizer)))
+    # Each rank uses another head, and contributes zeros for the one that it does not use.
+    model = make(Net)
+    optimizer = paramhub.torch.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    ddp = DistributedDataParallel(make(Net), find_unused_parameters=True)
+    for trained, updates in ((model, optimizer), (ddp, sgd(ddp.parameters()))):
+        for step in range(STEPS):
+            updates.zero_grad()
+            loss_of(trained, step, rank.rank, (step + rank.rank) % 2).backward()
+            updates.step()
+    differences.append(difference(parameters_of(model), parameters_of(ddp)))
     return differences
 
 
-WAYS = [through_hub_optimizer, through_the_hook, through_distributed_optimizer]
+def by_fsdp(rank: Rank, gloo: dist.ProcessGroup) -> float:
+    """How far the parameters of FSDP2 are from those of DDP over gloo."""
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 10)).to(DEVICE)
+
+    sharded, whole = layers(), layers()
+    mesh = init_device_mesh(DEVICE.type, (rank.size,))
+    fully_shard(sharded[1], mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    train(rank, sharded, adamw(sharded.parameters()))
+    ddp = DistributedDataParallel(whole, process_group=gloo)
+    train(rank, ddp, adamw(ddp.parameters()))
+    return difference([each.full_tensor() for each in sharded.parameters()], parameters_of(whole))
+
+
+def through_the_backend(rank: Rank) -> list[float]:
+    """DDP and FSDP2 over paramhub's backend, compared with DDP over a group of gloo's."""
+    begin_collectives()
+    gloo = dist.new_group(backend="gloo")
+    differences = []
+    cases: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
+    for options in cases:
+        expected = by_ddp(rank, sgd, process_group=gloo, **options)
+        differences.append(difference(by_ddp(rank, sgd, **options), expected))
+    unused = {"find_unused_parameters": True}
+    expected = by_ddp(rank, sgd, Net, process_group=gloo, **unused)
+    differences.append(difference(by_ddp(rank, sgd, Net, **unused), expected))
+    differences.append(by_fsdp(rank, gloo))
+    dist.destroy_process_group()
+    return differences
+
+
+WAYS = [through_hub_optimizer, through_the_hook, through_distributed_optimizer, through_the_backend]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 import training
 from torch import nn
+
+import paramhub.torch
 
 DEVICE = torch.device(os.environ.get("TESTED_DEVICE", "cuda:0"))
 STREAMS = torch.get_device_module(DEVICE)
@@ -29,6 +32,26 @@ def begin() -> None:
 
         _buckets.needs_stage = _gradients.needs_stage = lambda device: True
         HubOptimizer._stages_all = True
+
+
+def begin_collectives() -> None:
+    """Prepares a process, and makes the default group with paramhub's backend."""
+    _stage_collectives()
+    dist.init_process_group("paramhub")
+
+
+def begin_horovod() -> None:
+    """Prepares a process, and has it join its run."""
+    _stage_collectives()
+    paramhub.torch.init()
+
+
+def _stage_collectives() -> None:
+    begin()
+    if DEVICE.type == "cpu":
+        from paramhub.torch import _c10d, _collectives
+
+        _c10d.needs_stage = _collectives.needs_stage = lambda device: True
 
 
 def group_differently(rank: int) -> None:

@@ -191,15 +191,15 @@ def test_a_group_ends_with_the_last_of_its_exchanges(hub: paramhub.Hub) -> None:
 def test_a_failure_reaches_each_handle_of_the_group(hub: paramhub.Hub, event: type[torch.cpu.Event]) -> None:
     def work(job: paramhub.Job) -> None:
         stage = staged(job)
-        streams = stage._streams
-        stage._streams = SimpleNamespace(**{**vars(streams), "Event": event})
+        streams = stage.streams._module
+        stage.streams._module = SimpleNamespace(**{**vars(streams), "Event": event})
         failed = Collected(job, stage, [0, 1])
         for handle in failed.handles.values():
             with pytest.raises(RuntimeError, match="the device is lost"):
                 handle.wait(TIMEOUT)
             assert handle.done() and handle.exception() is not None
             handle.await_submission()
-        stage._streams = streams
+        stage.streams._module = streams
         later = Collected(job, stage, [0, 1])
         later.handles[0].wait(TIMEOUT)
         assert later.has(0, 1.0) and later.has(1, 1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,9 @@ from workers import TIMEOUT, in_threads
 
 import paramhub
 from paramhub.torch._pinning import pages_of
-from paramhub.torch._staging import Stage, StagedHandle, _end_threads
+from paramhub.torch._staged_exchanges import _end_threads
+from paramhub.torch._staged_handle import StagedHandle
+from paramhub.torch._staging import Stage
 
 
 class FailingEvent(torch.cpu.Event):
@@ -34,12 +35,12 @@ def exchange(stage: Stage, gradient: torch.Tensor) -> StagedHandle:
 def test_a_handle_ends_if_the_copy_to_the_host_fails(hub: paramhub.Hub) -> None:
     def work(job: paramhub.Job) -> None:
         stage, gradient = staged(job)
-        streams = stage._streams
-        stage._streams = SimpleNamespace(**{**vars(streams), "Event": FailingEvent})
+        streams = stage.streams._module
+        stage.streams._module = SimpleNamespace(**{**vars(streams), "Event": FailingEvent})
         failed = exchange(stage, gradient)
         with pytest.raises(RuntimeError, match="the device is lost"):
             failed.wait(TIMEOUT)
-        stage._streams = streams
+        stage.streams._module = streams
         exchange(stage, gradient).wait(TIMEOUT)
 
     in_threads(hub, 1, work)
@@ -84,11 +85,12 @@ def test_the_thread_of_a_stage_ends_when_nothing_refers_to_the_stage(hub: paramh
     def work(job: paramhub.Job) -> None:
         stage, gradient = staged(job)
         exchange(stage, gradient).wait(TIMEOUT)
-        ended = threading.Event()
-        weakref.finalize(stage, ended.set)
+        thread = stage._exchanges._thread
+        assert thread is not None and thread.is_alive()
         del stage
         gc.collect()
-        assert ended.wait(TIMEOUT)
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
 
     in_threads(hub, 1, work)
 
@@ -98,7 +100,7 @@ def test_the_thread_of_a_stage_ends_before_the_interpreter(hub: paramhub.Hub) ->
         stage, gradient = staged(job)
         exchange(stage, gradient).wait(TIMEOUT)
         _end_threads()
-        assert not stage._thread.is_alive()
+        assert stage._exchanges._thread is not None and not stage._exchanges._thread.is_alive()
 
     in_threads(hub, 1, work)
 
