@@ -3,7 +3,7 @@
     python bench/gpu/measure.py
     python bench/gpu/measure.py --ranks 2 --transports shm --models resnet50 --rounds 15 --json results.jsonl
 
-All ranks share the GPU. README.md beside this file says what the columns mean.
+All ranks share the GPU if there is not one for each. README.md beside this file says what the columns mean.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ BASELINES = {"hub": "gloo-step"}
 COPIES = [1 << 16, 1 << 20, 1 << 24, 1 << 27]
 """Bytes of the copies that are timed."""
 COPY_ROUNDS = 9
+OVER_TCP = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+"""Keeps NCCL from what only ranks of one host have."""
 
 
 class Report:
@@ -194,7 +196,7 @@ def run_ranks(
             for rank, log in enumerate(logs):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("wb") as output:
-                    environment = {**os.environ, **place, **meeting, **own}
+                    environment = {**os.environ, **place, **meeting, **OVER_TCP, **own}
                     started.append(
                         subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
                     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import paramhub.torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pytorch"))
 import exchange
 
-ROWS = ["gloo", "hook", "distributed", "gloo-step", "hub"]
+ROWS = ["gloo", "hook", "backend", "distributed", "gloo-step", "hub"]
 STEPS = 6
 """Steps in a row that one round of the overlap makes, so that an exchange may also be hidden behind the next forward pass."""
 Step = Callable[[torch.Tensor], object]
@@ -119,13 +120,19 @@ def overlap(arguments: argparse.Namespace, device: torch.device) -> dict[str, ob
 def main() -> None:
     arguments = parse()
     device = torch.device(arguments.device)
+    rows = list(ROWS)
+    if device.type == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]) > 1:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        rows.append("nccl")
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     paramhub.torch.init()
     found: dict[str, object] = {"exchange": {}}
     for model in arguments.models:
         shapes = exchange.shapes_of(model)
-        times = exchange.measure(shapes, ROWS, device, arguments.rounds, warm_up=2, budget=arguments.budget)
+        times = exchange.measure(shapes, rows, device, arguments.rounds, warm_up=2, budget=arguments.budget)
         elements = sum(torch.Size(shape).numel() for shape in shapes)
         found["exchange"][model] = {
             "tensors": len(shapes),

@@ -1,6 +1,6 @@
 """Compares the ways of an allreduce under torch.distributed: through the hub, over the mesh, and gloo.
 
-    torchrun --nproc-per-node 4 bench/pytorch/collectives.py [--transport tcp] [--dtype bfloat16]
+    torchrun --nproc-per-node 4 bench/pytorch/collectives.py [--transport tcp] [--dtype bfloat16] [--device cuda:0]
 
 Rounds of the three are interleaved, so that a disturbance affects all of them. Times are medians of the slowest rank. The
 columns are those of nccl-tests: busbw is the rate at which a ring would move its bytes over each link in that time.
@@ -16,6 +16,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from exchange import await_device
 
 import paramhub.torch
 from paramhub.torch import _hub_sums
@@ -30,6 +31,7 @@ def main() -> None:
     dist.init_process_group("paramhub")
     gloo = dist.new_group(backend="gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(arguments.device)
     ways = {"hub": (0, None), "mesh": (1 << 60, None), "gloo": (0, gloo)}
     if rank == 0:
         print(f"allreduce of {arguments.dtype}, {size} ranks, {arguments.rounds} rounds")
@@ -37,7 +39,7 @@ def main() -> None:
     nbytes = arguments.min_bytes
     dtype = getattr(torch, arguments.dtype)
     while nbytes <= arguments.max_bytes:
-        tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+        tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for round in range(arguments.rounds + 2):
             for way, (least, group) in ways.items():
@@ -46,6 +48,7 @@ def main() -> None:
                 dist.barrier()
                 began = time.perf_counter()
                 dist.all_reduce(tensor, group=group)
+                await_device(device)
                 if round >= 2:
                     seconds[way].append(time.perf_counter() - began)
         medians = torch.tensor([statistics.median(each) for each in seconds.values()], dtype=torch.float64)
@@ -67,6 +70,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--transport", choices=["auto", "tcp", "shm"], help="between ranks and hub")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument(
+        "--device", default="cpu", help="of the tensors, such as cuda:0, which all ranks share"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--min-bytes", type=int, default=1 << 10)
     parser.add_argument("--max-bytes", type=int, default=64 << 20)

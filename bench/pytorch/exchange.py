@@ -113,6 +113,14 @@ class Backend(Row):
         self.train = DistributedDataParallel(self.model, process_group=dist.new_group(backend="paramhub"))
 
 
+class Nccl(Row):
+    """DDP over NCCL, for ranks that have a GPU each"""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.train = DistributedDataParallel(self.model, process_group=dist.new_group(backend="nccl"))
+
+
 class Distributed(Row):
     """DistributedOptimizer, no step"""
 
@@ -182,6 +190,7 @@ ROWS = {
     "hook": Hook,
     "hook-views": HookViews,
     "backend": Backend,
+    "nccl": Nccl,
     "distributed": Distributed,
     "gloo-step": GlooStep,
     "hub": Hub,
