@@ -46,6 +46,7 @@ mod handle;
 mod join;
 mod memory;
 mod mesh;
+mod noted;
 mod operation;
 mod probe;
 mod progress_engine;
@@ -60,6 +61,7 @@ pub use error::{MeshError, MeshRank};
 pub use handle::Handle;
 pub use join::MeshListener;
 pub use mesh::Mesh;
+pub use noted::Noted;
 pub use probe::{Bandwidths, Pairs, Probe};
 pub use secrets::MeshSecrets;
 // The types that these signatures use, so that a caller needs this crate alone.

@@ -20,6 +20,7 @@ use crate::handle::{Handle, OperationCompleter};
 use crate::join::{MeshJoin, Redialler};
 use crate::memory::agreement::SharedMemoryAgreement;
 use crate::memory::{Plan, SlotLayout};
+use crate::noted::Noted;
 use crate::operation::{OperationBuffer, OperationKind, OperationRequest};
 use crate::progress_engine::{ProgressEngine, SharedEngine};
 use crate::schedule::{self, BufferRange, Schedule, Work};
@@ -181,9 +182,7 @@ impl Mesh {
         root: u32,
     ) -> Result<Handle, MeshError> {
         let bytes = buffer.bytes().len();
-        let of = Descriptor::new(Collective::Broadcast);
-        let descriptor = Descriptor { element, root, bytes: bytes as u64, ..of };
-        let kind = OperationKind::Collective(descriptor);
+        let kind = OperationKind::Collective(Noted::Broadcast { bytes, element, root }.descriptor());
         self.check_root(&kind, root)?;
         let plan = |layout| Plan::broadcast(layout, root, bytes);
         let schedule = || schedule::broadcast(self.rank(), self.size, root, bytes);
@@ -200,12 +199,7 @@ impl Mesh {
         op: ReduceOp,
     ) -> Result<Handle, MeshError> {
         let bytes = buffer.bytes().len();
-        let descriptor = Descriptor {
-            reduction: Some((element, op)),
-            bytes: bytes as u64,
-            ..Descriptor::new(Collective::AllReduce)
-        };
-        let kind = OperationKind::Collective(descriptor);
+        let kind = OperationKind::Collective(Noted::AllReduce { bytes, element, op }.descriptor());
         self.check_reduction(&kind, element, op, [bytes])?;
         let is_average = op == ReduceOp::Average;
         let plan = |layout| Plan::reduce(layout, bytes, element.bytes(), None);
@@ -213,22 +207,19 @@ impl Mesh {
         self.issue_either(kind, vec![OperationBuffer::Receive(buffer)], plan, schedule)
     }
 
-    /// Declares an allreduce of `bytes` bytes that takes place elsewhere, for example through a hub. It moves
-    /// no data and waits for no rank, but is compared like all collectives: if ranks call another one here,
-    /// or pass another length, the mesh fails.
-    pub fn note_allreduce(
-        &self,
-        bytes: usize,
-        element: ElementType,
-        op: ReduceOp,
-    ) -> Result<Handle, MeshError> {
-        let descriptor = Descriptor {
-            reduction: Some((element, op)),
-            bytes: bytes as u64,
-            ..Descriptor::new(Collective::AllReduce)
-        };
+    /// Declares a collective that takes place elsewhere, for example through a hub, or in several operations. It
+    /// moves no data and waits for no rank, but is compared like all collectives: if ranks call another one
+    /// here, or pass another length, the mesh fails.
+    pub fn note(&self, noted: Noted<'_>) -> Result<Handle, MeshError> {
+        let descriptor = noted.descriptor();
         let kind = OperationKind::Collective(descriptor);
-        self.check_reduction(&kind, element, op, [bytes])?;
+        self.check_root(&kind, descriptor.root)?;
+        if let Noted::AllGather { lengths } | Noted::ReduceScatter { lengths, .. } = noted {
+            self.check_count(&kind, "lengths", lengths.len())?;
+        }
+        if let Some((element, op)) = descriptor.reduction {
+            self.check_reduction(&kind, element, op, [])?;
+        }
         self.issue(kind, Vec::new(), Schedule::default())
     }
 
@@ -242,13 +233,7 @@ impl Mesh {
         root: u32,
     ) -> Result<Handle, MeshError> {
         let bytes = buffer.bytes().len();
-        let descriptor = Descriptor {
-            reduction: Some((element, op)),
-            root,
-            bytes: bytes as u64,
-            ..Descriptor::new(Collective::Reduce)
-        };
-        let kind = OperationKind::Collective(descriptor);
+        let kind = OperationKind::Collective(Noted::Reduce { bytes, element, op, root }.descriptor());
         self.check_root(&kind, root)?;
         self.check_reduction(&kind, element, op, [bytes])?;
         let is_average = op == ReduceOp::Average;

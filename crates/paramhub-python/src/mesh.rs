@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use paramhub_mesh::{ElementType, MeshConfig, MeshError, Nonce, ReceiveRegion, ReduceOp, SendRegion};
+use paramhub_mesh::{ElementType, MeshConfig, MeshError, Nonce, Noted, ReceiveRegion, ReduceOp, SendRegion};
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -232,10 +232,31 @@ impl Mesh {
         self.issue(py, |mesh| mesh.allreduce(target(py, &owner, range), dtype, op))
     }
 
-    /// Declares an allreduce that takes place elsewhere, for the ranks to compare.
-    fn note_allreduce(&self, py: Python<'_>, nbytes: usize, dtype: &str, op: &str) -> PyResult<Handle> {
-        let (dtype, op) = (element(py, dtype)?, operator(py, op)?);
-        self.issue(py, |mesh| mesh.note_allreduce(nbytes, dtype, op))
+    /// Declares a collective that takes place elsewhere or in several operations, for the ranks to compare. `lengths` are those
+    /// of all ranks' parts, or the one that all ranks have.
+    #[pyo3(signature = (name, lengths, *, dtype = None, op = None, root = 0))]
+    fn note(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        lengths: Vec<usize>,
+        dtype: Option<&str>,
+        op: Option<&str>,
+        root: u32,
+    ) -> PyResult<Handle> {
+        let of = dtype.map(|dtype| element(py, dtype)).transpose()?;
+        let by = op.map(|op| operator(py, op)).transpose()?;
+        let noted = match (name, lengths.as_slice(), of, by) {
+            ("allreduce", &[bytes], Some(element), Some(op)) => Noted::AllReduce { bytes, element, op },
+            ("reduce", &[bytes], Some(element), Some(op)) => Noted::Reduce { bytes, element, op, root },
+            ("broadcast", &[bytes], element, None) => Noted::Broadcast { bytes, element, root },
+            ("allgather", lengths, None, None) => Noted::AllGather { lengths },
+            ("reduce_scatter", lengths, Some(element), Some(op)) => {
+                Noted::ReduceScatter { lengths, element, op }
+            }
+            _ => return Err(errors::misuse(py, &format!("`{name}` has no such arguments"))),
+        };
+        self.issue(py, |mesh| mesh.note(noted))
     }
 
     /// Reduces into the root's memory; the contents of the other ranks' memory are unspecified afterwards.

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from paramhub.errors import JobFailedError
 from paramhub.torch._device_streams import Copies, DeviceStreams
-from paramhub.torch._host_collectives import HostCollectives, Op, element_of, real, same_element
+from paramhub.torch._host_collectives import ELEMENTS, HostCollectives, Op, element_of, real, same_element
 from paramhub.torch._host_memory import Finish, check_dense, is_plain, together
 from paramhub.torch._staged_exchanges import Piece, StagedExchanges
 from paramhub.torch._staged_handle import StagedHandle
@@ -54,15 +55,12 @@ class DeviceCollectives:
             )
             for (part,) in _cut([host])
         ]
-        if len(pieces) > 1:
-            # The pieces of tensors of different lengths may have the same.
-            note = partial(self._host.connected().note_allreduce, host.nbytes, element, op)
-            pieces.insert(0, Piece(NOTHING, note, NOTHING))
+        self._note("allreduce", [host], pieces, dtype=element, op=op)
         return self._begin(pieces, finish, self._host.explanation_of(host, op))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Op) -> Work:
         tensor = real(tensor, op)
-        element_of(tensor, "reduce")
+        element = element_of(tensor, "reduce")
         is_root = self._host.rank == root
         memory, finish = self._in_place(tensor)
         host = self._on_host(memory)
@@ -74,12 +72,13 @@ class DeviceCollectives:
             )
             for (part,) in _cut([host])
         ]
+        self._note("reduce", [host], pieces, dtype=element, op=op, root=root)
         return self._begin(pieces, finish if is_root else None)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> Work:
         sources = [self._source(real(each, op)) for each in inputs]
         target, finish = self._target(real(output, op))
-        same_element(target, sources, "reduce_scatter")
+        element = same_element(target, sources, "reduce_scatter")
         sends, receive = [self._on_host(each) for each in sources], self._on_host(target)
         pieces = []
         for parts in _cut([*sends, receive]):
@@ -91,6 +90,7 @@ class DeviceCollectives:
                     ([target[parts[-1]]], [receive[parts[-1]]]),
                 )
             )
+        self._note("reduce_scatter", sends, pieces, dtype=element, op=op)
         return self._begin(pieces, finish)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, op: Op) -> Work:
@@ -109,6 +109,8 @@ class DeviceCollectives:
             back: Copies = ([memory[part]], [host[part]])
             request = partial(self._host.broadcast, host[part], root, compares_types)
             pieces.append(Piece(copies if is_root else NOTHING, request, NOTHING if is_root else back))
+        element = ELEMENTS.get(host.dtype) if compares_types else None
+        self._note("broadcast", [host], pieces, dtype=element, root=root)
         return self._begin(pieces, finish)
 
     def allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Work:
@@ -134,6 +136,7 @@ class DeviceCollectives:
                     (_parts_of(targets, parts), cut_receives),
                 )
             )
+        self._note("allgather", receives, pieces)
         return self._begin(pieces, finish)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Work:
@@ -185,6 +188,16 @@ class DeviceCollectives:
         host = self._on_host(target)
         request = partial(self._host.receive, host, source, tag)
         return self._begin([Piece(NOTHING, request, ([target], [host]))], finish)
+
+    def _note(
+        self, name: str, tensors: Sequence[torch.Tensor], pieces: list[Piece], **arguments: Any
+    ) -> None:
+        """Has the ranks compare an operation of several pieces as a whole: tensors of different lengths may have the same first
+        pieces."""
+        if len(pieces) > 1:
+            lengths = [tensor.nbytes for tensor in tensors]
+            note = partial(self._host.connected().note, name, lengths, **arguments)
+            pieces.insert(0, Piece(NOTHING, note, NOTHING))
 
     def _begin(
         self,

@@ -65,7 +65,7 @@ class HostCollectives:
             return Work((handle,), finish)
         # The hub sums pieces of tensors, and cannot see whether the ranks' tensors differ. The mesh compares them, and notices
         # ranks that have ended.
-        self.connected().note_allreduce(host.nbytes, element_of(host, "allreduce"), op)
+        self.connected().note("allreduce", [host.nbytes], dtype=element_of(host, "allreduce"), op=op)
         return Work((self._sums.exchange(host, op),), finish, self._explained)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Op) -> Work:

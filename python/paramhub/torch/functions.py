@@ -3,8 +3,8 @@
 All ranks make the same calls in the same order, and the order pairs the calls of different ranks. ``name`` does not; it
 exists only for compatibility with Horovod. ``process_set`` limits an operation to some of the ranks, which are then all that
 call it. Tensors have any shape and layout, on the host or on a GPU; do not use a tensor while its operation is under way.
-Operations raise ConnectError if ranks do not arrive within `init`'s timeout, and JobFailedError when another rank has died, or has called
-another operation, or the same with a tensor of another size or type. Gradients are those of Horovod.
+Operations raise ConnectError if ranks do not arrive within `init`'s timeout, and JobFailedError when another rank has died, or
+has called another operation, or the same with a tensor of another size or type. Gradients are those of Horovod.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -200,18 +201,31 @@ def test_layouts_and_kinds_of_tensors(team: Team) -> None:
     team(layouts, ranks=2)
 
 
-def differs(rank: Rank) -> str:
+def differs(rank: Rank, name: str) -> str:
     begin_collectives()
-    # Both lengths are cut into the same pieces, so that only the whole shows the difference.
-    pieces = 3 if rank.rank else 2
+    # Both lengths are cut into the same first pieces, so that only the whole shows the difference.
+    own = torch.ones((3 if rank.rank else 2) << 20, device=DEVICE)
+    outputs = [torch.empty_like(own) for _ in range(2)]
+    calls: dict[str, Callable[[], object]] = {
+        "allreduce": lambda: dist.all_reduce(own),
+        "reduce": lambda: dist.reduce(own, 0),
+        "broadcast": lambda: dist.broadcast(own, 0),
+        "allgather": lambda: dist.all_gather(outputs, own),
+        "reduce_scatter": lambda: dist.reduce_scatter(outputs[0], [own, own]),
+    }
     with pytest.raises(JobFailedError) as failed:
-        dist.all_reduce(torch.ones(pieces << 20, device=DEVICE))
+        calls[name]()
+        # Ranks that share memory may have the result before they have compared.
+        for _ in range(10_000):
+            dist.barrier()
     return str(failed.value)
 
 
-def test_ranks_whose_tensors_differ_get_an_error(team: Team) -> None:
-    for message in team(differs, ranks=2):
-        assert "8388608 bytes" in message and "12582912 bytes" in message
+@pytest.mark.parametrize("name", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"])
+def test_ranks_whose_tensors_differ_get_an_error(team: Team, name: str) -> None:
+    parts = 2 if name in ("allgather", "reduce_scatter") else 1
+    for message in team(differs, name, ranks=2):
+        assert f"{parts * 8388608} bytes" in message and f"{parts * 12582912} bytes" in message, message
 
 
 def dies(rank: Rank) -> str | None:

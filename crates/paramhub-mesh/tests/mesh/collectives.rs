@@ -1,5 +1,5 @@
 use half::{bf16, f16};
-use paramhub_mesh::{ElementType, Mesh, MeshError, ReceiveRegion, ReduceOp, SendRegion};
+use paramhub_mesh::{ElementType, Mesh, MeshError, Noted, ReceiveRegion, ReduceOp, SendRegion};
 use paramhub_transport::lend;
 
 use crate::common::{Random, Way, at_all, done, meshes, run, seed};
@@ -11,6 +11,7 @@ in_every_way!(
     one_sided_collectives_do_not_run_away_or_stall,
     different_collectives_fail_with_both_names,
     an_allreduce_that_goes_another_way_is_compared_too,
+    every_noted_collective_is_compared_like_the_operation,
     lengths_that_only_pairs_know_are_compared_by_pairs,
     what_has_come_whole_counts_though_a_peer_has_ended_the_mesh,
 );
@@ -314,7 +315,8 @@ fn different_collectives_fail_with_both_names(way: Way) {
 }
 
 fn an_allreduce_that_goes_another_way_is_compared_too(way: Way) {
-    let note = |mesh: &Mesh, bytes| done(mesh.note_allreduce(bytes, ElementType::F32, ReduceOp::Sum));
+    let (element, op) = (ElementType::F32, ReduceOp::Sum);
+    let note = |mesh: &Mesh, bytes| done(mesh.note(Noted::AllReduce { bytes, element, op }));
     run(way, 3, |mesh| {
         for bytes in [0, 4, 1 << 40] {
             note(mesh, bytes).unwrap();
@@ -331,6 +333,42 @@ fn an_allreduce_that_goes_another_way_is_compared_too(way: Way) {
         assert!(error.contains("allreduce(sum of f32, 4 bytes)"), "{error}");
         assert!(error.contains("allreduce(sum of f32, 8 bytes)"), "{error}");
     }
+}
+
+fn every_noted_collective_is_compared_like_the_operation(way: Way) {
+    let (element, op) = (ElementType::F32, ReduceOp::Sum);
+    let cases: [(fn(ElementType, ReduceOp, &[usize]) -> Noted<'_>, &str); 4] = [
+        (
+            |element, op, lengths| Noted::Reduce { bytes: lengths[0], element, op, root: 1 },
+            "reduce(sum of f32, 8 bytes",
+        ),
+        (|_, _, lengths| Noted::Broadcast { bytes: lengths[0], element: None, root: 1 }, "broadcast(8 bytes"),
+        (|_, _, lengths| Noted::AllGather { lengths }, "allgather(16 bytes"),
+        (
+            |element, op, lengths| Noted::ReduceScatter { lengths, element, op },
+            "reduce_scatter(sum of f32, 16 bytes",
+        ),
+    ];
+    for (noted, text) in cases {
+        run(way, 2, |mesh| {
+            done(mesh.note(noted(element, op, &[4, 8]))).unwrap();
+            done(mesh.barrier()).unwrap();
+        });
+        let errors = at_all(meshes(way, 2), |mesh| {
+            let lengths = if mesh.rank() == 1 { [8, 8] } else { [4, 8] };
+            let noted = done(mesh.note(noted(element, op, &lengths)));
+            let barriers = || (0..100_000).try_for_each(|_| done(mesh.barrier()));
+            noted.and_then(|()| barriers()).unwrap_err().to_string()
+        });
+        for error in errors {
+            assert!(error.contains(text), "{error}");
+        }
+    }
+    run(way, 2, |mesh| {
+        let lengths: &[usize] = &[4, 4, 4];
+        let refused = done(mesh.note(Noted::AllGather { lengths })).unwrap_err().to_string();
+        assert!(refused.contains("it takes 2 lengths, one for each rank, not 3"), "{refused}");
+    });
 }
 
 fn lengths_that_only_pairs_know_are_compared_by_pairs(way: Way) {
