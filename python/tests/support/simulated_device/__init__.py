@@ -1,0 +1,47 @@
+"""Two simulated accelerators, ``simulated:0`` and ``simulated:1``, on which mistakes of order show on any machine.
+
+Their streams are threads that compute on the host, asynchronously, as a GPU does. So a test fails if code does not wait for an
+event, if it has memory reused too early, or if it reads a result before its copy has ended:
+
+- Each operator is a task of the current stream. Those whose result's shape depends on values wait for this stream, and for no
+  other.
+- Copies between device and host that do not block begin late: after SIMULATED_COPY_DELAY_MS, which is 2 by default.
+- Freed memory is given out again at once on its stream, and is then filled with bytes that are NaN. After `record_stream` it
+  is only given out when the other stream has done its work.
+- Copies without blocking keep the memory of the host that they use. Nothing keeps the memory of a device.
+
+Random numbers are drawn from the host's generator. ``load()`` has to be called after a process was forked, because torch does not
+let a device be unloaded, and before its first backward pass, for which autograd counts the devices.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+
+import torch
+
+from simulated_device import device_module
+from simulated_device.building import library
+
+NAME = "simulated"
+EXIT_TIMEOUT = 10.0
+"""Seconds for which the end of the process waits for tasks that are under way."""
+
+_lock = threading.Lock()
+_is_loaded = False
+
+
+def load() -> None:
+    """Builds the devices if no process has done so before, and makes torch know them. A second call does nothing."""
+    global _is_loaded
+    with _lock:
+        if _is_loaded:
+            return
+        torch.utils.rename_privateuse1_backend(NAME)
+        device_module.load(library())
+        torch._register_device_module(NAME, device_module)
+        torch.utils.generate_methods_for_privateuse1_backend()
+        # Tasks may have the last references to objects of Python, which must end before the interpreter does.
+        atexit.register(device_module.drain, EXIT_TIMEOUT)
+        _is_loaded = True
