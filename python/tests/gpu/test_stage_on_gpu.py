@@ -13,8 +13,9 @@ from workers import TIMEOUT, in_threads
 import paramhub
 from paramhub.torch._staging import Stage
 
-LARGE = 24_000_000 if DEVICE.type != "cpu" else 100_000
-"""Elements of a tensor whose copy between host and device takes milliseconds, in which the device could fill it often."""
+LARGE = 24_000_000 if DEVICE.type == "cuda" else 100_000
+"""Elements of a tensor whose copy between host and device takes milliseconds, in which the device could fill it often. The
+simulated device takes as long for any tensor."""
 SMALL = 1000
 """Elements of a tensor that is exchanged in a group with others."""
 SUM = 3.0

@@ -1,5 +1,6 @@
 """The device of the tests in ``gpu/``: the first GPU, or the one that the variable TESTED_DEVICE names. All ranks share it. With
-``cpu`` the tests check themselves: tensors are staged as those of a device are."""
+``simulated:0`` it is one that `simulated_device` has on any machine. With ``cpu`` the tests check themselves: tensors are staged as
+those of a device are."""
 
 from __future__ import annotations
 
@@ -12,11 +13,18 @@ from torch import nn
 
 import paramhub.torch
 
-DEVICE = torch.device(os.environ.get("TESTED_DEVICE", "cuda:0"))
+NAME = os.environ.get("TESTED_DEVICE", "cuda:0")
+if NAME.startswith("simulated"):
+    # Ranks import this after they were forked, as the device needs.
+    import simulated_device
+
+    simulated_device.load()
+DEVICE = torch.device(NAME)
 STREAMS = torch.get_device_module(DEVICE)
 """Streams, events and random numbers of the device, such as ``torch.cuda``."""
 BUSY_CYCLES = 200_000_000
 """A tenth of a second at 2 GHz."""
+BUSY_SECONDS = 0.1
 
 
 def is_there() -> bool:
@@ -66,6 +74,8 @@ def keep_busy() -> None:
     """Puts work on the current stream, so that what follows there begins much later than the host has submitted it."""
     if DEVICE.type == "cuda":
         torch.cuda._sleep(BUSY_CYCLES)
+    elif DEVICE.type == "simulated":
+        STREAMS._sleep(BUSY_SECONDS)
 
 
 def make(kind: type[training.Net] = training.OneHead) -> nn.Module:

@@ -17,11 +17,12 @@ let a device be unloaded, and before its first backward pass, for which autograd
 from __future__ import annotations
 
 import atexit
+import importlib
 import threading
 
 import torch
 
-from simulated_device import device_module
+from simulated_device import collectives, device_module
 from simulated_device.building import library
 
 NAME = "simulated"
@@ -42,6 +43,11 @@ def load() -> None:
         device_module.load(library())
         torch._register_device_module(NAME, device_module)
         torch.utils.generate_methods_for_privateuse1_backend()
+        collectives.register(NAME)
+        # `Module.to` would make new parameters, and those that two layers share would become two.
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        # torch computes shapes of results in functions that import this at their first call, which takes seconds.
+        importlib.import_module("torch._dynamo")
         # Tasks may have the last references to objects of Python, which must end before the interpreter does.
         atexit.register(device_module.drain, EXIT_TIMEOUT)
         _is_loaded = True

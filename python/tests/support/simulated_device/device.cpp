@@ -2,15 +2,16 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
 
 #include "memory.h"
+#include "pinned_memory.h"
 #include "streams.h"
 
 namespace simulated {
@@ -195,9 +196,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::detail::createCPUGenerator();
   }
 
-  // The devices read any memory of the host, so that none needs to be pinned.
   c10::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetCPUAllocator();
+    return pinned_allocator();
+  }
+
+  bool isPinnedPtr(const void* address) const override {
+    return is_pinned(address);
   }
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {

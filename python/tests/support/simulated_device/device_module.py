@@ -53,7 +53,7 @@ def set_device(device: Place) -> None:
     _library.simulated_set_device(_index(device))
 
 
-class device(contextlib.AbstractContextManager[None]):  # noqa: N801
+class device(contextlib.AbstractContextManager[None]):
     """A context in which this device is the current one."""
 
     def __init__(self, device: Place) -> None:
