@@ -1,6 +1,6 @@
 """The device of the tests in ``gpu/``: the first GPU, or the one that the variable TESTED_DEVICE names. All ranks share it. With
-``simulated:0`` it is one that `simulated_device` has on any machine. With ``cpu`` the tests check themselves: tensors are staged as
-those of a device are."""
+``simulated:0`` it is one that `simulated_device` has on any machine. With ``cpu`` the tests check themselves: tensors are staged
+as those of a device are."""
 
 from __future__ import annotations
 

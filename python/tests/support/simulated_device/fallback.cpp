@@ -1,51 +1,20 @@
 // Every operator that has no kernel of its own. It is a task of the current stream, in which the host computes it.
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/List.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "argument_tensors.h"
 #include "host_view.h"
 
 namespace simulated {
 namespace {
 
 using Operator = c10::OperatorHandle;
-using Change = std::function<at::Tensor(const at::Tensor&)>;
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
-
-// The value with other tensors instead of its own ones.
-c10::IValue changed(const c10::IValue& value, const Change& change) {
-  if (value.isTensor()) {
-    return value.toTensor().defined() ? change(value.toTensor()) : value;
-  }
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      list.push_back(tensor.defined() ? change(tensor) : tensor);
-    }
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      list.push_back(tensor.has_value() && tensor->defined() ? std::optional(change(*tensor)) : tensor);
-    }
-    return list;
-  }
-  return value;
-}
-
-torch::jit::Stack changed(const torch::jit::Stack& arguments, const Change& change) {
-  torch::jit::Stack results;
-  for (const c10::IValue& argument : arguments) {
-    results.push_back(changed(argument, change));
-  }
-  return results;
-}
 
 // Returns whether the results' shapes can be known before the operator is computed, and no result is a view of an argument.
 bool may_be_a_task(const Operator& op) {
@@ -54,6 +23,10 @@ bool may_be_a_task(const Operator& op) {
   }
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
     // The host draws random numbers from the same generator, and their order must be the program's.
+    return false;
+  }
+  if (op.schema().name() == "aten::_embedding_bag" || op.schema().name() == "aten::_embedding_bag_forward_only") {
+    // On the host some results have other shapes than torch says.
     return false;
   }
   for (const c10::Argument& result : op.schema().returns()) {
@@ -80,7 +53,7 @@ std::optional<c10::Device> device_of(const torch::jit::Stack& arguments) {
   };
   for (const c10::IValue& argument : arguments) {
     names_device = names_device || argument.isDevice();
-    changed(argument, look);
+    with_tensors(argument, look);
   }
   return names_device ? std::nullopt : found;
 }
@@ -113,19 +86,6 @@ bool find_shapes(const Operator& op, torch::jit::Stack& stack) {
   }
 }
 
-// The argument to which the operator writes the result with this number, or -1.
-int written_argument(const Operator& op, size_t result) {
-  const auto* info = op.schema().returns()[result].alias_info();
-  const auto& arguments = op.schema().arguments();
-  for (size_t number = 0; info != nullptr && number < arguments.size(); ++number) {
-    const auto* other = arguments[number].alias_info();
-    if (other != nullptr && other->beforeSets() == info->beforeSets()) {
-      return static_cast<int>(number);
-    }
-  }
-  return -1;
-}
-
 // Gives each tensor that the operator writes to the shape that it has afterwards.
 void resize_written(const Operator& op, const torch::jit::Stack& arguments, const torch::jit::Stack& shaped) {
   for (size_t number = 0; number < arguments.size(); ++number) {
@@ -149,7 +109,7 @@ bool submit_as_task(const Operator& op, torch::jit::Stack* stack) {
   if (!device.has_value()) {
     return false;
   }
-  auto shaped = changed(arguments, without_memory);
+  auto shaped = with_tensors(arguments, without_memory);
   auto shapes = shaped;
   if (!find_shapes(op, shapes)) {
     return false;
@@ -159,7 +119,7 @@ bool submit_as_task(const Operator& op, torch::jit::Stack* stack) {
   torch::jit::Stack results;
   std::vector<at::Tensor> made;
   for (size_t number = 0; number < shapes.size(); ++number) {
-    int written = written_argument(op, number);
+    int written = written_argument(op.schema(), number);
     const at::Tensor& shape = shapes[number].toTensor();
     made.emplace_back();
     if (written >= 0) {
@@ -173,13 +133,18 @@ bool submit_as_task(const Operator& op, torch::jit::Stack* stack) {
       results.push_back(std::move(result));
     }
   }
-  current_stream(device->index()).submit([op, made, inputs = changed(arguments, for_task)]() mutable {
+  current_stream(device->index()).submit([op, made, inputs = with_tensors(arguments, for_task)]() mutable {
     at::AutoDispatchBelowADInplaceOrView guard;
-    op.callBoxed(inputs);
-    for (size_t number = 0; number < made.size(); ++number) {
-      if (made[number].defined()) {
-        made[number].copy_(inputs[number].toTensor());
+    try {
+      op.callBoxed(inputs);
+      for (size_t number = 0; number < made.size(); ++number) {
+        if (made[number].defined()) {
+          made[number].copy_(inputs[number].toTensor());
+        }
       }
+    } catch (c10::Error& error) {
+      error.add_context("the operator is " + op.schema().name());
+      throw;
     }
   });
   torch::jit::drop(*stack, arguments.size());

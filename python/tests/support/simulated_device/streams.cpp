@@ -1,5 +1,7 @@
 #include "streams.h"
 
+#include <c10/util/Exception.h>
+
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -141,6 +143,8 @@ void Stream::run() {
     follows_late_task = entry.is_late;
     try {
       entry.task();
+    } catch (const c10::Error& error) {
+      remember_failure(error.what_without_backtrace());
     } catch (const std::exception& error) {
       remember_failure(error.what());
     }
