@@ -141,7 +141,9 @@ def gradients_on_two_streams(job: paramhub.Job) -> None:
     side.wait_stream(STREAMS.current_stream())
     for key in (0, 1, 2):
         with STREAMS.stream(side if key == 1 else STREAMS.current_stream()):
-            keep_busy()
+            # The side stream is busy longest, so that its gradient comes after all work on the other one.
+            for _ in range(4 if key == 1 else 1):
+                keep_busy()
             gradients[key] += job.rank + 1
             handles.append(stage.collect(key, gradients[key], gradients[key]))
     for handle in handles:

@@ -10,14 +10,17 @@ from typing import Any
 from launching import PYTHON, Launcher
 
 PROGRAM = Path(__file__).resolve().parents[3] / "bench" / "pytorch" / "ends.py"
+SIMULATED_DEVICE = Path(__file__).with_name("simulated_device")
 RANK_1 = re.compile(r"\b(rank|worker|ranks( \d+,)*) 1\b")
 
 
 def find_ends(directory: Path, *arguments: str, timeout: float) -> list[dict[str, Any]]:
     """The end of every survivor in every case. One program runs all cases, so that torch is imported once."""
     launcher = Launcher(directory)
+    # The program loads no device. This one may be loaded before the ranks are forked, because its threads start later.
+    loader = [SIMULATED_DEVICE] if any("=simulated" in argument for argument in arguments) else []
     try:
-        code, output = launcher.launch(PYTHON, PROGRAM, "--json", *arguments, timeout=timeout)
+        code, output = launcher.launch(PYTHON, *loader, PROGRAM, "--json", *arguments, timeout=timeout)
         assert code == 0, output
         found = re.search(r"^\[\{.*\}\]$", output, re.MULTILINE)
         assert found is not None, output

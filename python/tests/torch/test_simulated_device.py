@@ -222,6 +222,34 @@ def a_model_is_trained_as_on_the_host() -> None:
         torch.testing.assert_close(found.detach().cpu(), expected.detach())
 
 
+def sparse_gradients_have_the_hosts_values() -> None:
+    load()
+    words = nn.Embedding(20, 4, sparse=True)
+    on_device = copy.deepcopy(words).to(device())
+    numbers = torch.tensor([3, 5, 3])
+    for step in range(2):
+        for model in (words, on_device):
+            if step == 0:
+                model.weight.grad = None
+            # The second gradient is added to the first one.
+            model(numbers.to(model.weight.device)).square().sum().backward()
+    assert words.weight.grad is not None and on_device.weight.grad is not None
+    found = on_device.weight.grad.coalesce()
+    assert found.is_sparse and found.device == device()
+    torch.testing.assert_close(found.cpu(), words.weight.grad.coalesce())
+
+
+def autocast_computes_with_short_numbers() -> None:
+    load()
+    torch.manual_seed(2)
+    layer, inputs = nn.Linear(8, 4).to(device()), torch.randn(3, 8, device=device())
+    with torch.autocast("simulated", torch.bfloat16):
+        found = layer(inputs)
+    found.float().sum().backward()
+    assert found.dtype == torch.bfloat16 and layer.weight.grad is not None
+    torch.testing.assert_close(found.float(), layer(inputs), rtol=0.02, atol=0.02)
+
+
 CASES = [
     tasks_of_a_stream_run_in_order,
     an_event_orders_two_streams,
@@ -234,6 +262,8 @@ CASES = [
     operators_have_the_hosts_results,
     an_error_of_a_task_is_raised_later,
     a_model_is_trained_as_on_the_host,
+    sparse_gradients_have_the_hosts_values,
+    autocast_computes_with_short_numbers,
 ]
 
 

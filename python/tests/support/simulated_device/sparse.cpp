@@ -107,6 +107,9 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {
   library.impl("_values", &at::native::_values_sparse);
   library.impl("indices", &at::native::indices_sparse);
   library.impl("values", &at::native::values_sparse);
+  // Those that torch has for every device take a sparse tensor's memory for a dense one's.
+  library.impl("clone", torch::CppFunction::makeFromBoxedFunction<&compute_at_once>());
+  library.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&compute_at_once>());
 }
 
 }  // namespace
