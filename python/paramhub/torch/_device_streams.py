@@ -67,10 +67,11 @@ class DeviceStreams:
 
     def copy_back(self, copies: Copies) -> None:
         """Begins copies of results, on their stream."""
+        # Before the copies: if one cannot begin, those before it still write.
+        self.keep(copies[0])
         # In this mode tensors that were made in it can be written, too.
         with torch.inference_mode(), self.on_results_stream():
             _copy(copies)
-        self.keep(copies[0])
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keeps the allocator from reusing the tensors' memory before the results' stream has come to this point. It matters

@@ -121,12 +121,15 @@ class StagedHandle:
             self._failure, self._copied_back = failure, copied_back
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            try:
-                callback(self)
-            except BaseException:
-                # The thread and the other callbacks go on, as with `paramhub.Handle`.
-                threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), threading.current_thread()]))
+        if not callbacks:
+            return
+        with self.streams.on_results_stream():
+            for callback in callbacks:
+                try:
+                    callback(self)
+                except BaseException:
+                    # The thread and the other callbacks go on, as with `paramhub.Handle`.
+                    threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), threading.current_thread()]))
 
     def _stop_collecting(self) -> None:
         if self.is_collecting:

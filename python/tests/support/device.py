@@ -55,11 +55,15 @@ def begin_horovod() -> None:
 
 
 def _stage_collectives() -> None:
+    from paramhub.torch import _c10d, _collectives, backend
+
     begin()
     if DEVICE.type == "cpu":
-        from paramhub.torch import _c10d, _collectives
 
         _c10d.needs_stage = _collectives.needs_stage = lambda device: True
+    elif DEVICE.type not in backend.DEVICES:
+        backend.DEVICES.append(DEVICE.type)
+        dist.Backend.backend_capability[backend.NAME] = backend.DEVICES
 
 
 def group_differently(rank: int) -> None:

@@ -1,4 +1,5 @@
-"""Collectives of gloo for tensors of the simulated devices, which it exchanges in copies on the host."""
+"""Collectives of gloo for tensors of the simulated devices, which it exchanges in copies on the host. Those of other backends stay
+torch's own."""
 
 from __future__ import annotations
 
@@ -25,13 +26,17 @@ def register(device_type: str) -> None:
         # torch has kernels of its own for devices of others. They pass the devices' tensors to gloo.
         warnings.simplefilter("ignore")
         for name in OPERATORS:
-            _library.impl(name, _on_host(name, device_type), "PrivateUse1")
+            of_torch = torch.library.get_kernel(f"c10d::{name}", "PrivateUse1")
+            _library.impl(name, _on_host(name, of_torch, device_type), "PrivateUse1", with_keyset=True)
 
 
-def _on_host(name: str, device_type: str) -> Callable[..., Any]:
+def _on_host(name: str, of_torch: Any, device_type: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.c10d, name).default
 
-    def run(*arguments: Any) -> tuple[Any, Any]:
+    def run(keys: Any, *arguments: Any) -> Any:
+        group = dist.ProcessGroup.unbox(next(each for each in arguments if isinstance(each, torch.ScriptObject)))
+        if not isinstance(group._get_backend(torch.device(device_type)), dist.ProcessGroupGloo):
+            return of_torch.call_boxed(keys, *arguments)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def copied(value: Any) -> Any:

@@ -12,6 +12,8 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -139,6 +141,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view", &at::native::view);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
   library.impl("unfold", &at::native::unfold);
+  library.impl("view_as_real", &at::native::view_as_real);
+  library.impl("view_as_complex", &at::native::view_as_complex);
   library.impl("resize_", &resize_);
   library.impl("set_.source_Storage", &at::native::set_);
   library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
