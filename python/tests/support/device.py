@@ -15,7 +15,7 @@ import paramhub.torch
 
 NAME = os.environ.get("TESTED_DEVICE", "cuda:0")
 if NAME.startswith("simulated"):
-    # Ranks import this after they were forked, as the device needs.
+    # Ranks import this after they were forked, from a process that does not know the device.
     import simulated_device
 
     simulated_device.load()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import shutil
 import time
 from typing import Any
 
@@ -15,6 +17,9 @@ from training import loss_of, make
 PAUSE = 0.1
 """Seconds for which a stream is kept busy, much longer than the host takes for what it does meanwhile."""
 ELEMENTS = 1000
+TORCH = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+FIRST_TORCH = (2, 15)
+"""The interface of devices of others changes from version to version."""
 
 
 def load() -> Any:
@@ -271,6 +276,8 @@ def in_a_rank(_: Rank, case: str) -> None:
     globals()[case]()
 
 
+@pytest.mark.skipif(TORCH < FIRST_TORCH, reason="the simulated device is written for a later torch")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device is built with g++")
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_the_device(team: Team, case: str) -> None:
     # The build is part of the first test that runs.

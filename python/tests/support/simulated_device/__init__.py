@@ -10,8 +10,12 @@ event, if it has memory reused too early, or if it reads a result before its cop
   is only given out when the other stream has done its work.
 - Copies without blocking keep the memory of the host that they use. Nothing keeps the memory of a device.
 
-Random numbers are drawn from the host's generator. ``load()`` has to be called after a process was forked, because torch does not
-let a device be unloaded, and before its first backward pass, for which autograd counts the devices.
+Random numbers are drawn from the host's generator. An operator that computes on arguments that do not fit fails later, at a call
+that waits, as on a GPU. ``load()`` changes what torch does in the whole process, and cannot be undone. It starts no threads: a
+process may be forked until it uses a device. It has to be called before the first backward pass, for which autograd counts the
+devices.
+
+The library is built with g++ at the first use, into the repository's ``target/python/simulated-device``.
 """
 
 from __future__ import annotations
