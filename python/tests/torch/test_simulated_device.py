@@ -14,7 +14,7 @@ from team import Rank, Team
 from torch import nn
 from training import loss_of, make
 
-PAUSE = 0.1
+PAUSE = 0.3
 """Seconds for which a stream is kept busy, much longer than the host takes for what it does meanwhile."""
 ELEMENTS = 1000
 TORCH = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
@@ -281,4 +281,4 @@ def in_a_rank(_: Rank, case: str) -> None:
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_the_device(team: Team, case: str) -> None:
     # The build is part of the first test that runs.
-    team(in_a_rank, case, ranks=1, timeout=600)
+    team(in_a_rank, case, ranks=1, timeout=600, env={"SIMULATED_COPY_DELAY_MS": str(1000 * PAUSE)})
