@@ -18,6 +18,13 @@ pub(crate) const MATURIN: &str = "maturin==1.16.0";
 pub(crate) const PYTEST: &str = "pytest==9.2.0";
 pub(crate) const RUN_PYTEST: [&str; 5] = ["-m", "pytest", "--durations=15", "-p", "no:cacheprovider"];
 const GPU_TESTS: &str = "python/tests/gpu";
+/// Those of the order of copies, which run on a simulated device, too.
+const ORDER_TESTS: [&str; 4] = [
+    "python/tests/gpu/test_stage_on_gpu.py",
+    "python/tests/gpu/test_collectives_on_gpu.py",
+    "python/tests/gpu/test_horovod_on_gpu.py",
+    "python/tests/gpu/test_training_on_gpu.py",
+];
 const OUR_PYTHON: [&str; 7] =
     ["python", "examples/pytorch", "bench/pytorch", "bench/gpu", "bench/models", "bench/soak", "xtask"];
 /// Frameworks for which docs/pytorch.md has recipes and an example, and those of docs/jax.md, which the tests of a full run
@@ -38,6 +45,9 @@ const MXNET_TESTS: &str = "python/tests/frameworks/test_mxnet.py";
 
 /// Rooms that a program which links the API, and so the wheel, has nothing of.
 const NOT_IN_THE_WHEEL: [&str; 3] = ["paramhub-bench", "paramhub-train", "plotters"];
+
+static CXX: SystemProgram =
+    SystemProgram { name: "a C++ compiler", probe: &["g++", "--version"], debian_package: "g++" };
 
 const WHEELS: &str = "target/python/wheels";
 /// A user who installs the wheel waits for so many bytes.
@@ -155,7 +165,17 @@ fn run_tests(tools: &Environment, wheel: &str, options: &TestOptions) -> Result<
     };
     // The stage `gpu` runs these.
     let others = format!("--ignore={GPU_TESTS}");
-    tests.python().args(RUN_PYTEST).args([others]).args(selection.iter().copied()).run()
+    tests.python().args(RUN_PYTEST).args([others]).args(selection.iter().copied()).run()?;
+    // The device uses what the newest torch has.
+    match options.torch {
+        Some(_) => Ok(()),
+        None => run_on_simulated_device(&tests),
+    }
+}
+
+fn run_on_simulated_device(tests: &Environment) -> Result<(), Failure> {
+    CXX.ensure()?;
+    tests.python().args(RUN_PYTEST).args(ORDER_TESTS).env("TESTED_DEVICE", "simulated:0").run()
 }
 
 /// The environment in which the tests run, with the wheel and torch, and in a full run with the frameworks.
