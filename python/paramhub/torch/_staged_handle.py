@@ -129,7 +129,9 @@ class StagedHandle:
                     callback(self)
                 except BaseException:
                     # The thread and the other callbacks go on, as with `paramhub.Handle`.
-                    threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), threading.current_thread()]))
+                    threading.excepthook(
+                        threading.ExceptHookArgs([*sys.exc_info(), threading.current_thread()])
+                    )
 
     def _stop_collecting(self) -> None:
         if self.is_collecting:

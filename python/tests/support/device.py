@@ -59,7 +59,6 @@ def _stage_collectives() -> None:
 
     begin()
     if DEVICE.type == "cpu":
-
         _c10d.needs_stage = _collectives.needs_stage = lambda device: True
     elif DEVICE.type not in backend.DEVICES:
         backend.DEVICES.append(DEVICE.type)

@@ -1,4 +1,4 @@
-"""Collectives of gloo for tensors of the simulated devices, which it exchanges in copies on the host. Those of other backends stay
+"""Collectives of gloo for tensors of the simulated devices, which it exchanges in copies on the host. Those of other backends are
 torch's own."""
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def _on_host(name: str, of_torch: Any, device_type: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.c10d, name).default
 
     def run(keys: Any, *arguments: Any) -> Any:
-        group = dist.ProcessGroup.unbox(next(each for each in arguments if isinstance(each, torch.ScriptObject)))
+        group = dist.ProcessGroup.unbox(
+            next(each for each in arguments if isinstance(each, torch.ScriptObject))
+        )
         if not isinstance(group._get_backend(torch.device(device_type)), dist.ProcessGroupGloo):
             return of_torch.call_boxed(keys, *arguments)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
