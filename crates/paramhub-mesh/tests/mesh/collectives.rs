@@ -335,28 +335,32 @@ fn an_allreduce_that_goes_another_way_is_compared_too(way: Way) {
     }
 }
 
+/// A collective of parts that are as long as these.
+type NotedOf = fn(&[usize]) -> Noted<'_>;
+
 fn every_noted_collective_is_compared_like_the_operation(way: Way) {
-    let (element, op) = (ElementType::F32, ReduceOp::Sum);
-    let cases: [(fn(ElementType, ReduceOp, &[usize]) -> Noted<'_>, &str); 4] = [
+    const OF: ElementType = ElementType::F32;
+    const BY: ReduceOp = ReduceOp::Sum;
+    let cases: [(NotedOf, &str); 4] = [
         (
-            |element, op, lengths| Noted::Reduce { bytes: lengths[0], element, op, root: 1 },
+            |lengths| Noted::Reduce { bytes: lengths[0], element: OF, op: BY, root: 1 },
             "reduce(sum of f32, 8 bytes",
         ),
-        (|_, _, lengths| Noted::Broadcast { bytes: lengths[0], element: None, root: 1 }, "broadcast(8 bytes"),
-        (|_, _, lengths| Noted::AllGather { lengths }, "allgather(16 bytes"),
+        (|lengths| Noted::Broadcast { bytes: lengths[0], element: None, root: 1 }, "broadcast(8 bytes"),
+        (|lengths| Noted::AllGather { lengths }, "allgather(16 bytes"),
         (
-            |element, op, lengths| Noted::ReduceScatter { lengths, element, op },
+            |lengths| Noted::ReduceScatter { lengths, element: OF, op: BY },
             "reduce_scatter(sum of f32, 16 bytes",
         ),
     ];
     for (noted, text) in cases {
         run(way, 2, |mesh| {
-            done(mesh.note(noted(element, op, &[4, 8]))).unwrap();
+            done(mesh.note(noted(&[4, 8]))).unwrap();
             done(mesh.barrier()).unwrap();
         });
         let errors = at_all(meshes(way, 2), |mesh| {
             let lengths = if mesh.rank() == 1 { [8, 8] } else { [4, 8] };
-            let noted = done(mesh.note(noted(element, op, &lengths)));
+            let noted = done(mesh.note(noted(&lengths)));
             let barriers = || (0..100_000).try_for_each(|_| done(mesh.barrier()));
             noted.and_then(|()| barriers()).unwrap_err().to_string()
         });
