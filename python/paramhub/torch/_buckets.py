@@ -65,10 +65,13 @@ class Buckets:
         ranks: list[int] | None,
         codec: str | None,
         in_place: bool,
+        sums: bool = False,
     ) -> None:
+        """``sums`` says that gradients become their sum, and not their mean."""
         self._world = world
         self._ranks = ranks
         self._codec = codec
+        self._optimizer = "sum" if sums else "mean"
         exchanged = {id(parameter) for parameter in ddp._module_parameters if parameter.requires_grad}
         trained = {
             name: parameter
@@ -140,11 +143,6 @@ class Buckets:
                 f"hub_hook: DDP hands over a sparse gradient of shape {list(gradient.shape)} that is of no Embedding or "
                 "EmbeddingBag with sparse=True, or whose module was changed after DDP was constructed: make it dense"
             )
-        if gradient.device.type != "cpu":
-            raise MisuseError(
-                f"hub_hook: the gradient of {name!r} is sparse and on {gradient.device}, where rows cannot be exchanged yet: "
-                "use sparse=False in its module, or leave the module on the host"
-            )
         # DDP without a hook divides first, too.
         rows = gradient / self._group.size
         return self._group.sum_sparse(rows, timeout=math.inf), rows, name
@@ -156,7 +154,7 @@ class Buckets:
             world.label(kind),
             {
                 "keys": [key(name, self._parameters[name]) for name in order],
-                "optimizer": {"name": "mean"},
+                "optimizer": {"name": self._optimizer},
                 "codec": self._codec,
                 "packed": True,
             },

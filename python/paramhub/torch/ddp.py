@@ -4,6 +4,7 @@
 
 import contextlib
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from paramhub.errors import MisuseError
 from paramhub.torch import trace
 from paramhub.torch._buckets import Buckets, UnknownParameter
 from paramhub.torch._ddp_instances import ddp_instances
+from paramhub.torch._host_sums import HostSums
 from paramhub.torch._initialization import world
 from paramhub.torch._staged_handle import StagedHandle
 from paramhub.torch._work import Work
@@ -34,13 +36,16 @@ class HubState:
     Of the gradients of ``Embedding(sparse=True)`` and ``EmbeddingBag(sparse=True)`` the ranks exchange the rows, without a hub
     and without a codec.
 
+    ``host_group`` has the ranks of this host, which each rank gives, for example from ``dist.new_subgroups()``. They sum their
+    gradients among themselves, over NCCL on GPUs, and the first of them exchanges the sums. It refuses sparse gradients.
+
     On the hub's host all ranks read one copy of the mean, which is read-only. The mean is written into the bucket instead if
     ``in_place=True``, or if another hook is registered that calls `hub_hook` and may change the result of its future.
 
     The first pass calls `paramhub.torch.init` if it was not called before. If a model has several DDP instances, all ranks must
     run their first backward passes in the same order, as DDP itself requires.
 
-    It can be pickled. The unpickled state has its options without the process group, and opens a job of its own.
+    It can be pickled. The unpickled state has its options without the process groups, and opens a job of its own.
     """
 
     def __init__(
@@ -49,12 +54,15 @@ class HubState:
         ddp: DistributedDataParallel | None = None,
         codec: str | None = None,
         in_place: bool = False,
+        host_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.codec = codec
         self.in_place = in_place
         self._group = process_group
         self._ddp = weakref.ref(ddp) if ddp is not None else None
+        self._host_group = host_group
         self._buckets: Buckets | None = None
+        self._host_sums: HostSums | None = None
         if ddp is None:
             _learn_in_forward(self)
 
@@ -79,18 +87,35 @@ class HubState:
         self.__init__(codec=state["codec"], in_place=state["in_place"])  # type: ignore[misc]
 
     def _open(self) -> Buckets:
-        ddp = self._ddp() if self._ddp is not None else _holder(self)
-        if ddp is None:
-            raise MisuseError("HubState: the DistributedDataParallel it was made for is gone")
-        self._ddp = weakref.ref(ddp)
+        ddp, group = self._model()
         here = world()
-        ranks = _ranks(here, self._group if self._group is not None else ddp.process_group)
+        ranks = _ranks(here, group)
         # A hook around this one may change its result in place; DDP itself only reads it.
         is_wrapped = not any(
             held is self and hook is hub_hook for hook, held in getattr(ddp, "_comm_hooks", ())
         )
         self._buckets = Buckets(here, ddp, ranks, here.codec(self.codec), self.in_place or is_wrapped)
         return self._buckets
+
+    def _open_on_host(self, host_group: dist.ProcessGroup) -> HostSums:
+        ddp, group = self._model()
+        here = world()
+        # Raises if torch.distributed has other ranks.
+        _ranks(here, group)
+
+        def open_buckets(leaders: Sequence[int]) -> Buckets:
+            return Buckets(here, ddp, list(leaders), here.codec(self.codec), in_place=True, sums=True)
+
+        self._host_sums = HostSums(group, host_group, open_buckets)
+        return self._host_sums
+
+    def _model(self) -> tuple[DistributedDataParallel, dist.ProcessGroup]:
+        """The model of this state, and the group whose ranks exchange its gradients."""
+        ddp = self._ddp() if self._ddp is not None else _holder(self)
+        if ddp is None:
+            raise MisuseError("HubState: the DistributedDataParallel it was made for is gone")
+        self._ddp = weakref.ref(ddp)
+        return ddp, self._group if self._group is not None else ddp.process_group
 
 
 def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -100,6 +125,8 @@ def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[t
     If the exchange fails, for instance because a rank died, the backward pass raises JobFailedError with the
     hub's message within seconds. The first pass of a static graph raises RuntimeError with that message.
     """
+    if state._host_group is not None:
+        return (state._host_sums or state._open_on_host(state._host_group)).average(bucket)
     buckets = state._buckets or state._open()
     try:
         handle, result, name = buckets.exchange(bucket)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from device import DEVICE, begin, group_differently
+import torch.distributed as dist
+from device import DEVICE, begin, begin_collectives, group_differently
 from embeddings import STEPS, Net
 from team import Rank, Team
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -107,6 +110,30 @@ def by_hub_optimizer(rank: Rank) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+def by_ddp(rank: Rank, way: str) -> list[torch.Tensor]:
+    """DDP over paramhub's backend, or over gloo with the hook."""
+    import paramhub.torch
+
+    if way == "backend":
+        begin_collectives()
+    else:
+        begin()
+        dist.init_process_group("gloo")
+    model = make()
+    ddp = DistributedDataParallel(model)
+    if way == "hook":
+        ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+
+    def sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)]
+
+    train(ddp, sgd(model), rank.rank)
+    for weight in rows_of(model):
+        assert weight.grad is not None and weight.grad.is_sparse and weight.grad.device == weight.device
+    check_same(model, train_alone(rank.size, sgd))
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
 def same_everywhere(results: list[list[torch.Tensor]]) -> None:
     for other in results[1:]:
         assert all(torch.equal(own, its) for own, its in zip(results[0], other, strict=True))
@@ -114,6 +141,11 @@ def same_everywhere(results: list[list[torch.Tensor]]) -> None:
 
 def test_distributed_optimizer_exchanges_rows(team: Team) -> None:
     same_everywhere(team(by_distributed_optimizer, ranks=3))
+
+
+@pytest.mark.parametrize("way", ["backend", "hook"])
+def test_ddp_exchanges_rows(team: Team, way: str) -> None:
+    same_everywhere(team(by_ddp, way, ranks=2))
 
 
 def test_hub_optimizer_exchanges_rows(team: Team) -> None:

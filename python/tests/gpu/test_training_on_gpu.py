@@ -60,7 +60,12 @@ def train(
 
 
 def by_ddp(
-    rank: Rank, make_optimizer: MakeOptimizer, kind: type[Net] = OneHead, hook: bool = False, **options: Any
+    rank: Rank,
+    make_optimizer: MakeOptimizer,
+    kind: type[Net] = OneHead,
+    hook: bool = False,
+    host_group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> list[torch.Tensor]:
     import paramhub.torch
 
@@ -69,7 +74,7 @@ def by_ddp(
     # Buckets so small that there are several, which DDP rebuilds after the first pass.
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, **options)
     if hook:
-        ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+        ddp.register_comm_hook(paramhub.torch.HubState(host_group=host_group), paramhub.torch.hub_hook)
     train(rank, ddp, make_optimizer(ddp.parameters()), heads=kind is Net, autocasts=autocasts)
     return parameters_of(model)
 
@@ -113,6 +118,9 @@ def through_the_hook(rank: Rank) -> list[float]:
     differences.append(
         difference(by_ddp(rank, sgd, Net, hook=True, **unused), by_ddp(rank, sgd, Net, **unused))
     )
+    # Ranks of a host sum among themselves first. Gloo does what NCCL does where each rank has a GPU.
+    own, _ = dist.new_subgroups(group_size=rank.size)
+    differences.append(difference(by_ddp(rank, sgd, hook=True, host_group=own), by_ddp(rank, sgd)))
     return differences
 
 

@@ -65,6 +65,81 @@ def compare(rank: Rank) -> list[float]:
     return differences
 
 
+def compare_hosts(rank: Rank, hosts: list[list[int]]) -> list[float]:
+    """Ranks of a host sum among themselves first."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    own, _ = dist.new_subgroups_by_enumeration(hosts)
+    differences = []
+    for options in [*OPTIONS, *UNUSED]:
+        kind = Net if options in UNUSED else OneHead
+        state = paramhub.torch.HubState(host_group=own)
+        differences.append(difference(train(rank, options, state, kind), train(rank, options, kind=kind)))
+        assert (state._host_sums._buckets is not None) == (rank.rank in [host[0] for host in hosts])
+    return differences
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 2, 3], [1]], [[0, 1, 2, 3]]])
+def test_ranks_of_a_host_sum_among_themselves_first(team: Team, hosts: list[list[int]]) -> None:
+    for differences in team(compare_hosts, hosts, ranks=4):
+        assert max(differences) < TOLERANCE, differences
+
+
+def refuses_hosts(rank: Rank) -> list[str]:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    alone = [dist.new_group([each]) for each in range(3)]
+    # Rank 1 gives a group whose other rank does not give it.
+    ddp = DistributedDataParallel(make())
+    state = paramhub.torch.HubState(host_group=pairs[1] if rank.rank == 1 else alone[rank.rank])
+    ddp.register_comm_hook(state, paramhub.torch.hub_hook)
+    messages = []
+    with pytest.raises(Exception) as refused:
+        loss_of(ddp, 0, rank.rank).backward()
+    messages.append(str(refused.value))
+    rows = DistributedDataParallel(torch.nn.Embedding(5, 2, sparse=True))
+    rows.register_comm_hook(paramhub.torch.HubState(host_group=alone[rank.rank]), paramhub.torch.hub_hook)
+    with pytest.raises(Exception) as refused:
+        rows(torch.tensor([1])).sum().backward()
+    messages.append(str(refused.value))
+    return messages
+
+
+def test_wrong_hosts_and_sparse_gradients_are_refused(team: Team) -> None:
+    for hosts, rows in team(refuses_hosts, ranks=3):
+        assert "the host_group of rank 1 has ranks [1, 2]: each of the model's ranks, [0, 1, 2]" in hosts
+        assert "has the sparse gradient of an embedding" in rows
+
+
+def joins_by_hosts(rank: Rank) -> list[float]:
+    """Ranks with different numbers of batches, under DDP's join."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    own, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    found = []
+    for state in (paramhub.torch.HubState(host_group=own), None):
+        ddp = DistributedDataParallel(make(), bucket_cap_mb=0.02)
+        if state is not None:
+            ddp.register_comm_hook(state, paramhub.torch.hub_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with ddp.join():
+            for step in range(3 + rank.rank):
+                optimizer.zero_grad()
+                loss_of(ddp, step, rank.rank).backward()
+                optimizer.step()
+        found.append(parameters_of(ddp.module))
+    return [difference(*found)]
+
+
+def test_ranks_of_a_host_that_join(team: Team) -> None:
+    for differences in team(joins_by_hosts, ranks=4):
+        assert max(differences) < TOLERANCE, differences
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_the_hook_averages_as_ddp_does(team: Team, transport: str) -> None:
     for differences in team(compare, env={"PARAMHUB_TRANSPORT": transport}):

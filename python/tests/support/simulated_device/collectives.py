@@ -49,13 +49,16 @@ def _on_host(name: str, of_torch: Any, device_type: str) -> Callable[..., Any]:
             copies.append((value, value.cpu()))
             return copies[-1][1]
 
-        *_, work = operator(*map(copied, arguments))
-        Work.unbox(work).wait()
+        result = operator(*map(copied, arguments))
+        # Some operators return their tensors, too.
+        returns_tensors = isinstance(result, tuple)
+        Work.unbox(result[-1] if returns_tensors else result).wait()
         for tensor, host in copies:
             tensor.copy_(host)
         # The future has the results on the device, ordered after these copies.
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[copies[0][0].device])
         future.set_result(arguments[0])
-        return arguments[0], _create_work_from_future(future).boxed()
+        work = _create_work_from_future(future).boxed()
+        return (arguments[0], work) if returns_tensors else work
 
     return run
