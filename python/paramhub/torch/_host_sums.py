@@ -5,7 +5,7 @@ for each GPU. The leader's results are broadcast to the others when all buckets 
 need one order of operations on all ranks, and results come from the hub in any order.
 """
 
-# DDP compares the hook's annotations with its own types: they must not be strings here.
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +43,9 @@ class HostSums:
                 "HubState(host_group=...): a bucket has the sparse gradient of an embedding, which ranks of one host do not sum "
                 "among themselves: use sparse=False in its module, or leave out host_group"
             )
+        if bucket.index() == 0:
+            # An exception may have ended the pass before.
+            self._pending.clear()
         # DDP without a hook divides first, too.
         buffer.div_(self._size)
         on_host = dist.reduce(buffer, group=self._host_group, group_dst=0, async_op=True)
@@ -51,9 +54,6 @@ class HostSums:
             # On a GPU this orders streams, and the host goes on.
             on_host.wait()
             exchanged, _, _ = self._buckets.exchange(bucket)
-        if bucket.index() == 0:
-            # An exception may have ended the pass before.
-            self._pending.clear()
         pending = _Pending(buffer, on_host, exchanged)
         self._pending.append(pending)
         if bucket.is_last():

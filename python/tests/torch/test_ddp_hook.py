@@ -140,6 +140,30 @@ def test_ranks_of_a_host_that_join(team: Team) -> None:
         assert max(differences) < TOLERANCE, differences
 
 
+def loses_a_rank_of_a_host(rank: Rank, dying: int) -> str:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    own, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    ddp = DistributedDataParallel(make())
+    ddp.register_comm_hook(paramhub.torch.HubState(host_group=own), paramhub.torch.hub_hook)
+    loss_of(ddp, 0, rank.rank).backward()
+    if rank.rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as failed:
+        for step in range(1000):
+            loss_of(ddp, step, rank.rank).backward()
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("dying", [2, 3])
+def test_a_rank_of_a_host_that_dies_ends_all(team: Team, dying: int) -> None:
+    """The leader of a host, and another of its ranks."""
+    messages = team(loses_a_rank_of_a_host, dying, ranks=4, dies=[dying])
+    assert isinstance(messages.pop(dying), Died)
+    assert all(messages)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_the_hook_averages_as_ddp_does(team: Team, transport: str) -> None:
     for differences in team(compare, env={"PARAMHUB_TRANSPORT": transport}):
