@@ -335,7 +335,7 @@ class Group:
         if not tensors:
             return self._host
         device = tensors[0].device
-        for tensor in tensors:
+        for tensor in tensors[1:]:
             if tensor.device != device:
                 raise MisuseError(
                     f"one operation has tensors on {device} and on {tensor.device}: move them to one device, or to the host"

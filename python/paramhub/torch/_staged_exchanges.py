@@ -95,6 +95,9 @@ class StagedExchanges:
 
     def await_submissions(self) -> None:
         """Waits until the requests of all exchanges that have begun are submitted."""
+        if not self._unsubmitted:
+            # Most groups have no tensors of devices, and their operations pay nothing for this.
+            return
         with self._left:
             while self._unsubmitted:
                 self._left.wait()
