@@ -2,7 +2,7 @@
 
 Except for pinned memory, which only CUDA has, the code is the same for every accelerator: it gets the streams and events of a
 device from torch by the device's name. The CPU is such a device too; its streams do nothing, and most tests run this code on it.
-Those in python/tests/gpu run it on a GPU.
+Those in python/tests/gpu run it on a GPU, or on a simulated device.
 """
 
 from __future__ import annotations

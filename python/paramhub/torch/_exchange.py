@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError
 from paramhub.torch import _ddp_conflict, _memory, _tensors, trace
+from paramhub.torch._staging import NO_BACKWARD, Stage
 
 if TYPE_CHECKING:
     from paramhub.torch._capture import Capture
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
     from paramhub.torch._program_state import State
     from paramhub.torch._shutdown import FailureState
     from paramhub.torch._staged_handle import StagedHandle
-    from paramhub.torch._staging import Stage
-
-
-NO_BACKWARD = -1
-"""Autograd's number of the current backward pass where there is none."""
 
 
 class StepState:

@@ -114,32 +114,6 @@ def test_wrong_hosts_and_sparse_gradients_are_refused(team: Team) -> None:
         assert "has the sparse gradient of an embedding" in rows
 
 
-def joins_by_hosts(rank: Rank) -> list[float]:
-    """Ranks with different numbers of batches, under DDP's join."""
-    import paramhub.torch
-
-    dist.init_process_group("gloo")
-    own, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-    found = []
-    for state in (paramhub.torch.HubState(host_group=own), None):
-        ddp = DistributedDataParallel(make(), bucket_cap_mb=0.02)
-        if state is not None:
-            ddp.register_comm_hook(state, paramhub.torch.hub_hook)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        with ddp.join():
-            for step in range(3 + rank.rank):
-                optimizer.zero_grad()
-                loss_of(ddp, step, rank.rank).backward()
-                optimizer.step()
-        found.append(parameters_of(ddp.module))
-    return [difference(*found)]
-
-
-def test_ranks_of_a_host_that_join(team: Team) -> None:
-    for differences in team(joins_by_hosts, ranks=4):
-        assert max(differences) < TOLERANCE, differences
-
-
 def loses_a_rank_of_a_host(rank: Rank, dying: int) -> str:
     import paramhub.torch
 
@@ -264,15 +238,16 @@ def test_several_instances_and_process_groups(team: Team) -> None:
         assert max(differences) < TOLERANCE, differences
 
 
-def uneven(rank: Rank) -> float:
+def uneven(rank: Rank, hosts: list[list[int]] | None) -> float:
     """Ranks with fewer batches take part in the other ranks' passes, outside of a backward pass of their own."""
     import paramhub.torch
 
     def run(hooked: bool) -> list[torch.Tensor]:
         model = make()
-        ddp = DistributedDataParallel(model)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
         if hooked:
-            ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+            own = dist.new_subgroups_by_enumeration(hosts)[0] if hosts else None
+            ddp.register_comm_hook(paramhub.torch.HubState(host_group=own), paramhub.torch.hub_hook)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         with ddp.join():
             for step in range(3 + rank.rank):
@@ -285,8 +260,9 @@ def uneven(rank: Rank) -> float:
     return difference(run(True), run(False))
 
 
-def test_join_with_uneven_inputs(team: Team) -> None:
-    assert max(team(uneven, ranks=2)) < TOLERANCE
+@pytest.mark.parametrize("hosts", [None, [[0, 1], [2, 3]]])
+def test_join_with_uneven_inputs(team: Team, hosts: list[list[int]] | None) -> None:
+    assert max(team(uneven, hosts, ranks=4 if hosts else 2)) < TOLERANCE
 
 
 def orders(rank: Rank) -> list[tuple[int, list[bool]]]:
