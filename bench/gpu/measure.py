@@ -228,6 +228,10 @@ def main() -> int:
     began = time.monotonic()
     arguments = parse()
     device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "torch finds no GPU here: --device cpu runs the same without one, which measures nothing of a GPU"
+        )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     print(f"{name}, torch {torch.__version__}, {os.cpu_count()} processors; medians (lowest to highest)")
     report = Report(arguments.json)
